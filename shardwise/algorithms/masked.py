@@ -1,0 +1,96 @@
+"""Sums over trained tokens: how per-token losses become one number that does not depend on the split of a step.
+
+Shape letters: T tokens of one packed batch, S sequences of one packed batch.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shardwise.types import Denominators, MetricValue
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+
+
+def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums per sequence of a packed batch; differentiable, the same bits on every call.
+
+    Args:
+        values: [T] floating point.
+        cu_seqlens: [S + 1] int32 or int64, where each sequence starts, and T.
+    Returns:
+        [S] of the dtype of `values`; 0 for a sequence without tokens.
+    """
+    # index_add would do it too, but adds in random order on CUDA; unsafe skips a check that waits for the device.
+    return torch.segment_reduce(values, "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
+
+
+def aggregate(
+    token_losses: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    denominators: Denominators,
+    mode: Aggregation,
+    divisor: float | None,
+) -> Tensor:
+    """This micro-batch's share of the step's loss; the sum over micro-batches and ranks is the loss of the whole step.
+
+    With l(s, t) the loss of trained token t of sequence s, n(s) the trained tokens of s, and over the whole step N
+    trained tokens and S sequences that have one:
+
+        token-mean               sum_s sum_t l(s, t) / N
+        seq-mean-token-mean      sum_s (sum_t l(s, t) / n(s)) / S
+        seq-mean-token-sum       sum_s sum_t l(s, t) / S
+        seq-mean-token-sum-norm  sum_s sum_t l(s, t) / (S * divisor)
+        token-sum                sum_s sum_t l(s, t)
+
+    Args:
+        token_losses: [T] float32, one loss per token; values where not trained are ignored, NaN included.
+        loss_mask: [T] bool, True = trained.
+        cu_seqlens: [S + 1] int32; a sequence lies in one micro-batch as a whole.
+        denominators: global counts of the optimizer step.
+        mode: one of the names above.
+        divisor: a fixed number of tokens > 0 for seq-mean-token-sum-norm, else None.
+    Returns:
+        Scalar of the dtype of `token_losses`. Where nothing is trained it is 0 and still has a graph, so that backward,
+        and with it every collective, runs on every rank.
+    Raises:
+        ValueError: an unknown mode, or a divisor where none belongs or missing where one does.
+    Source: token-mean: Yu et al. 2025 (DAPO), eq. 8; seq-mean-token-mean: Shao et al. 2024 (DeepSeekMath), eq. 3;
+        seq-mean-token-sum-norm: Liu et al. 2025 (Dr.GRPO). Differs: all divide by counts of the whole optimizer step,
+        and a sequence without a trained token is no sequence.
+    """
+    if (mode == "seq-mean-token-sum-norm") != (divisor is not None):
+        raise ValueError(
+            f"mode={mode} with divisor={divisor}: seq-mean-token-sum-norm needs one, other modes have none"
+        )
+    losses = torch.where(loss_mask, token_losses, 0.0)
+    num_tokens = max(denominators.num_tokens, 1)
+    num_sequences = max(denominators.num_sequences, 1)
+    match mode:
+        case "token-mean":
+            return losses.sum() / num_tokens
+        case "seq-mean-token-mean":
+            trained_lengths = sequence_sums(loss_mask.to(losses.dtype), cu_seqlens)
+            return (sequence_sums(losses, cu_seqlens) / trained_lengths.clamp(min=1)).sum() / num_sequences
+        case "seq-mean-token-sum":
+            return losses.sum() / num_sequences
+        case "seq-mean-token-sum-norm":
+            assert divisor is not None
+            return losses.sum() / (num_sequences * divisor)
+        case "token-sum":
+            return losses.sum()
+        case _:
+            raise ValueError(f"mode={mode} is no aggregation; use one of {', '.join(get_args(Aggregation))}")
+
+
+def trained_mean(values: Tensor, loss_mask: Tensor) -> MetricValue:
+    """The mean over trained tokens as a partial sum and a count, so that merging weights every token equally.
+
+    Args:
+        values: [T] floating point, or bool for the fraction of tokens where it holds.
+        loss_mask: [T] bool, True = trained.
+    """
+    return MetricValue.mean(torch.where(loss_mask, values.detach(), 0).sum(), loss_mask.sum())

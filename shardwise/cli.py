@@ -1,0 +1,154 @@
+"""The command `shardwise`. Checks everything that can be checked without torch, then starts the ranks.
+
+Exit codes: 0 done, 1 the run failed, 2 a mistake in what was given, 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from shardwise import __version__
+from shardwise.config import Config, EvalConfig, PromptDataConfig, RLConfig, SFTConfig, SupervisedDataConfig, UserError
+from shardwise.controller.launch import USER_ERROR, launch
+
+RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
+    "sft": SFTConfig,
+    "rl": RLConfig,
+    "eval": EvalConfig,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    try:
+        match options.command:
+            case "sft" | "rl" | "eval":
+                return _run_recipe(options, arguments)
+            case "quickstart":
+                return _run_quickstart(options, arguments)
+            case "generate":
+                return _generate(options)
+            case _:
+                print(json.dumps(RECIPES[options.recipe].model_json_schema(), indent=2))
+                return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
+    config = RECIPES[options.command].load(options.config, options.overrides)
+    if options.dry_run:
+        print(config.to_yaml(), end="")
+        return 0
+    if not _is_rank():
+        _check_inputs(config)
+        if options.nproc > 1:
+            return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    assert isinstance(config, SFTConfig | RLConfig | EvalConfig)
+    from shardwise.recipes.entry import run_recipe
+
+    return run_recipe(config)
+
+
+def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
+    if not _is_rank() and options.nproc > 1:
+        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    from shardwise.recipes.entry import run_quickstart
+
+    return run_quickstart(output_dir=options.output_dir, seed=options.seed)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from shardwise.recipes.generate import converse
+
+    converse(
+        options.model,
+        prompts=options.prompt,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        num_completions=options.num_completions,
+        apply_chat_template=not options.raw,
+        seed=options.seed,
+    )
+    return 0
+
+
+def _check_inputs(config: Config) -> None:
+    """What would fail after the ranks have started is found before: missing files, a reward that cannot be imported."""
+    from shardwise.data.sources import check_files
+
+    data = config.data  # type: ignore[attr-defined]
+    assert isinstance(data, SupervisedDataConfig | PromptDataConfig)
+    check_files([*data.train_files, *data.validation_files])
+    if isinstance(config, RLConfig | EvalConfig):
+        from shardwise.rewards import check_function
+
+        check_function(config.reward.function)
+
+
+def _is_rank() -> bool:
+    """Started by `launch` or torchrun."""
+    return "RANK" in os.environ
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardwise", description="LLM post-training on PyTorch FSDP2, from a laptop CPU to a GPU cluster."
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    helps = {
+        "sft": "supervised fine-tuning",
+        "rl": "reinforcement learning with verifiable rewards (GRPO, RLOO, Dr.GRPO)",
+        "eval": "accuracy on held-out prompts: greedy, pass@k, mean@n, maj@n",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=f"{name}: {text}")
+        command.add_argument("-c", "--config", help="YAML file; without it every key comes from overrides and defaults")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=20")
+        _add_nproc(command, default=1)
+        command.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
+    quickstart = commands.add_parser(
+        "quickstart", help="from nothing to a policy improved by RL, on this machine, offline"
+    )
+    quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
+    quickstart.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    _add_nproc(quickstart, default=2)
+    generate = commands.add_parser(
+        "generate", help="talk to a model: a run's output folder, a model folder or a hub name"
+    )
+    generate.add_argument("model")
+    generate.add_argument(
+        "-p", "--prompt", action="append", help="may be repeated; without it prompts are read from stdin"
+    )
+    generate.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    generate.add_argument("--num-completions", type=int, default=1, help="default: %(default)s")
+    generate.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    schema = commands.add_parser("schema", help="the JSON schema of a command's config, for editors")
+    schema.add_argument("recipe", choices=list(RECIPES))
+    return parser
+
+
+def _add_nproc(command: argparse.ArgumentParser, *, default: int) -> None:
+    command.add_argument(
+        "--nproc",
+        type=_positive,
+        default=default,
+        help="ranks to start on this machine (default: %(default)s); leave it out under torchrun",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of ranks; use 1 or more")
+    return value

@@ -1,0 +1,62 @@
+"""Where rows come from and how they become tokens."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, PositiveInt
+
+from shardwise.config.base import Config
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+FileList = Annotated[list[str], BeforeValidator(_as_list)]
+OverlongPolicy = Literal["error", "drop", "truncate"]
+
+
+class DataConfig(Config):
+    """What supervised and prompt data have in common."""
+
+    train_files: FileList = []
+    """jsonl or parquet files, or folders written by datasets' save_to_disk; one path or a list."""
+    validation_files: FileList = []
+    """Held-out rows in the same form."""
+    max_train_rows: PositiveInt | None = None
+    """Use only the first so many rows."""
+    max_validation_rows: PositiveInt | None = None
+    """Use only the first so many held-out rows."""
+    prompt_column: str = "prompt"
+    """The prompt: a string, or a list of {role, content} messages."""
+    system_prompt: str | None = None
+    """A system message put before prompts that have none."""
+    apply_chat_template: bool = True
+    """Render prompts with the chat template. false: prompts are strings and are tokenized as they are."""
+    shuffle: bool = True
+    """A new order of the training rows in every epoch, from trainer.seed."""
+
+
+class SupervisedDataConfig(DataConfig):
+    """Rows with an answer to learn: a prompt and a response column, or a column of messages."""
+
+    response_column: str = "response"
+    """The answer to learn, a string."""
+    messages_column: str = "messages"
+    """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation."""
+    max_sequence_tokens: PositiveInt = 2048
+    """The longest allowed sequence, prompt and response together."""
+    on_overlong: OverlongPolicy = "error"
+    """What happens to a longer row: stop with an error, drop it, or cut its end off. Dropped and cut rows are counted."""
+
+
+class PromptDataConfig(DataConfig):
+    """Rows with a prompt to answer and what a reward function needs to judge the answer."""
+
+    ground_truth_column: str = "reward_model.ground_truth"
+    """What the reward function gets as ground_truth; a dot goes into a nested column."""
+    data_source_column: str = "data_source"
+    """Names the source of a row; where the column is absent, the file's name."""
+    max_prompt_tokens: PositiveInt = 1024
+    """The longest allowed prompt."""
+    on_overlong: OverlongPolicy = "error"
+    """What happens to a longer prompt: stop with an error, drop it, or cut its start off. Both are counted."""

@@ -1,0 +1,25 @@
+"""Errors that are the user's to mend. The command line prints them as one line, without a traceback."""
+
+
+class UserError(Exception):
+    """Something the user gave cannot be used; the message says what was given, what is allowed and how to fix it."""
+
+
+class ConfigError(UserError):
+    """A configuration file, an override or a combination of keys that cannot work."""
+
+
+class DataError(UserError):
+    """A data file or a row of it that cannot be read; names file, row and column."""
+
+
+class ModelError(UserError):
+    """A model folder that cannot be loaded, or that does not fit its tokenizer."""
+
+
+class TrainingError(UserError):
+    """A run that cannot go on, although every input was valid: the numbers diverged."""
+
+
+class RewardError(UserError):
+    """A reward function that failed; names the function and the row."""

@@ -1,0 +1,1 @@
+"""Places workers on ranks and calls their methods. Knows no machine learning."""

@@ -1,0 +1,20 @@
+"""The contract between a recipe and the processes that run its workers."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class WorkerGroup(Protocol):
+    """Calls methods of a worker object that lives on every rank. Knows no machine learning."""
+
+    size: int
+    """Ranks in the group."""
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls `worker.method(*args)` on every rank; returns the results by rank."""
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        """Calls `worker.method(shards[rank], *args)` on every rank; returns the results by rank."""
+
+    def shutdown(self) -> None:
+        """Ends the serving loop of every other rank."""

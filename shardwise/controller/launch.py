@@ -1,0 +1,146 @@
+"""Starts the ranks of a job on this machine and watches them: one that fails ends the others, and is named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import UserError
+
+FAILURE_VARIABLE = "SHARDWISE_FAILURE_FILE"
+"""Where a rank writes why it failed."""
+LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
+"""A pipe that closes when the launcher is gone; ranks then end themselves."""
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+"""Exit codes: a mistake of the user's, anything else, Ctrl-C."""
+_GRACE_SECONDS = 5.0
+
+
+def launch(command: Sequence[str], *, nproc: int) -> int:
+    """Runs `command` as `nproc` ranks and waits for them.
+
+    Returns:
+        0 when all ranks succeeded, else the exit code of the rank that failed first, after printing why.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        lifeline_read, lifeline_write = os.pipe()
+        ranks = [_start(command, rank, nproc, Path(folder), lifeline_read) for rank in range(nproc)]
+        os.close(lifeline_read)
+        try:
+            failed = _wait(ranks)
+        except KeyboardInterrupt:
+            _end(ranks)
+            print("interrupted; all ranks ended", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            _end(ranks)
+            os.close(lifeline_write)
+        return 0 if failed is None else _report(failed, ranks, Path(folder))
+
+
+def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline: int) -> subprocess.Popen[bytes]:
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "SHARDWISE_STORE": str(folder / "store"),
+        FAILURE_VARIABLE: str(folder / f"failure-{rank}.json"),
+        LIFELINE_VARIABLE: str(lifeline),
+    }
+    return subprocess.Popen(command, env=environment, pass_fds=[lifeline])
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Consumes exits; waits for all ranks to succeed or one to fail; returns the rank that failed."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends what still runs: politely, then for good."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    for process in ranks:
+        try:
+            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=_GRACE_SECONDS)
+
+
+def _report(failed: int, ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
+    """Prints the first cause: a failing rank takes its peers with it, so the earliest note is the one that matters."""
+    notes = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
+    died = [rank for rank, process in enumerate(ranks) if process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
+    first = min(notes, key=lambda note: note["time"], default=None)
+    if died and (first is None or first["is_lost_peer"]):
+        name = signal.Signals(-ranks[died[0]].returncode).name
+        print(f"error: rank {died[0]} was ended by {name}; the other ranks were stopped", file=sys.stderr)
+        return FAILURE
+    if first is None:
+        code = ranks[failed].returncode
+        print(f"error: rank {failed} exited with code {code} and left no reason", file=sys.stderr)
+        return FAILURE
+    if first["is_user_error"]:
+        print(f"error: {first['message']}", file=sys.stderr)
+        return USER_ERROR
+    print(f"{first['traceback']}error: rank {first['rank']} failed: {first['message']}", file=sys.stderr)
+    return FAILURE
+
+
+def note_failure(error: BaseException, rank: int) -> int:
+    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none.
+
+    Returns:
+        The exit code.
+    """
+    is_user_error = isinstance(error, UserError)
+    note: dict[str, Any] = {
+        "time": time.time(),
+        "rank": rank,
+        "is_user_error": is_user_error,
+        "is_lost_peer": "peer" in str(error) or "Connection" in str(error),
+        "message": str(error) or type(error).__name__,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    path = os.environ.get(FAILURE_VARIABLE)
+    if path is not None:
+        Path(path).write_text(json.dumps(note))
+    else:
+        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(("" if is_user_error else note["traceback"]) + f"error: {where}{note['message']}", file=sys.stderr)
+    return USER_ERROR if is_user_error else FAILURE
+
+
+def follow_lifeline() -> None:
+    """Ends this rank when its launcher is gone, whatever the rank is doing, so that no orphan keeps a device."""
+    descriptor = os.environ.get(LIFELINE_VARIABLE)
+    if descriptor is None:
+        return
+
+    def watch() -> None:
+        os.read(int(descriptor), 1)  # returns at end of file: the launcher's end is closed
+        os._exit(FAILURE)
+
+    threading.Thread(target=watch, daemon=True).start()

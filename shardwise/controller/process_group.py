@@ -1,0 +1,58 @@
+"""Who this process is among the ranks, and the process groups they talk over."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch.distributed as dist
+
+STORE_VARIABLE = "SHARDWISE_STORE"
+"""The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
+_CONTROL_TIMEOUT = timedelta(days=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process, as torchrun's or `launch`'s environment variables tell."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """One process alone is rank 0 of 1."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0"), strict=True)))
+
+
+@contextmanager
+def process_group(rank: Rank, *, timeout_seconds: int) -> Iterator[dist.ProcessGroup]:
+    """Joins the default process group (gloo; NCCL for tensors on CUDA) and leaves it at the end.
+
+    Args:
+        timeout_seconds: how long a collective of the model may wait for a rank.
+    Yields:
+        A second gloo group for commands. A rank may wait in it as long as the others are at work elsewhere; a rank that
+        dies closes its connections, which ends the wait.
+    """
+    if rank.world_size == 1:
+        store: dist.Store | None = dist.HashStore()
+    elif STORE_VARIABLE in os.environ:
+        store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
+    else:
+        store = None  # torchrun: MASTER_ADDR and MASTER_PORT
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    try:
+        yield dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    finally:
+        dist.destroy_process_group()

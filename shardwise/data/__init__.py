@@ -1,0 +1,20 @@
+"""From data files to token batches: rows, chat rendering, packing, the order of rows, and quickstart problems."""
+
+from shardwise.data.chat import (
+    check_vocabulary,
+    load_tokenizer,
+    render_conversation,
+    render_prompt,
+    render_response_sample,
+)
+from shardwise.data.loader import BatchLoader
+from shardwise.data.packing import PackedStep, pack, unpack
+from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
+from shardwise.data.sources import Row, check_files, get_column, read_rows
+from shardwise.data.synthetic import (
+    ProblemFiles,
+    arithmetic_problems,
+    build_model_folder,
+    train_tokenizer,
+    worked_addition,
+)

@@ -1,0 +1,267 @@
+"""Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import DataError, ModelConfig, ModelError
+from shardwise.data.sources import describe_type, preview
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""`{"role": "user", "content": "2+3="}`; further keys go to the chat template as they are."""
+
+
+def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer that belongs to a model, with `config.chat_template` in place of its own where one is given.
+
+    Raises:
+        ModelError: no tokenizer there, no such template file, or no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer_path or config.path
+    is_folder = Path(path).is_dir()
+    if not is_folder and path.startswith(("/", ".", "~")):
+        raise ModelError(f"tokenizer folder {path} does not exist; set model.path or model.tokenizer_path to one")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise all kinds here, a bare Exception among them
+        raise ModelError(
+            f"no tokenizer can be loaded from {path} ({' '.join(str(error).split())[:300]}); "
+            "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
+        ) from error
+    if len(tokenizer) == 0:
+        raise ModelError(
+            f"the tokenizer in {path} is empty: its tokenizer.json is missing; add the file or set model.tokenizer_path"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer in {path} has no end-of-sequence token, so a response would never end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(config.chat_template)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Checks that every token has an embedding. A model with spare rows (a padded vocabulary) is fine.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model; names both numbers.
+    """
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {vocab_size}; "
+            "set model.tokenizer_path to the tokenizer that the model was made with"
+        )
+
+
+def render_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | list[Message],
+    *,
+    apply_chat_template: bool,
+    system_prompt: str | None,
+    origin: str,
+) -> list[int]:
+    """The tokens that a response is to follow.
+
+    Args:
+        prompt: text (one user message for the chat template), or messages.
+        apply_chat_template: False tokenizes text as it is, with the special tokens that the tokenizer adds by default.
+        system_prompt: put before messages that have no system message; only with a chat template.
+        origin: names the row in errors.
+    Raises:
+        DataError: an empty prompt, bad messages, or no chat template.
+    """
+    if apply_chat_template:
+        text = _render(tokenizer, as_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
+        token_ids = _encode(tokenizer, text)
+    else:
+        token_ids = tokenizer.encode(_plain_prompt(prompt, origin))
+    return _at_least_one(token_ids, origin)
+
+
+def render_response_sample(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | list[Message],
+    response: str,
+    *,
+    apply_chat_template: bool,
+    system_prompt: str | None,
+    origin: str,
+) -> tuple[list[int], list[bool]]:
+    """A prompt and the response to learn: the prompt is not trained, the response and its end-of-sequence token are.
+
+    Args: as in `render_prompt`.
+    Returns:
+        token ids [L] and loss mask [L].
+    """
+    if apply_chat_template:
+        messages = as_messages(prompt, system_prompt, origin)
+        answer = {"role": "assistant", "content": response}
+        return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages))
+    prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
+    response_ids = [*_encode(tokenizer, response), tokenizer.eos_token_id]
+    return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
+
+
+def render_conversation(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str, *, trained_from: int = 0
+) -> tuple[list[int], list[bool]]:
+    """A conversation with loss on the assistant's turns.
+
+    A trained span begins after the generation prompt, as at inference, and ends with the turn's end-of-sequence token,
+    or with the turn where the template writes none. Turns after the last trained one are left out: nothing learns from
+    them.
+
+    Args:
+        messages: the first is not the assistant's.
+        origin: names the row in errors.
+        trained_from: assistant turns before this message are context.
+    Returns:
+        token ids [L] and loss mask [L].
+    Raises:
+        DataError: bad messages, no chat template, or one that changes the text of earlier turns as later ones arrive,
+            so that no mask over them would be right.
+    """
+    messages = _checked(messages, origin)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
+    if not turns:
+        raise DataError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it")
+    if turns[0] == 0:
+        raise DataError(
+            f"{origin}: the conversation begins with an assistant turn; begin with a user or system message"
+        )
+    text = ""
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    for turn in turns:
+        prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True)
+        prompt_ids = _at_least_one(_extend(tokenizer, text, token_ids, prompt, origin), origin)
+        text = _render(tokenizer, messages[: turn + 1], origin, add_generation_prompt=False)
+        token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
+        loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
+        num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer.eos_token_id)
+        loss_mask += [True] * num_trained + [False] * (len(token_ids) - len(prompt_ids) - num_trained)
+    return token_ids, loss_mask
+
+
+def as_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
+    """A prompt as messages, the system prompt first where they have none.
+
+    Raises:
+        DataError: not text or messages, or nothing in them.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked(prompt, origin)
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
+    if system_prompt is not None and all(message["role"] != "system" for message in messages):
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template={path} cannot be read ({error}); give a Jinja file, or null for the tokenizer's own"
+        ) from None
+
+
+def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
+    if not isinstance(prompt, str):
+        raise DataError(
+            f"{origin}: the prompt is {describe_type(prompt)}, but data.apply_chat_template=false takes strings: "
+            f"{preview(prompt)}; set data.apply_chat_template=true"
+        )
+    if not prompt.strip():
+        raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
+    return prompt
+
+
+def _checked(messages: Any, origin: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else describe_type(messages)
+        raise DataError(f"{origin}: the messages are {what}, expected a list of {{role, content}}: {preview(messages)}")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{origin}: message {number} is {describe_type(message)}, expected {{role, content}}: "
+                f"{preview(message)}"
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise DataError(f'{origin}: message {number} has no "{key}": {preview(message)}')
+            if not isinstance(message[key], str):
+                raise DataError(
+                    f'{origin}: "{key}" of message {number} is {describe_type(message[key])}, expected a string: '
+                    f"{preview(message[key])}"
+                )
+    # Parquet gives every message the keys of all of them, null where a message had none; templates test for presence.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _render(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str, *, add_generation_prompt: bool
+) -> str:
+    import jinja2
+
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{origin}: the tokenizer has no chat template; set data.apply_chat_template=false to train on plain text, "
+            "or model.chat_template=FILE"
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+    except jinja2.TemplateError as error:
+        raise DataError(
+            f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
+            "fix the row or set model.chat_template=FILE"
+        ) from None
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _extend(
+    tokenizer: "PreTrainedTokenizerBase", before: str, before_ids: list[int], text: str, origin: str
+) -> list[int]:
+    """The tokens of `text`, which begins with `before`, such that they begin with the tokens of `before`."""
+    if not text.startswith(before):
+        raise DataError(_not_prefix_stable(before, text, origin))
+    token_ids = _encode(tokenizer, text)
+    if token_ids[: len(before_ids)] == before_ids:
+        return token_ids
+    # A token merged over the border. At inference the tokens before it are already there, so they stay as they are.
+    return before_ids + _encode(tokenizer, text[len(before) :])
+
+
+def _not_prefix_stable(before: str, text: str, origin: str) -> str:
+    border = next((i for i, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(text))
+    start = max(0, border - 20)
+    return (
+        f"{origin}: the chat template is not prefix-stable: it wrote {before[start : border + 40]!r}, and with the "
+        f"next turn that became {text[start : border + 40]!r}, so loss masks over several turns would be wrong; "
+        "set model.chat_template=FILE to a template that leaves earlier turns alone, or split the row into single turns"
+    )
+
+
+def _length_to_end(turn_ids: Sequence[int], eos_token_id: int) -> int:
+    if eos_token_id not in turn_ids:
+        return len(turn_ids)
+    return len(turn_ids) - list(reversed(turn_ids)).index(eos_token_id)
+
+
+def _at_least_one(token_ids: list[int], origin: str) -> list[int]:
+    if not token_ids:
+        raise DataError(f"{origin}: the prompt has no tokens; remove the row or fill it in")
+    return token_ids

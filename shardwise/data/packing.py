@@ -1,0 +1,165 @@
+"""Samples to token batches: the same number on every data-parallel rank, none over the token cap.
+
+Shape letters: L tokens of one sample, T tokens of one batch, S sequences of one batch.
+"""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.config import DataError
+from shardwise.types import PER_TOKEN_FIELDS, Denominators, Sample, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The samples of one optimizer step, packed.
+
+    Example: samples of 3, 2 and 2 tokens on two ranks with at most 4 tokens a batch:
+        shards[0][0].sample_index == [0] and shards[1][0].sample_index == [1, 2]
+    """
+
+    shards: list[list[TokenBatch]]
+    """Of each data-parallel rank its micro-batches; every rank has the same number, at least one."""
+    denominators: Denominators
+    """Counted over all shards."""
+
+
+def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int) -> PackedStep:
+    """Splits samples over ranks and micro-batches.
+
+    As few batches as best-fit-decreasing finds, rounded up to a multiple of `num_shards`, their token counts levelled.
+    Ranks run their k-th batches in lockstep, so batches of like size get the same k. Deterministic.
+
+    Args:
+        samples: of at least one token each; either all or none have a given optional per-token field.
+        num_shards: data-parallel ranks.
+        max_tokens: the hard cap on the tokens of one batch. A sequence is never split.
+    Raises:
+        DataError: a sample is longer than the cap; names it and both numbers.
+    """
+    lengths = [len(sample.token_ids) for sample in samples]
+    for sample, length in zip(samples, lengths, strict=True):
+        assert length > 0, f"{sample.uid}: a sample without tokens"
+        if length > max_tokens:
+            raise DataError(
+                f"sample {sample.uid} has {length} tokens, more than engine.max_tokens_per_micro_batch={max_tokens}, "
+                "and a sequence is never split over micro-batches; raise the cap or shorten the sample"
+            )
+    bins = _best_fit_decreasing(lengths, max_tokens)
+    num_bins = max(1, -(-len(bins) // num_shards)) * num_shards
+    padded = bins + [[] for _ in range(num_bins - len(bins))]
+    levelled = _longest_first(lengths, num_bins, max_tokens) or padded
+    shards = _deal(levelled, lengths, num_shards)
+    present = _present_fields(samples)
+    return PackedStep(
+        shards=[[_batch(samples, bin, present) for bin in shard] for shard in shards],
+        denominators=Denominators(
+            num_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+            num_sequences=sum(bool(sample.loss_mask.any()) for sample in samples),
+        ),
+    )
+
+
+def unpack(step: PackedStep, values: list[list[Tensor]]) -> list[Tensor]:
+    """The inverse of packing for what was computed per token.
+
+    Args:
+        values: of each shard and micro-batch of `step` a tensor [T].
+    Returns:
+        one tensor [L] per sample, in the order of the samples that were packed.
+    """
+    found: dict[int, Tensor] = {}
+    for shard, shard_values in zip(step.shards, values, strict=True):
+        for batch, value in zip(shard, shard_values, strict=True):
+            assert value.shape == batch.input_ids.shape, (value.shape, batch.input_ids.shape)
+            starts = batch.cu_seqlens.tolist()
+            for place, index in enumerate(batch.sample_index):
+                found[index] = value[starts[place] : starts[place + 1]]
+    return [found[index] for index in range(len(found))]
+
+
+def _by_length(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _best_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each sample, the longest first, goes into the fullest bin with room for it, or else into a new one."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    for index in _by_length(lengths):
+        place = bisect.bisect_left(rooms, (lengths[index], 0))
+        if place < len(rooms):
+            room, bin = rooms.pop(place)
+            bins[bin].append(index)
+        else:
+            room, bin = max_tokens, len(bins)
+            bins.append([index])
+        bisect.insort(rooms, (room - lengths[index], bin))
+    return bins
+
+
+def _longest_first(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Each sample, the longest first, goes into the emptiest of `num_bins` bins; None if one does not fit there."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [(0, bin) for bin in range(num_bins)]  # a heap
+    for index in _by_length(lengths):
+        load, bin = loads[0]
+        if load + lengths[index] > max_tokens:
+            return None
+        bins[bin].append(index)
+        heapq.heapreplace(loads, (load + lengths[index], bin))
+    return bins
+
+
+def _deal(bins: list[list[int]], lengths: Sequence[int], num_shards: int) -> list[list[list[int]]]:
+    """Deals the bins out to ranks, the fullest first, back and forth so that the ranks' totals stay close."""
+    shards: list[list[list[int]]] = [[] for _ in range(num_shards)]
+    fullest_first = sorted(bins, key=lambda bin: (-sum(lengths[index] for index in bin), bin))
+    for start in range(0, len(bins), num_shards):
+        row = fullest_first[start : start + num_shards]
+        forth = start // num_shards % 2 == 0
+        for shard, bin in zip(shards, row if forth else reversed(row), strict=True):
+            shard.append(bin)
+    return shards
+
+
+def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) -> TokenBatch:
+    if not indices:
+        return _empty_batch(samples, present)
+    chosen = [samples[index] for index in indices]
+    lengths = torch.tensor([len(sample.token_ids) for sample in chosen])
+    return TokenBatch(
+        input_ids=torch.cat([sample.token_ids for sample in chosen]),
+        position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
+        sample_index=list(indices),
+        **{name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present},
+    )
+
+
+def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
+    """One masked token, so that a rank without samples still runs every collective of a step."""
+    return TokenBatch(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        sample_index=[],
+        **{name: torch.zeros(1, dtype=getattr(samples[0], name).dtype) for name in present},
+    )
+
+
+def _present_fields(samples: Sequence[Sample]) -> list[str]:
+    present = []
+    for name in PER_TOKEN_FIELDS:
+        num_with = sum(getattr(sample, name) is not None for sample in samples)
+        assert num_with in (0, len(samples)), f"{num_with} of {len(samples)} samples have {name}; all or none must"
+        if num_with:
+            present.append(name)
+    return present

@@ -1,0 +1,251 @@
+"""Rows out of files: jsonl, parquet and folders of the datasets library, each row with the place it came from."""
+
+import datetime
+import decimal
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import DataError
+
+_ACCEPTED = "a .jsonl file, a .parquet file or a folder written by datasets' save_to_disk"
+_READ_ROWS = 1024  # rows turned into Python objects at a time, so that max_rows does not read a whole file
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a data file.
+
+    Example: `Row(values={"prompt": "2+3="}, origin="train.jsonl line 412", stem="train")`
+    """
+
+    values: dict[str, Any]
+    """Column to cell, as the file's reader gives it; `get_column` turns a cell into plain JSON values."""
+    origin: str
+    """Names the row in errors and dumps. Lines count from 1 as editors do, rows from 0 as pandas and datasets do."""
+    stem: str
+    """The file's name without its suffix."""
+
+
+def check_files(paths: Sequence[str]) -> None:
+    """Checks that every path exists and is of a kind that can be read; reads no rows.
+
+    Raises:
+        DataError: names the path and what is accepted.
+    """
+    for name in paths:
+        path = Path(name)
+        if not path.exists():
+            raise DataError(f"data file {name} does not exist; give {_ACCEPTED}")
+        if path.is_dir():
+            _check_folder(path)
+        elif path.suffix not in (".jsonl", ".parquet"):
+            raise DataError(f'data file {name} has the suffix "{path.suffix}"; give {_ACCEPTED}')
+
+
+def read_rows(paths: Sequence[str], *, max_rows: int | None) -> list[Row]:
+    """Reads the files one after the other.
+
+    Args:
+        paths: jsonl or parquet files, or folders written by datasets' save_to_disk.
+        max_rows: stop after so many rows over all files; None reads everything.
+    Raises:
+        DataError: a missing, empty, broken or unknown file; names file and line.
+    """
+    check_files(paths)
+    rows: list[Row] = []
+    for path, name in zip(map(Path, paths), _short_names(paths), strict=True):
+        wanted = None if max_rows is None else max_rows - len(rows)
+        if wanted == 0:
+            break
+        found = [Row(values, origin, path.stem) for origin, values in itertools.islice(_iterate(path, name), wanted)]
+        if not found:
+            raise DataError(f"data file {path} is empty; give a file with at least one row or remove it from the list")
+        rows += found
+    return rows
+
+
+def has_column(row: Row, path: str) -> bool:
+    """Whether the row has a value at `path`; null counts as none, as parquet fills absent columns with it."""
+    return _find(row.values, path) is not None
+
+
+def get_column(row: Row, path: str) -> Any:
+    """The cell at `path`, as plain JSON values.
+
+    Args:
+        path: a column; a dot goes into a nested one: `reward_model.ground_truth`.
+    Returns:
+        str, number, bool, None, or lists and dicts of them: times in ISO format, decimals and utf-8 bytes as strings.
+    Raises:
+        DataError: there is no such column (lists those there are), or the cell holds what JSON cannot.
+    """
+    cell = _find(row.values, path, absent=_ABSENT)
+    if cell is _ABSENT:
+        raise DataError(
+            f'{row.origin}: there is no column "{path}"; the columns are {describe_columns(row)}; '
+            "name the right one in the config's data section"
+        )
+    return _plain(cell, f'{row.origin}: column "{path}"')
+
+
+def get_text(row: Row, path: str) -> str:
+    """The cell at `path`, which must be a string.
+
+    Raises:
+        DataError: no such column or not a string; shows the value.
+    """
+    cell = get_column(row, path)
+    if not isinstance(cell, str):
+        raise DataError(f'{row.origin}: column "{path}" is {describe_type(cell)}, expected a string: {preview(cell)}')
+    return cell
+
+
+def describe_columns(row: Row) -> str:
+    """The names of a row's columns, nested ones dotted, for error messages."""
+    names: list[str] = []
+    for name, cell in row.values.items():
+        names += [f"{name}.{inner}" for inner in cell] if isinstance(cell, dict) and cell else [name]
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def describe_type(value: Any) -> str:
+    """The JSON name of a value's type, with its article, for error messages."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def preview(value: Any) -> str:
+    """A value as one line of JSON, cut to 80 characters, for error messages."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_ABSENT = object()  # tells a missing column from a null cell
+
+
+def _find(values: dict[str, Any], path: str, absent: Any = None) -> Any:
+    if path in values:  # also a column whose own name has a dot, as datasets' flatten() makes them
+        return values[path]
+    cell: Any = values
+    for name in path.split("."):
+        if not isinstance(cell, dict) or name not in cell:
+            return absent
+        cell = cell[name]
+    return cell
+
+
+def _plain(value: Any, place: str) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case dict():
+            return {str(key): _plain(inner, place) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner, place) for inner in value]
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case decimal.Decimal():
+            return str(value)
+        case bytes():
+            try:
+                return value.decode("utf-8")
+            except UnicodeDecodeError:
+                raise DataError(f"{place} holds bytes that are not utf-8 text: {preview(value)}; store text") from None
+        case _:
+            raise DataError(
+                f"{place} holds {describe_type(value)}, which JSON cannot represent: {preview(value)}; "
+                "store text, numbers, lists or objects"
+            )
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    # As few trailing parts of the paths as tell the files apart: an origin seeds the sampling of its row, so it must
+    # not depend on where the folder lies.
+    parts = [Path(path).absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=1)):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return list(paths)
+
+
+def _iterate(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".jsonl" and path.is_file():
+        return _iterate_jsonl(path, name)
+    chunks = _read_dataset_folder(path) if path.is_dir() else _read_parquet(path)
+    return ((f"{name} row {index}", values) for index, values in enumerate(itertools.chain.from_iterable(chunks)))
+
+
+def _iterate_jsonl(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            origin = f"{name} line {number}"
+            try:
+                text = line.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{origin}: byte {error.start + 1} of the line ({line[error.start]:#04x}) is not utf-8; "
+                    "save the file as utf-8"
+                ) from None
+            if not text.strip():
+                continue
+            try:
+                values = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{origin}: not valid JSON ({error}): {preview(text.strip())}") from None
+            if not isinstance(values, dict):
+                raise DataError(
+                    f"{origin}: the line is {describe_type(values)}, expected one object a line: {preview(values)}"
+                )
+            yield origin, values
+
+
+def _read_parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_READ_ROWS):
+                yield batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+
+
+def _read_dataset_folder(path: Path) -> Iterator[list[dict[str, Any]]]:
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(path))
+        # The arrow format leaves images and audio encoded: decoding them would need more packages.
+        for table in dataset.with_format("arrow").iter(batch_size=_READ_ROWS):
+            yield table.to_pylist()
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as a datasets folder: {' '.join(str(error).split())}") from None
+
+
+def _check_folder(path: Path) -> None:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(str(child.parent) for child in path.glob("*/state.json"))
+        raise DataError(
+            f"{path} holds a DatasetDict, one dataset per split; give the folder of one split: {', '.join(splits)}"
+        )
+    if not (path / "state.json").is_file():
+        raise DataError(f"folder {path} is not a dataset (it has no state.json); give {_ACCEPTED}")

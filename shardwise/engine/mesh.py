@@ -1,0 +1,59 @@
+"""The layout of the ranks: dp_replicate x dp_shard x sp."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """How many ranks each axis has; the product is the world size.
+
+    Example: 8 ranks with fsdp_size=4: dp_replicate=2, dp_shard=4, sp=1 (HSDP: two replicas, each sharded over four).
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    sp: int
+
+    @classmethod
+    def from_sizes(cls, *, world_size: int, fsdp_size: int | None, ulysses_size: int) -> Self:
+        """Checks the sizes a user gave.
+
+        Raises:
+            ConfigError: the sizes do not divide the world size; lists the ones that do.
+        """
+        if ulysses_size != 1:
+            raise ConfigError(f"engine.ulysses_size={ulysses_size}: sequence parallelism is not in this version; use 1")
+        size = world_size if fsdp_size is None else fsdp_size
+        if world_size % size:
+            divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
+            allowed = divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"
+            raise ConfigError(
+                f"engine.fsdp_size={size} does not divide the world size {world_size}; "
+                f"use {allowed} ({world_size} = shard over all ranks)"
+            )
+        return cls(world_size // size, size, 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of sequence-parallel ranks, that each get their own micro-batches."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh fully_shard takes: one axis shards; with a second, smaller copies are replicated (HSDP)."""
+        if self.dp_replicate == 1:
+            return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(
+            device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+
+
+def device_of_rank(local_rank: int) -> torch.device:
+    """This rank's accelerator, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)

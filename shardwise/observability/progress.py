@@ -1,0 +1,125 @@
+"""What a person sees while a run goes on: a live bar on a terminal, a plain line now and then in a log file."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as LiveDisplay
+from rich.table import Table
+
+SECONDS_BETWEEN_LINES = 2.0
+LOG_FILE_COLUMNS = 120
+
+
+class Progress:
+    """The progress of one loop. A context manager.
+
+    On a terminal a bar with the step, the time left and the newest metrics. Elsewhere plain lines, at most one every
+    `SECONDS_BETWEEN_LINES`, and always one for the last step.
+
+    Example:
+        with Progress("sft", 100) as progress:
+            progress.update(1, {"train/loss": 1.23})
+    """
+
+    def __init__(
+        self, title: str, total_steps: int, *, start_step: int = 0, silent: bool = False, stream: TextIO | None = None
+    ) -> None:
+        """
+        Args:
+            total_steps: the number of the last step.
+            start_step: steps that were done before, by the run that this one resumes.
+            silent: show nothing.
+            stream: where to write; None is standard output.
+        """
+        self._title = title
+        self._total_steps = total_steps
+        self._start_step = start_step
+        self._stream = stream or sys.stdout
+        self._start = time.monotonic()
+        self._last_line = float("-inf")
+        self._shown_step: int | None = None
+        self._newest: tuple[int, Mapping[str, float]] | None = None
+        self._silent = silent
+        console = Console(file=self._stream)
+        self._live = _live_display(console) if console.is_terminal and not silent else None
+        if self._live is not None:
+            self._task = self._live.add_task(title, total=total_steps, completed=start_step, metrics="")
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._newest is not None and self._newest[0] != self._shown_step:
+            self._print_line(*self._newest)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows that `step` steps are done, with these metrics, in this order."""
+        if self._silent:
+            return
+        self._newest = (step, metrics)
+        if self._live is not None:
+            self._live.update(self._task, completed=step, metrics=_metrics_text(metrics))
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or step == self._total_steps:
+            self._print_line(step, metrics)
+
+    def _print_line(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._last_line, self._shown_step = time.monotonic(), step
+        seconds_per_step = (self._last_line - self._start) / max(step - self._start_step, 1)
+        left = timedelta(seconds=round(seconds_per_step * (self._total_steps - step)))
+        text = f"{self._title}  step {step}/{self._total_steps}  left {left}  {_metrics_text(metrics)}"
+        print(text.rstrip(), file=self._stream, flush=True)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stream: TextIO | None = None
+) -> None:
+    """Prints a table: numbers to the right and formatted as in `Progress`, everything else as text.
+
+    Args:
+        rows: one value per column each.
+        stream: where to write; None is standard output.
+    """
+    console = Console(file=stream or sys.stdout, markup=False)
+    if not console.is_terminal:
+        console.width = LOG_FILE_COLUMNS
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        is_number = all(isinstance(row[place], int | float) for row in rows)
+        table.add_column(column, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*(_number_text(cell) if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(table)
+
+
+def _live_display(console: Console) -> LiveDisplay:
+    return LiveDisplay(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[metrics]}", markup=False),
+        console=console,
+        # The default of 30 s gives no estimate where a step takes longer.
+        speed_estimate_period=600,
+    )
+
+
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {_number_text(value)}" for name, value in metrics.items())
+
+
+def _number_text(value: float) -> str:
+    """Four digits; whole numbers from 10,000 on, because 1.234e+04 tokens/s is hard to read."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

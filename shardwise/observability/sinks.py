@@ -1,0 +1,161 @@
+"""The files of a run. What training computed and how long it took go to different files, so that two runs with the
+same seed can be compared byte by byte."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class RunLog:
+    """Metrics of a run, step by step, flushed line by line. A context manager.
+
+    output_dir/metrics.jsonl       {"step": 3, "train/loss": 1.25}       deterministic: the same for the same seed
+    output_dir/performance.jsonl   {"step": 3, "seconds/rollout": 0.8}   timings
+    output_dir/tensorboard/        events with both
+
+    Files of an earlier run are moved aside: metrics.jsonl becomes metrics.jsonl.1, or .2 where that is taken.
+
+    Example:
+        with RunLog(Path("runs/latest"), tensorboard=False) as log:
+            log.log(3, {"train/loss": 1.25}, {"seconds/rollout": 0.8})
+    """
+
+    def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(_JsonLines(output_dir / "metrics.jsonl"))
+            self._performance = stack.enter_context(_JsonLines(output_dir / "performance.jsonl"))
+            events = output_dir / "tensorboard"
+            move_aside(events)
+            self._tensorboard = _open_tensorboard(events) if tensorboard else None
+            if self._tensorboard is not None:
+                stack.callback(self._tensorboard.close)
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, float], performance: Mapping[str, float]) -> None:
+        """Writes one line to each file; names sorted, a value that is not finite as null. Nothing for an empty dict.
+
+        Args:
+            step: optimizer steps done.
+            metrics: only what the same seed gives again.
+            performance: everything that depends on the machine: seconds, rates, bytes.
+        """
+        for lines, values in ((self._metrics, metrics), (self._performance, performance)):
+            if values:
+                lines.write({"step": step, **{name: values[name] for name in sorted(values)}})
+            if self._tensorboard is not None:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes everything; a second call does nothing."""
+        self._open.close()
+
+
+class SampleLog:
+    """output_dir/samples.jsonl: what the policy wrote and what it got for it. A context manager.
+
+    A file of an earlier run is moved aside, as in `RunLog`.
+
+    Example: `samples.append([{"step": 3, "prompt": "2+3=", "completion": "5", "reward": 1.0, "logprobs": [-0.1]}])`
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = _JsonLines(output_dir / "samples.jsonl")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one line per row, keys in the order of the row, and flushes once."""
+        self._lines.write(*rows)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON, so that a reader finds the old file or the whole new one, whenever it looks.
+
+    Raises:
+        OSError: the file cannot be written; the old one is intact.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(_to_json(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move_aside(path: Path) -> None:
+    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on."""
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+class _JsonLines:
+    """A fresh file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        move_aside(path)
+        self._file = path.open("w", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        self._file.write("".join(_to_json(row) + "\n" for row in rows))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinities, which JSON has no words for and many readers refuse."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _open_tensorboard(folder: Path) -> "SummaryWriter":
+    # Its import takes seconds, and runs without it should not pay them.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

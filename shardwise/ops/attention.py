@@ -1,0 +1,124 @@
+"""Attention over dense batches and over packed sequences.
+
+Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, L key tokens, T packed tokens, d head dim.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where the sequences of a pack lie, known on the host so that no kernel launch waits for the device.
+
+    Example: lengths 3, 3, 2: `cu_seqlens=[0, 3, 6, 8]`, `runs=((2, 3), (1, 2))`.
+    """
+
+    cu_seqlens: Tensor
+    """[S + 1] int32, on the device of the tokens."""
+    runs: tuple[tuple[int, int], ...]
+    """(how many, how long) of neighbouring sequences of one length: each run is one dense batch."""
+    max_length: int
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, *, device: torch.device) -> Self:
+        """`cu_seqlens` lies on the host."""
+        lengths = cu_seqlens.diff().tolist()
+        runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
+        return cls(cu_seqlens.to(device, non_blocking=True), runs, max(lengths))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Dense attention with grouped queries.
+
+    Args:
+        query: [B, H, Q, d]. key, value: [B, K, L, d]; the value's head dim may differ.
+        scaling: multiplies the scores; None is d ** -0.5.
+        causal: query i sees keys 0..i; needs Q == L.
+        window: with causal, query i sees only its last `window` keys, itself included.
+        softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2).
+        mask: bool, broadcastable to [B, H, Q, L], True = seen; instead of causal.
+    Returns:
+        [B, H, Q, dv].
+    """
+    num_tokens = query.shape[2]
+    if causal and window is not None and num_tokens > window:
+        position = torch.arange(num_tokens, device=query.device)
+        distance = position[:, None] - position[None, :]
+        mask, causal = (distance >= 0) & (distance < window), False
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=num_heads != num_kv_heads
+        )
+    key = key.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    value = value.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(dim=-1).to(value.dtype) @ value
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention inside every sequence of a pack; sequences never see each other.
+
+    On CUDA one variable-length FlashAttention call. Elsewhere a loop over runs of equal length, which beats a dense
+    block-diagonal mask (no score outside a sequence is ever computed).
+
+    Args:
+        query: [H, T, d]. key, value: [K, T, d].
+    Returns:
+        [H, T, dv].
+    """
+    if query.is_cuda and softcap is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
+        out = varlen_attn(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            layout.cu_seqlens,
+            layout.cu_seqlens,
+            layout.max_length,
+            layout.max_length,
+            scale=scaling,
+            window_size=(-1, 0) if window is None else (window - 1, 0),
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        assert isinstance(out, Tensor)
+        return out.transpose(0, 1)
+    sizes = [count * length for count, length in layout.runs]
+    outputs = []
+    for (count, length), q, k, v in zip(
+        layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True
+    ):
+        dense = [x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v)]
+        out = attend(*dense, scaling=scaling, causal=True, window=window, softcap=softcap)
+        outputs.append(out.transpose(0, 1).flatten(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -1,0 +1,44 @@
+"""Opens what a recipe starts from, and checks that the parts fit before any of them is built."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.data import check_vocabulary, load_tokenizer
+from shardwise.engine import resolve_folder
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model folder whose tokenizer fits it."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    context_tokens: int
+    """The longest sequence the model was made for."""
+
+    def require_context(self, keys: str, num_tokens: int) -> None:
+        """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""
+        if num_tokens > self.context_tokens:
+            raise ConfigError(
+                f"{keys} = {num_tokens} tokens, more than the {self.context_tokens} of the model's context "
+                f"(max_position_embeddings in {self.folder / 'config.json'}); lower it"
+            )
+
+
+def open_model(config: ModelConfig) -> OpenedModel:
+    """Finds the folder (downloading a hub model), loads the tokenizer and compares the two.
+
+    Raises:
+        ModelError: no such model, no weights, no tokenizer, or token ids that the model has no embedding for.
+    """
+    folder = resolve_folder(config.path)
+    tokenizer = load_tokenizer(config)
+    try:
+        text_config = AutoConfig.from_pretrained(folder).get_text_config()
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
+    check_vocabulary(tokenizer, text_config.vocab_size)
+    return OpenedModel(folder, tokenizer, text_config.max_position_embeddings)

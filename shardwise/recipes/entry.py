@@ -1,0 +1,63 @@
+"""From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from shardwise.config import EngineConfig, EvalConfig, RLConfig, SFTConfig
+from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.local import RankGroup, serve
+from shardwise.controller.process_group import Rank, process_group
+from shardwise.engine import device_of_rank
+from shardwise.recipes.evaluate import evaluate
+from shardwise.recipes.quickstart import quickstart
+from shardwise.recipes.rl import train as train_rl
+from shardwise.recipes.sft import train as train_sft
+from shardwise.recipes.workers import Worker
+
+
+def run_recipe(config: SFTConfig | RLConfig | EvalConfig) -> int:
+    """Runs the recipe of a config on this rank. Returns the exit code of this process."""
+
+    def recipe(group: RankGroup) -> None:
+        match config:
+            case SFTConfig():
+                train_sft(config, group)
+            case RLConfig():
+                train_rl(config, group)
+            case EvalConfig():
+                evaluate(config, group)
+
+    return run_rank(recipe, timeout_seconds=config.engine.collective_timeout_seconds)
+
+
+def run_quickstart(*, output_dir: str, seed: int) -> int:
+    """Runs the quickstart on this rank. Returns the exit code of this process."""
+    return run_rank(
+        lambda group: quickstart(Path(output_dir), group, seed=seed),
+        timeout_seconds=EngineConfig().collective_timeout_seconds,
+    )
+
+
+def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> int:
+    """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
+
+    Returns:
+        The exit code of this process.
+    """
+    follow_lifeline()
+    disable_progress_bar()  # ours is the only one
+    rank = Rank.from_environment()
+    try:
+        with process_group(rank, timeout_seconds=timeout_seconds) as control:
+            worker = Worker(device_of_rank(rank.local_rank))
+            if rank.rank == 0:
+                group = RankGroup(worker, control)
+                recipe(group)
+                group.shutdown()
+            else:
+                serve(worker, control)
+    except Exception as error:  # the one place where a rank's failure becomes an exit code
+        return note_failure(error, rank.rank)
+    return 0

@@ -1,0 +1,148 @@
+"""Accuracy of a model on held-out prompts."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import EvalConfig, RewardConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.data import prompt_examples
+from shardwise.observability import SampleLog, print_table, write_json_atomic
+from shardwise.recipes.build import open_model
+from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.rewards import RewardPool, final_answer
+from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
+
+
+def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, float]]:
+    """Measures on the validation files; writes results.json and samples.jsonl; prints a table.
+
+    Returns:
+        For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for the
+        powers of two up to n, mean@n and maj@n.
+    """
+    model = open_model(config.model)
+    model.require_context(
+        "data.max_prompt_tokens + rollout.max_response_tokens",
+        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+    )
+    rows = prompt_examples(
+        config.data, config.data.validation_files, model.tokenizer, max_rows=config.data.max_validation_rows
+    ).rows
+    group.call(
+        "build_rollout",
+        config.model.model_dump_json(),
+        config.engine.param_dtype,
+        config.rollout.max_concurrent_sequences,
+    )
+    with RewardPool(config.reward) as rewards:
+        rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
+        greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)
+        sampled = None
+        if config.eval.num_samples > 1:
+            sampled = _collect(
+                rollouter,
+                rows,
+                num_completions=config.eval.num_samples,
+                temperature=config.rollout.temperature,
+                seed=config.eval.seed,
+            )
+    results = summarize(greedy, sampled, config.reward)
+    output_dir = Path(config.eval.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(output_dir / "results.json", results)
+    with SampleLog(output_dir) as log:
+        for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
+            log.append(
+                _row(kind, rollout, index, config.reward) for rollout in groups for index in range(len(rollout.texts))
+            )
+    columns = list(results["all"])
+    print_table(
+        f"{config.model.path}", ["data source", *columns], [[name, *row.values()] for name, row in results.items()]
+    )
+    return results
+
+
+def greedy_accuracy(rollouter: Rollouter, examples: Sequence[Example], config: RewardConfig) -> Metrics:
+    """val/accuracy of greedy completions, over all rows and per data source."""
+    groups = _collect(rollouter, examples, num_completions=1, temperature=0.0, seed=0)
+    metrics: Metrics = {}
+    for name, members in by_source(groups).items():
+        correct = sum(is_correct(group.rewards[0], group.reward_parts[0], config) for group in members)
+        key = "val/accuracy" if name == "all" else f"val/accuracy/{name}"
+        metrics[key] = MetricValue.mean(correct, len(members))
+    return metrics
+
+
+def summarize(
+    greedy: list[RolloutGroup], sampled: list[RolloutGroup] | None, config: RewardConfig
+) -> dict[str, dict[str, float]]:
+    """The table of `evaluate`: metric by name for each data source, "all" last."""
+    sampled_by_source = by_source(sampled or [])
+    results: dict[str, dict[str, float]] = {}
+    for name, groups in by_source(greedy).items():
+        correct = [is_correct(group.rewards[0], group.reward_parts[0], config) for group in groups]
+        results[name] = {"num_prompts": len(groups), "greedy_accuracy": sum(correct) / len(correct)}
+        if sampled:
+            results[name] |= _sampled_metrics(sampled_by_source[name], config)
+    return results
+
+
+def _sampled_metrics(groups: list[RolloutGroup], config: RewardConfig) -> dict[str, float]:
+    """pass@k, mean@n and maj@n, each the mean over prompts."""
+    num_samples = len(groups[0].texts)
+    verdicts = [[is_correct(r, p, config) for r, p in zip(g.rewards, g.reward_parts, strict=True)] for g in groups]
+    metrics = {f"mean@{num_samples}": sum(map(sum, verdicts)) / (num_samples * len(groups))}
+    for k in (2**power for power in range(num_samples.bit_length())):
+        estimates = [pass_at_k(num_samples, sum(verdict), k) for verdict in verdicts]
+        metrics[f"pass@{k}"] = sum(estimates) / len(estimates)
+    majority = [majority_is_correct(g.texts, verdict) for g, verdict in zip(groups, verdicts, strict=True)]
+    metrics[f"maj@{num_samples}"] = sum(majority) / len(majority)
+    return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of k completions is correct, unbiased from n >= k of them: 1 - C(n - c, k) / C(n, k)
+    (Chen et al. 2021, eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_is_correct(texts: Sequence[str], correct: Sequence[bool]) -> bool:
+    """Whether the commonest final answer is a correct one; among equally common answers the first given counts."""
+    answers = [final_answer(text) for text in texts]
+    winner = Counter(answers).most_common(1)[0][0]
+    return correct[answers.index(winner)]
+
+
+def by_source(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+    """The groups of each data source, sorted by name, and all of them under "all"."""
+    sources: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
+    for group in groups:
+        sources[group.example.data_source].append(group)
+    return {**dict(sorted(sources.items())), "all": list(groups)}
+
+
+def _collect(
+    rollouter: Rollouter, examples: Sequence[Example], *, num_completions: int, temperature: float, seed: int
+) -> list[RolloutGroup]:
+    return rollouter.collect(
+        examples, num_completions=num_completions, temperature=temperature, seed=seed, stream="evaluate"
+    )
+
+
+def _row(kind: str, group: RolloutGroup, index: int, config: RewardConfig) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "uid": group.example.uid,
+        "data_source": group.example.data_source,
+        "prompt": group.example.prompt,
+        "completion": group.texts[index],
+        "ground_truth": group.example.ground_truth,
+        "reward": group.rewards[index],
+        "reward_parts": group.reward_parts[index],
+        "correct": is_correct(group.rewards[index], group.reward_parts[index], config),
+        "finish_reason": group.completions[index].finish_reason,
+        "logprobs": group.completions[index].logprobs,
+    }

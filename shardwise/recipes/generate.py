@@ -1,0 +1,62 @@
+"""Talks to a model from the command line."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from shardwise.config import ConfigError, ModelConfig
+from shardwise.data import render_prompt
+from shardwise.engine import device_of_rank
+from shardwise.recipes.build import open_model
+from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.rollout import EmbeddedEngine
+from shardwise.types import GenerateRequest
+
+
+def converse(
+    path: str,
+    *,
+    prompts: list[str] | None,
+    max_tokens: int,
+    temperature: float,
+    num_completions: int,
+    apply_chat_template: bool,
+    seed: int,
+) -> None:
+    """Prints completions of the given prompts, or of each line of standard input.
+
+    Args:
+        path: a run's output folder (its newest checkpoint), a model folder, or a hub name.
+        apply_chat_template: falls back to the plain prompt for a tokenizer that has no template.
+    """
+    if max_tokens < 1 or num_completions < 1 or temperature < 0:
+        raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is at least 0")
+    disable_progress_bar()
+    model = open_model(ModelConfig(path=latest_hf_folder(path)))
+    engine = EmbeddedEngine.from_folder(
+        model.folder, dtype=torch.float32, max_rows=num_completions, device=device_of_rank(0)
+    )
+    templated = apply_chat_template and model.tokenizer.chat_template is not None
+    for prompt in prompts if prompts is not None else _lines():
+        prompt_ids = render_prompt(
+            model.tokenizer, prompt, apply_chat_template=templated, system_prompt=None, origin="the prompt"
+        )
+        model.require_context("the prompt + --max-tokens", len(prompt_ids) + max_tokens)
+        request = GenerateRequest(
+            uid=prompt,
+            prompt_ids=prompt_ids,
+            num_completions=num_completions,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        for completion in engine.generate([request])[0]:
+            print(model.tokenizer.decode(completion.token_ids, skip_special_tokens=True), flush=True)
+
+
+def _lines() -> Iterator[str]:
+    if sys.stdin.isatty():
+        print("one prompt a line; end with Ctrl-D", file=sys.stderr)
+    return (line.rstrip("\n") for line in sys.stdin if line.strip())

@@ -1,0 +1,84 @@
+"""From prompts to judged completions: what reinforcement learning and evaluation share."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from shardwise.config import RewardConfig, RolloutConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.rewards import RewardJob, RewardPool, RewardResult
+from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
+
+
+class Rollouter:
+    """Asks the ranks' rollout engines for completions and the reward pool for scores."""
+
+    def __init__(
+        self, group: WorkerGroup, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, rewards: RewardPool
+    ) -> None:
+        self._group = group
+        self._tokenizer = tokenizer
+        self._config = config
+        self._rewards = rewards
+
+    def collect(
+        self, examples: Sequence[Example], *, num_completions: int, temperature: float, seed: int, stream: str
+    ) -> list[RolloutGroup]:
+        """One group for each example, in order.
+
+        Args:
+            seed, stream: together with the row and the completion's index they determine the random draws.
+        """
+        requests = [
+            GenerateRequest(
+                uid=f"{stream}/{index}/{example.uid}",
+                prompt_ids=example.prompt_ids,
+                num_completions=num_completions,
+                max_tokens=self._config.max_response_tokens,
+                temperature=temperature,
+                seed=seed,
+            )
+            for index, example in enumerate(examples)
+        ]
+        completions = self._generate(requests)
+        texts = [
+            [self._tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in group]
+            for group in completions
+        ]
+        results = self._judge(examples, texts)
+        return [
+            RolloutGroup(
+                example=example,
+                completions=group,
+                texts=group_texts,
+                rewards=[result.score for result in judged],
+                reward_parts=[{**result.parts, "failed": float(result.failure is not None)} for result in judged],
+            )
+            for example, group, group_texts, judged in zip(examples, completions, texts, results, strict=True)
+        ]
+
+    def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        """Every rank takes each size-th request, so that neighbours of one length spread evenly."""
+        size = self._group.size
+        shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
+        return [shards[index % size][index // size] for index in range(len(requests))]
+
+    def _judge(self, examples: Sequence[Example], texts: list[list[str]]) -> list[list[RewardResult]]:
+        jobs = [
+            RewardJob(
+                uid=example.uid,
+                data_source=example.data_source,
+                solution_str=text,
+                ground_truth=example.ground_truth,
+                extra_info=example.extra_info,
+            )
+            for example, group in zip(examples, texts, strict=True)
+            for text in group
+        ]
+        results = iter(self._rewards.score(jobs))
+        return [[next(results) for _ in group] for group in texts]
+
+
+def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:
+    """By the reward function's own "acc" where it returns one, else by the score."""
+    return parts["acc"] > 0 if "acc" in parts else reward >= config.correct_at

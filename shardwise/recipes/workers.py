@@ -1,0 +1,107 @@
+"""What lives on every rank: engines, and the methods the controller calls on them."""
+
+from pathlib import Path
+
+import torch
+
+from shardwise.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.data import load_tokenizer
+from shardwise.engine import LossFn, TrainEngine, resolve_folder
+from shardwise.recipes.losses import policy_loss, sft_loss
+from shardwise.rollout import EmbeddedEngine, RolloutEngine
+from shardwise.transfer import sync_local
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
+
+
+class Worker:
+    """One rank's engines. Configs arrive as the JSON of their pydantic classes, because commands are plain data.
+
+    Methods of engines are collective: the controller calls them on every rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._policy: TrainEngine | None = None
+        self._reference: TrainEngine | None = None
+        self._rollout: RolloutEngine | None = None
+        self._loss_fn: LossFn = sft_loss
+        self._dtype = torch.float32
+        self._temperature = 1.0
+
+    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int) -> int:
+        """Builds the trained policy. Returns its number of parameters."""
+        config = EngineConfig.model_validate_json(engine)
+        self._policy = TrainEngine.build(
+            resolve_folder(ModelConfig.model_validate_json(model).path),
+            config,
+            device=self._device,
+            optimizer=OptimizerConfig.model_validate_json(optimizer),
+            total_steps=total_steps,
+        )
+        self._dtype = getattr(torch, config.param_dtype)
+        return self._policy.num_parameters
+
+    def build_reference(self, model: str, engine: str) -> None:
+        """Builds the frozen reference policy."""
+        self._reference = TrainEngine.build(
+            resolve_folder(ModelConfig.model_validate_json(model).path),
+            EngineConfig.model_validate_json(engine),
+            device=self._device,
+        )
+
+    def build_rollout(self, model: str, param_dtype: str, max_rows: int) -> None:
+        """Builds this rank's rollout engine from the model folder."""
+        self._rollout = EmbeddedEngine.from_folder(
+            resolve_folder(ModelConfig.model_validate_json(model).path),
+            dtype=getattr(torch, param_dtype),
+            max_rows=max_rows,
+            device=self._device,
+        )
+
+    def use_policy_loss(self, algorithm: str, temperature: float) -> None:
+        """Trains with the policy loss of an AlgorithmConfig instead of cross-entropy, on logprobs at `temperature`."""
+        self._loss_fn = policy_loss(AlgorithmConfig.model_validate_json(algorithm))
+        self._temperature = temperature
+
+    def train(self, batches: list[TokenBatch], denominators: Denominators) -> Metrics:
+        """One optimizer step on this rank's micro-batches."""
+        assert self._policy is not None
+        metrics = self._policy.forward_backward(
+            batches,
+            self._loss_fn,
+            denominators,
+            temperature=self._temperature,
+            with_entropy=self._loss_fn is not sft_loss,
+        )
+        return metrics | self._policy.optim_step()
+
+    def policy_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
+        """[T] logprobs of every micro-batch under the current policy."""
+        assert self._policy is not None
+        return [outputs.logprobs for outputs in self._policy.forward(batches, temperature=self._temperature)]
+
+    def reference_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
+        """[T] logprobs of every micro-batch under the reference policy."""
+        assert self._reference is not None
+        return [outputs.logprobs for outputs in self._reference.forward(batches, temperature=self._temperature)]
+
+    def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        """Completions of this rank's share of the requests."""
+        assert self._rollout is not None
+        return self._rollout.generate(requests)
+
+    def sync_weights(self, version: int) -> int:
+        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
+        assert self._policy is not None
+        assert self._rollout is not None
+        return sync_local(self._policy, self._rollout, version=version, dtype=self._dtype).num_bytes
+
+    def export_hf(self, path: str, model: str) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        assert self._policy is not None
+        self._policy.export_hf(Path(path), load_tokenizer(ModelConfig.model_validate_json(model)))
+
+    def close(self) -> None:
+        """Drops every engine, so that another recipe can build its own."""
+        self._policy = self._reference = self._rollout = None
+        self._loss_fn, self._temperature = sft_loss, 1.0

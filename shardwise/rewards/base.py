@@ -1,0 +1,141 @@
+"""What goes into a reward function, what comes out of it, and how one is found by its import path."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.config import ConfigError
+
+RewardFunction = Callable[..., Any]
+"""compute_score(data_source, solution_str, ground_truth, extra_info), called with keywords."""
+
+MAX_MESSAGE_CHARS = 500
+"""What is kept of text that user code produced; an exception may carry a whole dataset in its message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardJob:
+    """One completion to score. Everything in it must be expressible in JSON; numpy values become lists and numbers.
+
+    Example: `RewardJob(uid="train.jsonl:7", data_source="gsm8k", solution_str="#### 5", ground_truth="5")`
+    """
+
+    uid: str
+    """Names the row in errors."""
+    data_source: str
+    solution_str: str
+    """The completion as text, without the prompt."""
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """The score of one job.
+
+    Example: `RewardResult(score=1.0, parts={"acc": 1.0})`
+    """
+
+    score: float
+    """Finite."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The other finite numbers of a returned dict, by name."""
+    failure: str | None = None
+    """Why there is no score (`score` is then reward.failure_value), in one line."""
+
+
+def load_function(spec: str) -> RewardFunction:
+    """Imports a reward function by name, which runs the top level of the module it is in.
+
+    The folder of a file is appended to sys.path: it can import its neighbours, and they hide no installed package.
+
+    Args:
+        spec: `path/to/file.py:name`, relative to the working directory, or `package.module:name`.
+    Raises:
+        ConfigError: no colon, no such file, the import failed (with its cause), no such name (with the nearest), or
+            the name is not callable.
+    """
+    location, separator, name = spec.rpartition(":")
+    if not separator or not location or not name:
+        raise ConfigError(
+            f"reward.function={spec!r} is not of the form path/to/file.py:name or package.module:name, "
+            "e.g. rules.py:compute_score"
+        )
+    try:
+        module = _import_file(spec, Path(location)) if _is_path(location) else importlib.import_module(location)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"reward.function={spec}: importing {location} failed: {describe_error(error)}") from error
+    try:
+        function = getattr(module, name)
+    except AttributeError:
+        nearest = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"define it there or name one of {_callables(module)}"
+        raise ConfigError(f"reward.function={spec}: {location} has no {name!r}; {hint}") from None
+    if not callable(function):
+        raise ConfigError(
+            f"reward.function={spec}: {name} is a {type(function).__name__}, expected a function "
+            "compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
+    return function
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: type, message, and the last line of user code (not Python's or a package's) that was reached."""
+    text = f"{type(error).__name__}: {one_line(str(error))}".removesuffix(": ")
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    user_lines = [(file, line) for file, line in lines if not file.startswith(_NOT_USER_CODE)]
+    if not user_lines:
+        return text
+    file, line = user_lines[-1]
+    return f"{text} ({Path(file).name} line {line})"
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks, at most `MAX_MESSAGE_CHARS` long."""
+    text = " ".join(text[: 2 * MAX_MESSAGE_CHARS].split())
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
+
+
+_NOT_USER_CODE = (
+    "<",
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    *(str(Path(__file__).with_name(name)) for name in ("base.py", "worker.py")),
+)
+
+
+def _is_path(location: str) -> bool:
+    return location.endswith(".py") or "/" in location
+
+
+def _import_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(
+            f"reward.function={spec}: there is no file {path} in {Path.cwd()}; give a path relative to the folder the "
+            "command is started in, or an absolute one"
+        )
+    path = path.resolve()
+    sys.path.append(str(path.parent))
+    # The prefix keeps a file called math.py or json.py from taking the place of Python's own module.
+    module_spec = importlib.util.spec_from_file_location(f"_reward_file_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"reward.function={spec}: {path.name} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    # Dataclasses and pickling look their module up by name.
+    sys.modules[module.__name__] = module
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def _callables(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(names[:10]) or "(the module defines no function)"

@@ -1,0 +1,123 @@
+"""Reward functions for answers that are a number or a formula. Each has verl's signature and gives 1.0 or 0.0."""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+_NUMBER = re.compile(
+    r"""(?:(?<![\w)\].])(?P<sign>[-+]))?        # a sign, not the operator of 7-5 or 7 - 5
+        \\?\$?                                 # $ or LaTeX's \$
+        (?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)
+        (?P<exponent>[eE][-+]?[0-9]{1,3}(?!\w))?""",
+    re.VERBOSE,
+)
+_MARKER = "####"
+_MATH_VERIFY_SECONDS = 3
+"""A completion can hold a formula that sympy never finishes; that is a wrong answer, not a broken reward function, so
+it must end before reward.timeout_seconds does. It bounds one parse or one comparison."""
+
+
+def gsm8k_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 where the final number is the right one, in the format of GSM8K.
+
+    The answer is the first number after the last `####`, or the last number where there is no `####`; the same rule
+    reads `ground_truth`. Commas, `$` and a final dot do not matter.
+
+    Raises:
+        ValueError: ground_truth holds no number.
+    """
+    expected = _gsm8k_answer(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"ground_truth {ground_truth!r} holds no number, which gsm8k_score compares with")
+    return float(_gsm8k_answer(solution_str) == expected)
+
+
+def number_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 where the last number of the solution equals the last number of `ground_truth`.
+
+    Raises:
+        ValueError: ground_truth holds no number.
+    """
+    expected = _numbers(str(ground_truth))
+    if not expected:
+        raise ValueError(f"ground_truth {ground_truth!r} holds no number, which number_match compares with")
+    return float(_numbers(solution_str)[-1:] == expected[-1:])
+
+
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 where the solution is `ground_truth`, up to white space around them."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def math_verify_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 where the solution's final formula equals `ground_truth` mathematically (1/2 and 0.5), judged by math-verify.
+
+    Must run in the main thread of a process, as it does in a RewardPool: math-verify bounds its time by signals.
+
+    Args:
+        ground_truth: LaTeX or plain, such as `\\frac{1}{2}` or `0.5`, with `$...$` or `\\boxed{...}` around it or not.
+    Raises:
+        ValueError: ground_truth holds no formula that math-verify can read.
+    """
+    # math-verify imports sympy, half a second that only the users of this function should pay.
+    from math_verify import parse, verify
+
+    truth = str(ground_truth).strip()
+    delimited = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
+    expected = parse(delimited, parsing_timeout=_MATH_VERIFY_SECONDS)
+    if not truth or not expected:
+        raise ValueError(f"ground_truth {ground_truth!r} holds no formula that math-verify can read")
+    answer = parse(solution_str, parsing_timeout=_MATH_VERIFY_SECONDS)
+    return float(verify(expected, answer, timeout_seconds=_MATH_VERIFY_SECONDS))
+
+
+def final_answer(text: str) -> str:
+    """What a completion settles on, in one spelling, so that equal answers can be counted (majority vote).
+
+    The inside of the last `\\boxed{...}`; without one the number that `gsm8k_score` reads; without a number the whole
+    text, stripped. A number is written plainly: `1,234.50` becomes `1234.5`.
+    """
+    _, box, rest = text.rpartition("\\boxed{")
+    if box:
+        inside = _until_closing_brace(rest).strip()
+        is_number = _NUMBER.fullmatch(inside) is not None
+        return _plain(_numbers(inside)[0]) if is_number else inside
+    number = _gsm8k_answer(text)
+    return text.strip() if number is None else _plain(number)
+
+
+def _until_closing_brace(text: str) -> str:
+    depth = 1
+    for place, char in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            return text[:place]
+    return text
+
+
+def _plain(number: Decimal) -> str:
+    # Adding 0 turns -0 into 0.
+    return f"{number.normalize() + 0:f}"
+
+
+def _gsm8k_answer(text: str) -> Decimal | None:
+    _, marker, answer = text.rpartition(_MARKER)
+    found = _numbers(answer)
+    if not found:
+        return None
+    return found[0] if marker else found[-1]
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [
+        Decimal((match["sign"] or "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
+        for match in _NUMBER.finditer(text)
+    ]

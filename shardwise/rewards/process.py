@@ -1,0 +1,175 @@
+"""The parent's side of one reward process: pipes, deadlines and the end of it."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 300.0
+"""How long a process may take to import the reward function; it may import torch on a busy, slow disk."""
+POLL_SECONDS = 0.2
+"""The longest sleep between looks at processes and deadlines."""
+_READ_BYTES = 1 << 18
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerLost(Exception):
+    """The process is gone or must go; the message says why, as what it did."""
+
+
+class RewardProcess:
+    """A child that calls the reward function on one job after the other, in a process group of its own.
+
+    No method blocks, apart from `kill`, which takes milliseconds.
+    """
+
+    def __init__(self, spec: str, *, timeout_seconds: float) -> None:
+        self.jobs: deque[int] = deque()
+        """Numbers of the jobs it was sent and has not answered; it works on the first."""
+        self.ready = False
+        """Whether the function is loaded."""
+        self.last_seconds = float("inf")
+        """How long the last answered job took."""
+        self._timeout_seconds = timeout_seconds
+        self._head_since = time.monotonic()
+        self._unsent = b""
+        self._unread = b""
+        job_read, self._job_fd = os.pipe()
+        self._result_fd, result_write = os.pipe()
+        lifeline_read, self._lifeline_fd = os.pipe()
+        theirs = (job_read, result_write, lifeline_read)
+        try:
+            # It starts where this package lies, so that it finds the package whatever the working directory is.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardwise.rewards.worker", spec, os.getcwd(), *map(str, theirs)],
+                cwd=_PACKAGE_ROOT,
+                pass_fds=theirs,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:
+            self._close_pipes()
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        os.set_blocking(self._job_fd, False)
+        os.set_blocking(self._result_fd, False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, job: int, arguments: str) -> None:
+        """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`."""
+        if not self.jobs:
+            self._head_since = time.monotonic()
+        self.jobs.append(job)
+        self._unsent += f'{{"job": {job}, "arguments": {arguments}}}\n'.encode()
+        self._flush()
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yields the answers that have arrived; each is to the first of `jobs`, which it removes.
+
+        Raises:
+            WorkerLost: the process died, broke the protocol, or has passed a deadline.
+        """
+        self._flush()
+        has_exited = self._process.poll() is not None
+        try:
+            data = os.read(self._result_fd, _READ_BYTES)
+        except BlockingIOError:
+            # A forked grandchild may hold the pipe of a dead process open; then there is no end of file.
+            if has_exited:
+                raise WorkerLost(self._how_it_ended()) from None
+            self._check_deadline()
+            return
+        if not data:
+            raise WorkerLost(self._how_it_ended())
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            if (answer := self._read_message(line)) is not None:
+                yield answer
+        self._check_deadline()
+
+    def kill(self) -> None:
+        """Ends the process and everything in its process group, and waits until it is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self._close_pipes()
+
+    def wait_targets(self) -> list[tuple[int, int]]:
+        """(file descriptor, selector events) that make `receive` worth calling."""
+        sending = [(self._job_fd, selectors.EVENT_WRITE)] if self._unsent else []
+        return [(self._result_fd, selectors.EVENT_READ), *sending]
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[os.write(self._job_fd, self._unsent) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                # Its end shows on the other pipe too, where the answers that it still sent come first.
+                self._unsent = b""
+
+    def _read_message(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            message = json.loads(line)
+            if "error" in message:
+                raise WorkerLost(str(message["error"]))
+            if "ready" in message:
+                self.ready = True
+                return None
+            expected = bool(self.jobs) and message["job"] == self.jobs[0]
+        except (ValueError, TypeError, KeyError):
+            expected = False
+        if not expected:
+            raise WorkerLost("wrote to a pipe that belongs to Shardwise (a fork that returned from the function?)")
+        now = time.monotonic()
+        self.last_seconds, self._head_since = now - self._head_since, now
+        self.jobs.popleft()
+        return message
+
+    def _check_deadline(self) -> None:
+        waited = time.monotonic() - self._head_since
+        if not self.ready and waited > START_SECONDS:
+            raise WorkerLost(f"was not imported within {START_SECONDS:g} s")
+        if self.jobs and waited > self._timeout_seconds:
+            raise WorkerLost(f"did not return within {self._timeout_seconds:g} s")
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "closed a pipe that belongs to Shardwise"
+        if code >= 0:
+            return f"ended its process with exit code {code}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"ended its process by {signal.Signals(-code).name}{hint}"
+
+    def _close_pipes(self) -> None:
+        for fd in (self._job_fd, self._result_fd, self._lifeline_fd):
+            os.close(fd)
+
+
+def wait_for_any(processes: Iterable[RewardProcess]) -> None:
+    """Sleeps until a process has an answer or takes more of a job; at most `POLL_SECONDS`, for deadlines and deaths."""
+    with selectors.PollSelector() as selector:
+        for process in processes:
+            for fd, events in process.wait_targets():
+                selector.register(fd, events)
+        selector.select(POLL_SECONDS)

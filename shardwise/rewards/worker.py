@@ -1,0 +1,119 @@
+"""The main of a reward process: reads jobs from one pipe, answers on another, one JSON object per line.
+
+    {"job": 3, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
+                                                            {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
+
+Before the first job it says {"ready": true}, or {"error": "why the function cannot be loaded"} and ends. Standard
+output is not part of the protocol, so whatever user code prints can neither break nor block it.
+"""
+
+import fcntl
+import json
+import math
+import numbers
+import os
+import reprlib
+import signal
+import sys
+from typing import Any
+
+from shardwise.config import ConfigError
+from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line
+
+
+def main(spec: str, folder: str, job_fd: int, result_fd: int, lifeline_fd: int) -> None:
+    """Serves jobs until the job pipe ends.
+
+    Consumes: job lines. Waits for: the next one. Unblocked by: the parent closing the pipe, or its death.
+
+    Args:
+        spec: the reward function, as `load_function` reads it.
+        folder: the working directory of the user's code.
+        job_fd, result_fd: the pipes to read from and to write to.
+        lifeline_fd: a pipe nobody writes to, which ends when the parent does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(lifeline_fd)
+    for fd in (job_fd, result_fd, lifeline_fd):
+        os.set_inheritable(fd, False)
+    os.chdir(folder)
+    sys.path[0] = folder
+    with os.fdopen(job_fd, "rb") as jobs, os.fdopen(result_fd, "wb") as results:
+
+        def send(message: dict[str, Any]) -> None:
+            results.write(json.dumps(message).encode() + b"\n")
+            results.flush()
+
+        try:
+            function = load_function(spec)
+        except ConfigError as error:
+            send({"error": str(error)})
+            return
+        send({"ready": True})
+        for line in jobs:
+            message = json.loads(line)
+            send({"job": message["job"], **judge(function, message["arguments"])})
+
+
+def judge(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Calls the function; {"score": ..., "parts": ...} or {"failure": why there is no score}."""
+    try:
+        return read_score(function(**arguments))
+    # sys.exit() in a reward function is the failure of one call, not the end of the process.
+    except BaseException as error:
+        return {"failure": describe_error(error)}
+
+
+def read_score(returned: Any) -> dict[str, Any]:
+    """Reads what a reward function returned: a finite number (bool and numpy scalars count), or a dict with "score".
+
+    The other finite numbers of a dict become parts; entries that are no finite number are left out.
+    """
+    score, parts = returned, {}
+    if isinstance(returned, dict):
+        if "score" not in returned:
+            keys = one_line(", ".join(map(str, returned)))
+            return {"failure": f'returned a dict without "score" (its keys: {keys or "none"})'}
+        score = returned["score"]
+        numbers_by_name = {str(key): _finite(value) for key, value in returned.items() if key != "score"}
+        parts = {key: number for key, number in numbers_by_name.items() if number is not None}
+    number = _finite(score)
+    if number is None:
+        where = ' as "score"' if isinstance(returned, dict) else ""
+        return {"failure": f'returned {_show(score)}{where}, expected a finite number or a dict with a finite "score"'}
+    return {"score": number, "parts": parts}
+
+
+def _finite(value: Any) -> float | None:
+    # numpy's bool and torch's 0-d tensors are numbers only through item().
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _show(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None and shape != ():
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    text = one_line(reprlib.repr(value))
+    return text if value is None or isinstance(value, numbers.Real) else f"the {type(value).__name__} {text}"
+
+
+def _die_with_parent(lifeline_fd: int) -> None:
+    """Has the kernel signal this process group (SIGIO ends a process) when the parent's end of the pipe closes.
+
+    Reading the job pipe to its end is not enough: a call that hangs does not read, and one that spins in C would
+    not let a watching thread run either.
+    """
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,16 @@
+"""What every rollout engine offers: tokens in, tokens with logprobs and a policy version out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardwise.types import Completion, GenerateRequest, WeightReceiver
+
+
+class RolloutEngine(WeightReceiver, Protocol):
+    """Samples completions from the weights it was last given. Text never goes in: tokens are the interface."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """`num_completions` completions for each request, in the order of the requests.
+
+        The tokens drawn for a request depend on its seed, uid and the completion's index, not on the rest of the batch.
+        """

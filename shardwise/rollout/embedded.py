@@ -1,0 +1,233 @@
+"""Shardwise's own generation: continuous batching over a Hugging Face model, on the trainer's ranks.
+
+One prefill serves all completions of a prompt; finished rows leave the batch at once and waiting prompts enter it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.config import ModelError
+from shardwise.ops import LogitTransform, project_float32
+from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
+from shardwise.rollout.sampling import sample, stream_key, uniforms
+from shardwise.types import Completion, GenerateRequest
+
+
+@dataclass(slots=True)
+class _Row:
+    """A completion that is being decoded."""
+
+    request: int
+    index: int
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class EmbeddedEngine:
+    """A whole copy of the policy on one rank, in the compute dtype."""
+
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, device: torch.device) -> None:
+        """`max_rows`: sequences decoded at a time; bounds the key/value cache."""
+        self._model = model
+        self._max_rows = max_rows
+        self._device = device
+        self._transform = LogitTransform.from_config(model.config)
+        self._stop_ids = _stop_ids(model)
+        self._version = 0
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device) -> Self:
+        """Loads a model folder. Raises ModelError where transformers cannot."""
+        register_cached_attention()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=CACHED_ATTENTION)
+        except (ValueError, OSError, KeyError) as error:
+            raise ModelError(f"{folder} cannot be loaded for generation: {error}") from None
+        return cls(model.to(device).eval(), max_rows=max_rows, device=device)
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """Completes every request; see RolloutEngine.generate."""
+        results: list[list[Completion | None]] = [[None] * request.num_completions for request in requests]
+        decoding = _Decoding(self, requests)
+        while decoding.is_unfinished():
+            for row, finish_reason in decoding.advance():
+                results[row.request][row.index] = Completion(
+                    token_ids=row.token_ids,
+                    logprobs=row.logprobs,
+                    finish_reason="stop" if finish_reason == "stop" else "length",
+                    policy_version=self._version,
+                )
+        return [[completion for completion in group if completion is not None] for group in results]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the tensors over the served ones, by Hugging Face name."""
+        served = dict(self.served_weights())
+        with torch.no_grad():
+            for name, tensor in weights:
+                served[name].copy_(tensor)
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the next token will be computed with; tied copies left out."""
+        tied = set(self._model.get_expanded_tied_weights_keys())
+        return ((name, tensor) for name, tensor in self._model.state_dict().items() if name not in tied)
+
+    def commit_weights(self, version: int) -> None:
+        """From here on completions carry `version`. There is no prefix cache to drop: none outlives `generate`."""
+        self._version = version
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
+        """input_ids, position_ids [B, L] -> [B, L, D]."""
+        output = self._model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
+        return output.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
+        return self._transform.forward_(project_float32(hidden, self._model.get_output_embeddings().weight))
+
+    def is_stop(self, tokens: Tensor) -> Tensor:
+        """tokens [B] -> [B] bool."""
+        return torch.isin(tokens, self._stop_ids.to(tokens.device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+
+class _Decoding:
+    """The state of one `generate` call: what waits, what is being decoded, and the cache between them."""
+
+    def __init__(self, engine: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> None:
+        self._engine = engine
+        self._requests = requests
+        # A group larger than the engine is prefilled in parts.
+        self._waiting = deque(
+            (index, range(first, min(first + engine.max_rows, request.num_completions)))
+            for index, request in enumerate(requests)
+            for first in range(0, request.num_completions, engine.max_rows)
+        )
+        self._rows: list[_Row] = []
+        needed = sum(request.num_completions for request in requests)
+        longest = max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
+        self._cache = KVCache(num_rows=min(engine.max_rows, needed), capacity_tokens=longest, device=engine.device)
+        self._capacity = min(engine.max_rows, needed)
+        # Per active row, on the device: the token to feed next, its position, the random stream, the temperature.
+        self._tokens, self._positions, self._keys = (
+            torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpk"
+        )
+        self._temperatures = torch.zeros(0, device=engine.device)
+
+    def is_unfinished(self) -> bool:
+        return bool(self._waiting or self._rows)
+
+    def advance(self) -> list[tuple[_Row, str]]:
+        """Admits what fits, then samples one more token for every row. Returns the rows that finished, and why."""
+        finished = []
+        if self._waiting and len(self._waiting[0][1]) <= self._capacity - len(self._rows):
+            finished += self._admit()
+        if self._rows:
+            finished += self._decode()
+        return finished
+
+    def _admit(self) -> list[tuple[_Row, str]]:
+        """Prefills as many waiting prompts as have room, each once, and samples the first token of their rows."""
+        admitted: list[tuple[int, range]] = []
+        room = self._capacity - len(self._rows)
+        while self._waiting and len(self._waiting[0][1]) <= room:
+            admitted.append(self._waiting.popleft())
+            room -= len(admitted[-1][1])
+        prompts = [torch.tensor(self._requests[index].prompt_ids) for index, _ in admitted]
+        device = self._engine.device
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        counts = torch.tensor([len(members) for _, members in admitted], device=device)
+        prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(counts)
+        self._cache.begin_prefill(prompt_of_row=prompt_of_row, first_row=len(self._rows))
+        positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
+        hidden = self._engine.hidden_states(padded, positions, self._cache)
+        last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
+        logits = self._engine.logits(last)[prompt_of_row]
+        first_row = len(self._rows)
+        self._append_rows(admitted, lengths[prompt_of_row])
+        return self._sample(logits, first_row)
+
+    def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor) -> None:
+        device = self._engine.device
+        keys, temperatures = [], []
+        for request_index, members in admitted:
+            request = self._requests[request_index]
+            for index in members:
+                self._rows.append(_Row(request_index, index, request.max_tokens))
+                keys.append(stream_key(request.seed, request.uid, index))
+                temperatures.append(request.temperature)
+        self._keys = torch.cat([self._keys, torch.tensor(keys, dtype=torch.int64, device=device)])
+        self._temperatures = torch.cat([self._temperatures, torch.tensor(temperatures, device=device)])
+        self._positions = torch.cat([self._positions, positions])
+        self._tokens = torch.cat([self._tokens, torch.zeros_like(positions)])
+
+    def _decode(self) -> list[tuple[_Row, str]]:
+        span = max(len(self._requests[row.request].prompt_ids) + len(row.token_ids) for row in self._rows)
+        self._cache.begin_decode(self._positions, span=span)
+        hidden = self._engine.hidden_states(self._tokens[:, None], self._positions[:, None], self._cache)
+        self._positions = self._positions + 1
+        return self._sample(self._engine.logits(hidden[:, 0]), 0)
+
+    def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, str]]:
+        """Samples for rows from `first_row` on; takes finished rows out."""
+        positions, keys = self._positions[first_row:], self._keys[first_row:]
+        tokens, logprobs = sample(logits, self._temperatures[first_row:], uniforms(keys, positions))
+        self._tokens[first_row:] = tokens
+        finished: dict[int, str] = {}
+        steps = zip(tokens.tolist(), logprobs.tolist(), self._engine.is_stop(tokens).tolist(), strict=True)
+        for slot, (token, logprob, stop) in enumerate(steps, start=first_row):
+            row = self._rows[slot]
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            if stop or len(row.token_ids) == row.max_tokens:
+                finished[slot] = "stop" if stop else "length"
+        rows = [(self._rows[slot], reason) for slot, reason in finished.items()]
+        if finished:
+            self._remove(sorted(finished))
+        return rows
+
+    def _remove(self, slots: list[int]) -> None:
+        """Fills the gaps with the last rows, so that active rows stay 0 .. B - 1."""
+        remaining = len(self._rows) - len(slots)
+        gaps = [slot for slot in slots if slot < remaining]
+        gone = set(slots)
+        movers = [slot for slot in range(remaining, len(self._rows)) if slot not in gone]
+        if gaps:
+            source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
+            self._cache.move_rows(source, target)
+            for per_row in (self._tokens, self._positions, self._keys, self._temperatures):
+                per_row[target] = per_row[source]
+            for mover, gap in zip(movers, gaps, strict=True):
+                self._rows[gap] = self._rows[mover]
+        del self._rows[remaining:]
+        self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
+        self._keys, self._temperatures = self._keys[:remaining], self._temperatures[:remaining]
+
+
+def _stop_ids(model: PreTrainedModel) -> Tensor:
+    """End-of-sequence tokens of the generation config, or of the config where that has none."""
+    ids = None if model.generation_config is None else model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.eos_token_id
+    if ids is None:
+        raise ModelError(
+            f"{type(model).__name__}: neither generation_config.json nor config.json has an eos_token_id, so no "
+            "completion would ever end; set one"
+        )
+    return torch.tensor([ids] if isinstance(ids, int) else ids)

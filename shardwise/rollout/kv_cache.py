@@ -1,0 +1,116 @@
+"""The key/value cache of the embedded engine, and the attention that reads and writes it.
+
+Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from shardwise.ops import attend
+
+CACHED_ATTENTION = "shardwise_cached"
+
+
+def register_cached_attention() -> None:
+    """Makes `attn_implementation=CACHED_ATTENTION` known; models then take `kv_cache=KVCache(...)` in forward."""
+    AttentionInterface.register(CACHED_ATTENTION, _cached_attention)
+    AttentionMaskInterface.register(CACHED_ATTENTION, _no_mask)
+
+
+class KVCache:
+    """One row of keys and values for each sequence that is being decoded. Active rows are 0 .. B - 1, without gaps.
+
+    A forward pass is either a prefill (set by `begin_prefill`) or a decode step (`begin_decode`).
+    """
+
+    def __init__(self, *, num_rows: int, capacity_tokens: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._capacity_tokens = capacity_tokens
+        self._device = device
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prefill: tuple[Tensor, Tensor] | None = None
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self._span = 0
+        self._masks: dict[int | None, Tensor] = {}
+
+    def begin_prefill(self, *, prompt_of_row: Tensor, first_row: int) -> None:
+        """The next forward pass reads right-padded prompts; row `first_row + i` gets the keys of prompt_of_row[i]."""
+        rows = torch.arange(first_row, first_row + len(prompt_of_row), device=self._device)
+        self._prefill = (rows, prompt_of_row)
+
+    def begin_decode(self, positions: Tensor, *, span: int) -> None:
+        """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B]; span = largest position + 1."""
+        self._prefill = None
+        self._positions, self._span, self._masks = positions, span, {}
+
+    def move_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copies whole rows, to close the gaps that finished rows leave."""
+        for keys, values in self._layers.values():
+            keys[target], values[target] = keys[source], values[source]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value."""
+        keys, values = self._storage(layer, key, value)
+        if self._prefill is not None:
+            rows, prompts = self._prefill
+            # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
+            keys[rows, :, : key.shape[2]] = key[prompts]
+            values[rows, :, : value.shape[2]] = value[prompts]
+            return attend(query, key, value, causal=True, **options)
+        num_rows = query.shape[0]
+        index = torch.arange(num_rows, device=self._device)
+        keys[index, :, self._positions] = key[:, :, 0]
+        values[index, :, self._positions] = value[:, :, 0]
+        mask = self._mask(options.pop("window"))
+        grouped = query.view(
+            num_rows, key.shape[1], -1, query.shape[-1]
+        )  # the heads that share keys become a query dim
+        out = attend(
+            grouped, keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span], mask=mask, **options
+        )
+        return out.reshape(num_rows, query.shape[1], 1, value.shape[-1])
+
+    def _storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self._layers:
+            keys, values = (
+                torch.zeros(
+                    self._num_rows, x.shape[1], self._capacity_tokens, x.shape[3], dtype=x.dtype, device=x.device
+                )
+                for x in (key, value)
+            )
+            self._layers[layer] = (keys, values)
+        return self._layers[layer]
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[B, 1, 1, span], the same for every layer of one window size."""
+        if window not in self._masks:
+            distance = self._positions[:, None] - torch.arange(self._span, device=self._device)
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            self._masks[window] = seen[:, None, None]
+        return self._masks[window]
+
+
+def _cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kv_cache: KVCache,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, L, d] -> [B, L, H, dv]."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = kv_cache.attend(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """The cache knows who sees whom."""

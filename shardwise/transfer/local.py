@@ -1,0 +1,19 @@
+"""Weight sync inside one process: from the shards of all ranks into this rank's own rollout engine."""
+
+import torch
+
+from shardwise.transfer.base import Manifest, SyncReceipt
+from shardwise.types import WeightReceiver, WeightSender
+
+
+def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, dtype: torch.dtype) -> SyncReceipt:
+    """Collective over the sender's ranks. Streams the weights in `dtype`, checks what is served, then commits `version`.
+
+    Raises:
+        WeightSyncError: the engine serves something else than was sent; the version is not committed.
+    """
+    manifest = Manifest(version)
+    receiver.load_weights(manifest.record(sender.named_weights(dtype)))
+    receipt = manifest.verify(receiver.served_weights())
+    receiver.commit_weights(version)
+    return receipt

@@ -1,0 +1,232 @@
+"""The nouns that every folder shares: what flows through a run, and the protocols that siblings meet on.
+
+Shape letters: L tokens of one sequence, T tokens of one packed batch, S sequences of one packed batch.
+Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never trained.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One prompt to answer, and what its reward function needs.
+
+    Example: `Example(uid="train.jsonl:7", prompt_ids=[5, 9, 2], prompt="2+3=", data_source="sums", ground_truth="5")`
+    """
+
+    uid: str
+    """Names the row in errors and dumps: file and line."""
+    prompt_ids: list[int]
+    """The prompt as the model reads it, chat template included."""
+    prompt: str
+    """The prompt as text, for people."""
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A prompt and how to continue it.
+
+    Example: `GenerateRequest(uid="0/train.jsonl:7", prompt_ids=[5, 9, 2], num_completions=8, max_tokens=64, temperature=1.0)`
+    """
+
+    uid: str
+    """Together with `seed` and the completion's index it determines the random draws, whatever else is in the batch."""
+    prompt_ids: list[int]
+    num_completions: int = 1
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a rollout engine returns for one prompt: tokens in, tokens out."""
+
+    token_ids: list[int]
+    """Sampled tokens, the end-of-sequence token included."""
+    logprobs: list[float]
+    """Of each sampled token, in nats, under the distribution it was drawn from (temperature applied; greedy: at 1)."""
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+    """The version of the weights that sampled it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sequence to train on.
+
+    Example: a prompt of two tokens and a completion of three:
+        Sample(uid="a", token_ids=tensor([5, 9, 2, 7, 1]), loss_mask=tensor([False, False, True, True, True]))
+    """
+
+    uid: str
+    token_ids: Tensor
+    """[L] int64."""
+    loss_mask: Tensor
+    """[L] bool, True = trained (in reinforcement learning: sampled by the policy). loss_mask[0] is False."""
+    rollout_logprobs: Tensor | None = None
+    """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So are the next three."""
+    old_logprobs: Tensor | None = None
+    """[L] float32, of the policy before the first optimizer step on this sample."""
+    ref_logprobs: Tensor | None = None
+    """[L] float32, of the frozen reference policy."""
+    advantages: Tensor | None = None
+    """[L] float32."""
+    reward: float = 0.0
+    group: int = 0
+    """Samples of one prompt share this number."""
+    min_policy_version: int = 0
+    max_policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.loss_mask.shape, (self.token_ids.shape, self.loss_mask.shape)
+        assert len(self.loss_mask) == 0 or not self.loss_mask[0], f"{self.uid}: position 0 has no prediction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """The completions of one prompt with their rewards."""
+
+    example: Example
+    completions: list[Completion]
+    texts: list[str]
+    rewards: list[float]
+    reward_parts: list[dict[str, float]]
+    """What the reward function returned beside the score, by name."""
+
+
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+"""The optional per-token arrays that a Sample and a TokenBatch have in common."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """One packed micro-batch of one data-parallel rank: sequences one after the other, no padding.
+
+    Example: two sequences of 3 and 2 tokens:
+        input_ids=[5, 9, 2, 4, 8]  position_ids=[0, 1, 2, 0, 1]  cu_seqlens=[0, 3, 5]  sample_index=[0, 1]
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, from 0 in every sequence."""
+    cu_seqlens: Tensor
+    """[S + 1] int32, where each sequence starts, and T."""
+    loss_mask: Tensor
+    """[T] bool."""
+    sample_index: list[int]
+    """Of each sequence: its place in the list of samples that was packed. Empty in a batch that holds no sample
+    (one masked token, so that collectives stay in step)."""
+    rollout_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+
+    def to(self, device: torch.device) -> Self:
+        """A copy with every tensor on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutputs:
+    """What a forward pass gives for a TokenBatch; 0 where not trained."""
+
+    logprobs: Tensor
+    """[T] float32, nats, temperature applied."""
+    entropy: Tensor
+    """[T] float32, nats, of the distribution that predicts the token; carries no gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """What losses are divided by: counts over one whole optimizer step, all ranks and micro-batches, on integers."""
+
+    num_tokens: int
+    """Trained tokens."""
+    num_sequences: int
+    """Sequences with at least one trained token."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """A partial result that merges exactly: how it is reduced is part of its type, never guessed from its name."""
+
+    kind: Literal["sum", "mean", "max"]
+    total: float | Tensor
+    """The sum (sum, mean) or the largest value (max); a tensor is a scalar that stays on its device until reported."""
+    count: float | Tensor = 1.0
+    """What a mean is divided by."""
+
+    @classmethod
+    def sum(cls, total: float | Tensor) -> Self:
+        return cls("sum", total)
+
+    @classmethod
+    def mean(cls, total: float | Tensor, count: float | Tensor) -> Self:
+        """`total` is the sum of the values and `count` their number, so that merging weights every value equally."""
+        return cls("mean", total, count)
+
+    @classmethod
+    def max(cls, total: float | Tensor) -> Self:
+        return cls("max", total)
+
+    def merge(self, other: Self) -> Self:
+        """The value over both parts."""
+        assert self.kind == other.kind, (self.kind, other.kind)
+        if self.kind == "max":
+            return replace(self, total=max(float(self.total), float(other.total)))
+        return replace(self, total=self.total + other.total, count=self.count + other.count)
+
+    def host(self) -> Self:
+        """The same value with plain floats: the one place where a metric waits for its device."""
+        return replace(self, total=float(self.total), count=float(self.count))
+
+    def result(self) -> float:
+        """The final number; a mean over nothing is 0."""
+        if self.kind != "mean":
+            return float(self.total)
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
+
+
+Metrics = dict[str, MetricValue]
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
+    """Merges the partial metrics of micro-batches or ranks, name by name."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = merged[name].merge(value) if name in merged else value
+    return merged
+
+
+class WeightSender(Protocol):
+    """The training side of a weight sync."""
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank."""
+
+
+class WeightReceiver(Protocol):
+    """The rollout side of a weight sync."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the tensors into the served model."""
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on."""
+
+    def commit_weights(self, version: int) -> None:
+        """From here on completions carry `version`."""

@@ -1,0 +1,78 @@
+import json
+import os
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardwise.observability import RunLog, SampleLog, write_json_atomic
+
+
+def test_run_log_writes_exactly_these_bytes(tmp_path):
+    with RunLog(tmp_path / "a" / "run", tensorboard=False) as log:
+        log.log(1, {"train/loss": 1.25, "reward/mean": 0.1}, {"seconds/train": 0.5})
+        log.log(2, {"loss": float("nan"), "grad_norm": float("inf")}, {})
+    assert (tmp_path / "a/run/metrics.jsonl").read_bytes() == (
+        b'{"step": 1, "reward/mean": 0.1, "train/loss": 1.25}\n{"step": 2, "grad_norm": null, "loss": null}\n'
+    )
+    assert (tmp_path / "a/run/performance.jsonl").read_bytes() == b'{"step": 1, "seconds/train": 0.5}\n'
+    assert sorted(os.listdir(tmp_path / "a/run")) == ["metrics.jsonl", "performance.jsonl"]
+
+
+def test_metrics_do_not_depend_on_timings_or_on_the_order_of_names(tmp_path):
+    for name, metrics, seconds in (("a", {"x": 1.0, "y": 2.0}, 0.1), ("b", {"y": 2.0, "x": 1.0}, 0.2)):
+        with RunLog(tmp_path / name, tensorboard=False) as log:
+            log.log(1, metrics, {"seconds/train": seconds})
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+
+
+def test_lines_are_on_disk_as_soon_as_they_are_logged(tmp_path):
+    with RunLog(tmp_path, tensorboard=False) as log, SampleLog(tmp_path) as samples:
+        log.log(1, {"x": 1.0}, {"seconds/train": 2.0})
+        samples.append([{"prompt": "2+3="}])
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+        assert (tmp_path / "performance.jsonl").read_text() == '{"step": 1, "seconds/train": 2.0}\n'
+        assert (tmp_path / "samples.jsonl").read_text() == '{"prompt": "2+3="}\n'
+
+
+def test_files_of_earlier_runs_are_moved_aside_and_kept(tmp_path):
+    for run in range(3):
+        with RunLog(tmp_path, tensorboard=False) as log, SampleLog(tmp_path) as samples:
+            log.log(1, {"run": float(run)}, {})
+            samples.append([{"run": run}])
+    found = {name: (tmp_path / name).read_text() for name in os.listdir(tmp_path) if "performance" not in name}
+    assert found == {
+        **{f"metrics.jsonl{end}": f'{{"step": 1, "run": {n}}}\n' for n, end in ((0.0, ".1"), (1.0, ".2"), (2.0, ""))},
+        **{f"samples.jsonl{end}": f'{{"run": {n}}}\n' for n, end in ((0, ".1"), (1, ".2"), (2, ""))},
+    }
+
+
+def test_tensorboard_gets_metrics_and_performance_of_this_run_only(tmp_path):
+    for value in (5.0, 0.5):
+        with RunLog(tmp_path, tensorboard=True) as log:
+            log.log(3, {"train/loss": value}, {"seconds/train": 2 * value})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    read = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert read == {"train/loss": [(3, 0.5)], "seconds/train": [(3, 1.0)]}
+    assert (tmp_path / "tensorboard.1").is_dir()
+
+
+def test_sample_rows_keep_their_keys_in_order_and_their_text_readable(tmp_path):
+    row = {"step": 1, "prompt": "wie groß?\n", "reward": 1.0, "parts": {"acc": float("nan")}, "logprobs": [-0.5, -1.0]}
+    with SampleLog(tmp_path) as samples:
+        samples.append([row, {"step": 2}])
+        samples.append([])
+    assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8") == (
+        '{"step": 1, "prompt": "wie groß?\\n", "reward": 1.0, "parts": {"acc": null}, "logprobs": [-0.5, -1.0]}\n'
+        '{"step": 2}\n'
+    )
+
+
+def test_write_json_atomic_replaces_the_whole_file_or_nothing(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"val/accuracy": 0.5, "bad": float("inf")})
+    assert path.read_text() == '{\n  "val/accuracy": 0.5,\n  "bad": null\n}\n'
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"val/accuracy": 0.5, "bad": None}
+    assert os.listdir(tmp_path) == ["summary.json"]

@@ -1,0 +1,243 @@
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.config import ConfigError, RewardConfig, RewardError
+from shardwise.rewards import RewardJob, RewardPool, check_function
+
+RULES = """
+import ctypes, os, signal, subprocess, sys, time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    action = solution_str.split(" ")
+    match action[0]:
+        case "number":
+            return float(action[1])
+        case "dict":
+            return {"score": 0.5, "acc": True, "pred": "x"}
+        case "echo":
+            assert (data_source, ground_truth) == ("sums", "5"), (data_source, ground_truth)
+            return extra_info["score"]
+        case "raise":
+            raise ValueError("cannot\\nparse")
+        case "none":
+            return None
+        case "nan":
+            return float("nan")
+        case "exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "print":
+            for _ in range(50):
+                print("x" * 1_000_000)
+                sys.stderr.write("y" * 1_000_000)
+            return 1
+        case "hang":
+            child = subprocess.Popen(["sleep", "1000"])
+            with open("pids", "a") as file:
+                file.write(f"{os.getpid()} {child.pid} ")
+            time.sleep(1000)
+        case "spin":
+            return 7 ** (10 ** 9)
+        case "sleep":
+            time.sleep(float(action[1]))
+            return 1
+        case "stdin":
+            return input()
+        case "pid":
+            return os.getpid()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _rules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text(RULES)
+
+
+def config(**settings):
+    return RewardConfig(
+        **{"function": "rules.py:compute_score", "on_failure": "value", "failure_value": -1.0, **settings}
+    )
+
+
+def job(action, number=0, **extra_info):
+    return RewardJob(
+        uid=f"train.jsonl:{number}", data_source="sums", solution_str=action, ground_truth="5", extra_info=extra_info
+    )
+
+
+def score(actions, **settings):
+    with RewardPool(config(**settings)) as pool:
+        return pool.score([job(action, number) for number, action in enumerate(actions)])
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_results_come_in_the_order_of_the_jobs():
+    actions = [action for n in range(20) for action in (f"number {n}", "sleep 0.01")]
+    results = score(actions, num_workers=3)
+    assert [result.score for result in results] == [value for n in range(20) for value in (float(n), 1.0)]
+    assert all(result.failure is None and result.parts == {} for result in results)
+
+
+def test_a_pool_scores_again_and_again_and_nothing_for_no_jobs():
+    with RewardPool(config()) as pool:
+        assert pool.score([]) == []
+        assert [pool.score([job(f"number {n}")])[0].score for n in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_arguments_arrive_as_given_and_numpy_as_plain_values():
+    with RewardPool(config(num_workers=1)) as pool:
+        results = pool.score(
+            [job("echo", score=0.25), job("echo", score=np.float32(0.5)), job("echo", score=np.ones(2))]
+        )
+    assert [result.score for result in results] == [0.25, 0.5, -1.0]
+    assert results[2].failure.startswith("returned the list [1.0, 1.0], expected a finite number")
+
+
+def test_every_failure_is_named_and_costs_only_its_own_job():
+    expected = {
+        "number 1": None,
+        "raise": "ValueError: cannot parse (rules.py line 16)",
+        "exit": "ended its process with exit code 3",
+        "none": 'returned None, expected a finite number or a dict with a finite "score"',
+        "kill": "ended its process by SIGKILL (out of memory?)",
+        "nan": 'returned nan, expected a finite number or a dict with a finite "score"',
+        "segfault": "ended its process by SIGSEGV",
+        "stdin": "EOFError: EOF when reading a line (rules.py line 43)",
+    }
+    actions = [*expected] * 2
+    results = score(actions)
+    failures = [result.failure for result in results]
+    assert failures == [expected[action] for action in actions]
+    assert [result.score for result in results] == [1.0 if expected[action] is None else -1.0 for action in actions]
+
+
+def test_a_dict_gives_score_and_parts():
+    (result,) = score(["dict"])
+    assert (result.score, result.parts, result.failure) == (0.5, {"acc": 1.0}, None)
+
+
+def test_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored(tmp_path):
+    begin = time.monotonic()
+    actions = ["number 1", "number 2", "hang", *(f"number {n}" for n in range(3, 40)), "spin"]
+    results = score(actions, timeout_seconds=1.5)
+    assert time.monotonic() - begin < 30
+    failures = {number: result.failure for number, result in enumerate(results) if result.failure}
+    assert failures == {2: "did not return within 1.5 s", 40: "did not return within 1.5 s"}
+    assert [result.score for result in results[3:40]] == [float(n) for n in range(3, 40)]
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
+    assert [result.score for result in score(["print", "number 2", "print"], num_workers=1)] == [1.0, 2.0, 1.0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():
+    with RewardPool(config(num_workers=1, on_failure="abort")) as pool:
+        (first,) = pool.score([job("pid")])
+        os.kill(int(first.score), signal.SIGKILL)
+        time.sleep(0.2)
+        (second,) = pool.score([job("pid")])
+    assert second.score != first.score
+
+
+def test_close_leaves_no_process_and_an_error_closes():
+    with RewardPool(config(num_workers=3)) as pool:
+        pool.score([job("number 1")])
+        pids = [worker.pid for worker in pool._workers]
+        assert all(is_alive(pid) for pid in pids)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+    pool = RewardPool(config(on_failure="abort"))
+    pids = [worker.pid for worker in pool._workers]
+    with pytest.raises(RewardError):
+        pool.score([job("sleep 100"), job("raise")])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_pipes_are_closed_when_processes_are_replaced():
+    with RewardPool(config(num_workers=1)) as pool:
+        pool.score([job("number 1")])
+        before = len(os.listdir("/proc/self/fd"))
+        pool.score([job("exit")] * 3)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_abort_names_function_row_and_reason():
+    with RewardPool(config(on_failure="abort", failure_value=0.0)) as pool, pytest.raises(RewardError) as caught:
+        pool.score([job("number 1", 6), job("raise", 7)])
+    assert str(caught.value) == (
+        "reward function rules.py:compute_score failed for row train.jsonl:7: ValueError: cannot parse "
+        "(rules.py line 16). Fix the function, or set reward.on_failure=value to score such rows reward.failure_value=0"
+    )
+
+
+def test_a_row_without_a_json_form_is_an_error_that_names_it():
+    with RewardPool(config(num_workers=1)) as pool, pytest.raises(RewardError) as caught:
+        pool.score([job("number 1", 3, image=b"png")])
+    assert str(caught.value).startswith(
+        "row train.jsonl:3 cannot be sent to a reward function: a bytes has no JSON form"
+    )
+
+
+def test_short_jobs_keep_the_pool_busy():
+    num_jobs = 3000
+    with RewardPool(config(num_workers=2)) as pool:
+        pool.score([job("number 1")] * 2)
+        begin = time.monotonic()
+        results = pool.score([job("sleep 0.001")] * num_jobs)
+        seconds = time.monotonic() - begin
+    assert all(result.score == 1.0 for result in results)
+    # The bound of two processes is 1.5 s, and a sleep of 1 ms takes a little longer; one process alone needs over 3 s.
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("compute_score", "is not of the form path/to/file.py:name"),
+        ("missing.py:f", "reward.function=missing.py:f: there is no file missing.py in"),
+        ("rules.py:compute_scor", "did you mean compute_score?"),
+        (
+            "noisy.py:f",
+            "reward.function=noisy.py:f: importing noisy.py failed: KeyError: 'HOME_OF_RULES' (noisy.py line 4)",
+        ),
+        ("crashes.py:f", "reward.function=crashes.py:f: importing the function ended its process by SIGABRT"),
+        ("quits.py:f", "reward.function=quits.py:f: importing the function ended its process with exit code 0"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path, spec, message):
+    (tmp_path / "noisy.py").write_text(
+        "import os\nfor _ in range(20):\n    print('x' * 1_000_000)\nos.environ['HOME_OF_RULES']\n"
+    )
+    (tmp_path / "crashes.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "quits.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(ConfigError) as checked:
+        check_function(spec)
+    assert message in str(checked.value)
+    with RewardPool(config(function=spec, num_workers=1)) as pool, pytest.raises(ConfigError) as scored:
+        pool.score([job("number 1")])
+    assert str(scored.value) == str(checked.value)
+
+
+def test_check_function_accepts_a_good_one():
+    check_function("rules.py:compute_score")
+    check_function("shardwise.rewards.math:gsm8k_score")
