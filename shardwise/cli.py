@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from shardwise import __version__
-from shardwise.config import Config, EvalConfig, PromptDataConfig, RLConfig, SFTConfig, SupervisedDataConfig, UserError
+from shardwise.config import EvalConfig, RLConfig, SFTConfig, UserError
 from shardwise.controller.launch import USER_ERROR, launch
 
 RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
@@ -48,10 +48,11 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
         print(config.to_yaml(), end="")
         return 0
     if not _is_rank():
-        _check_inputs(config)
+        from shardwise.recipes.preflight import check_inputs
+
+        check_inputs(config)
         if options.nproc > 1:
             return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
-    assert isinstance(config, SFTConfig | RLConfig | EvalConfig)
     from shardwise.recipes.entry import run_recipe
 
     return run_recipe(config)
@@ -78,19 +79,6 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     return 0
-
-
-def _check_inputs(config: Config) -> None:
-    """What would fail after the ranks have started is found before: missing files, a reward that cannot be imported."""
-    from shardwise.data.sources import check_files
-
-    data = config.data  # type: ignore[attr-defined]
-    assert isinstance(data, SupervisedDataConfig | PromptDataConfig)
-    check_files([*data.train_files, *data.validation_files])
-    if isinstance(config, RLConfig | EvalConfig):
-        from shardwise.rewards import check_function
-
-        check_function(config.reward.function)
 
 
 def _is_rank() -> bool:

@@ -1,7 +1,8 @@
 """The nouns that every folder shares: what flows through a run, and the protocols that siblings meet on.
 
 Shape letters: L tokens of one sequence, T tokens of one packed batch, S sequences of one packed batch.
-Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never trained.
+Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never
+trained.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ class Example:
 class GenerateRequest:
     """A prompt and how to continue it.
 
-    Example: `GenerateRequest(uid="0/train.jsonl:7", prompt_ids=[5, 9, 2], num_completions=8, max_tokens=64, temperature=1.0)`
+    Example: `GenerateRequest(uid="a.jsonl:7", prompt_ids=[5, 9], num_completions=8, max_tokens=64, temperature=1.0)`
     """
 
     uid: str
@@ -134,8 +135,9 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """A copy with every tensor on `device`."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        return type(self)(**values | moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,10 @@ class MetricValue:
         """The value over both parts."""
         assert self.kind == other.kind, (self.kind, other.kind)
         if self.kind == "max":
-            return replace(self, total=max(float(self.total), float(other.total)))
+            if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):
+                return replace(self, total=max(self.total, other.total))  # a tensor would round it to float32
+            pair = torch.as_tensor(self.total), torch.as_tensor(other.total)
+            return replace(self, total=torch.maximum(*pair))  # stays on its device: no wait for each micro-batch
         return replace(self, total=self.total + other.total, count=self.count + other.count)
 
     def host(self) -> Self:

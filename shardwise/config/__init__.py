@@ -1,8 +1,8 @@
 """The typed configuration: torch-free, frozen, without unknown keys. The YAML is exactly this tree."""
 
 from shardwise.config.base import Config, key_paths
-from shardwise.config.data import DataConfig, PromptDataConfig, SupervisedDataConfig
-from shardwise.config.engine import EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.config.data import DataConfig, EvalDataConfig, HeldOutData, PromptDataConfig, SupervisedDataConfig
+from shardwise.config.engine import ComputeConfig, EngineConfig, ModelConfig, OptimizerConfig
 from shardwise.config.errors import ConfigError, DataError, ModelError, RewardError, TrainingError, UserError
 from shardwise.config.recipes import EvalConfig, EvalSettings, RLConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
-from shardwise.config.rl import AlgorithmConfig, RewardConfig, RolloutConfig
+from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig

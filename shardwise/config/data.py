@@ -1,8 +1,8 @@
 """Where rows come from and how they become tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from shardwise.config.base import Config
 
@@ -15,15 +15,11 @@ FileList = Annotated[list[str], BeforeValidator(_as_list)]
 OverlongPolicy = Literal["error", "drop", "truncate"]
 
 
-class DataConfig(Config):
-    """What supervised and prompt data have in common."""
+class HeldOutData(Config):
+    """Rows that are measured on, and how their prompts are read."""
 
-    train_files: FileList = []
-    """jsonl or parquet files, or folders written by datasets' save_to_disk; one path or a list."""
-    validation_files: FileList = []
-    """Held-out rows in the same form."""
-    max_train_rows: PositiveInt | None = None
-    """Use only the first so many rows."""
+    validation_files: FileList = Field(default_factory=list)
+    """Held-out rows: jsonl or parquet files, or folders written by datasets' save_to_disk; one path or a list."""
     max_validation_rows: PositiveInt | None = None
     """Use only the first so many held-out rows."""
     prompt_column: str = "prompt"
@@ -32,6 +28,21 @@ class DataConfig(Config):
     """A system message put before prompts that have none."""
     apply_chat_template: bool = True
     """Render prompts with the chat template. false: prompts are strings and are tokenized as they are."""
+
+    @model_validator(mode="after")
+    def _system_prompt_is_rendered(self) -> Self:
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError("system_prompt needs the chat template; set apply_chat_template=true or remove it")
+        return self
+
+
+class DataConfig(HeldOutData):
+    """What supervised and prompt data for training have in common."""
+
+    train_files: FileList = Field(default_factory=list)
+    """Training rows, in the same forms."""
+    max_train_rows: PositiveInt | None = None
+    """Use only the first so many rows."""
     shuffle: bool = True
     """A new order of the training rows in every epoch, from trainer.seed."""
 
@@ -46,10 +57,10 @@ class SupervisedDataConfig(DataConfig):
     max_sequence_tokens: PositiveInt = 2048
     """The longest allowed sequence, prompt and response together."""
     on_overlong: OverlongPolicy = "error"
-    """What happens to a longer row: stop with an error, drop it, or cut its end off. Dropped and cut rows are counted."""
+    """What happens to a longer row: stop with an error, drop it, or cut its end off. Both are counted."""
 
 
-class PromptDataConfig(DataConfig):
+class EvalDataConfig(HeldOutData):
     """Rows with a prompt to answer and what a reward function needs to judge the answer."""
 
     ground_truth_column: str = "reward_model.ground_truth"
@@ -60,3 +71,7 @@ class PromptDataConfig(DataConfig):
     """The longest allowed prompt."""
     on_overlong: OverlongPolicy = "error"
     """What happens to a longer prompt: stop with an error, drop it, or cut its start off. Both are counted."""
+
+
+class PromptDataConfig(EvalDataConfig, DataConfig):
+    """Prompts for reinforcement learning."""

@@ -20,7 +20,16 @@ class ModelConfig(Config):
     """A Jinja file that replaces the tokenizer's own chat template."""
 
 
-class EngineConfig(Config):
+class ComputeConfig(Config):
+    """What every command that runs a model needs."""
+
+    param_dtype: DtypeName = "float32"
+    """The dtype that layers compute in. Master weights and the optimizer are always float32."""
+    collective_timeout_seconds: PositiveInt = 600
+    """A collective that waits longer than this for another rank ends the run with an error."""
+
+
+class EngineConfig(ComputeConfig):
     """The layout of one sharded model."""
 
     fsdp_size: PositiveInt | None = None
@@ -28,16 +37,12 @@ class EngineConfig(Config):
     world_size / fsdp_size replicas."""
     ulysses_size: PositiveInt = 1
     """Ranks that share one sequence (Ulysses sequence parallelism). Only 1 is available in this version."""
-    param_dtype: DtypeName = "float32"
-    """The dtype that layers compute in. Master weights and the optimizer are always float32."""
     reduce_dtype: DtypeName = "float32"
     """The dtype that gradients are summed over ranks in."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again in backward (less memory)."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """The hard cap on the tokens of one packed micro-batch on one rank."""
-    collective_timeout_seconds: PositiveInt = 600
-    """A collective that waits longer than this for another rank ends the run with an error."""
 
 
 class OptimizerConfig(Config):

@@ -5,9 +5,9 @@ from typing import Annotated, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from shardwise.config.base import Config
-from shardwise.config.data import PromptDataConfig, SupervisedDataConfig
-from shardwise.config.engine import EngineConfig, ModelConfig, OptimizerConfig
-from shardwise.config.rl import AlgorithmConfig, RewardConfig, RolloutConfig
+from shardwise.config.data import EvalDataConfig, PromptDataConfig, SupervisedDataConfig
+from shardwise.config.engine import ComputeConfig, EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
 
 
 class TrainerConfig(OptimizerConfig):
@@ -112,9 +112,9 @@ class EvalConfig(Config):
     """`shardwise eval`: accuracy of a model on the validation files, per data source."""
 
     model: ModelConfig
-    data: PromptDataConfig
-    engine: EngineConfig = EngineConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    data: EvalDataConfig
+    engine: ComputeConfig = ComputeConfig()
+    rollout: GenerationConfig = GenerationConfig()
     reward: RewardConfig
     eval: EvalSettings = EvalSettings()
 

@@ -7,21 +7,26 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from shardwise.config.base import Config
 
 
-class RolloutConfig(Config):
-    """How completions are sampled from the policy."""
+class GenerationConfig(Config):
+    """How completions are sampled."""
 
     engine: Literal["embedded"] = "embedded"
     """embedded: Shardwise's own batched generation, on the trainer's ranks."""
-    num_prompts: PositiveInt = 8
-    """Prompts of one step, over all ranks."""
-    group_size: PositiveInt = 8
-    """Completions sampled for each prompt; they form the group whose rewards are compared."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
     max_response_tokens: PositiveInt = 256
     """A completion ends at an end-of-sequence token or here."""
     max_concurrent_sequences: PositiveInt = 128
     """Rows that one rank decodes at a time; a finished row's place goes to the next request."""
+
+
+class RolloutConfig(GenerationConfig):
+    """How much is sampled from the policy for one step."""
+
+    num_prompts: PositiveInt = 8
+    """Prompts of one step, over all ranks."""
+    group_size: PositiveInt = 8
+    """Completions sampled for each prompt; they form the group whose rewards are compared."""
 
 
 class RewardConfig(Config):
@@ -48,8 +53,8 @@ class AlgorithmConfig(Config):
 
     advantage: Literal["grpo", "rloo"] = "grpo"
     """grpo: (reward - group mean) / group std; rloo: reward - mean of the others in the group."""
-    advantage_scale: Literal["std", "none"] = "std"
-    """For grpo: divide by the group's standard deviation, or not (Dr.GRPO)."""
+    advantage_scale: Literal["std", "none"] | None = None
+    """For grpo: divide by the group's standard deviation (also the meaning of null), or not (Dr.GRPO)."""
     policy_loss: Literal["ppo_clip"] = "ppo_clip"
     """ppo_clip: PPO's clipped surrogate, per token."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -79,9 +84,11 @@ class AlgorithmConfig(Config):
     def _keys_have_effect(self) -> Self:
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.aggregation_divisor is not None):
             raise ValueError(
-                f"aggregation={self.aggregation} with aggregation_divisor={self.aggregation_divisor}: the divisor belongs "
-                "to aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)"
+                f"aggregation={self.aggregation} with aggregation_divisor={self.aggregation_divisor}: the divisor "
+                "belongs to aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)"
             )
-        if self.advantage == "rloo" and self.advantage_scale != "none":
-            raise ValueError("advantage=rloo has no scale; set advantage_scale=none")
+        if self.advantage != "grpo" and self.advantage_scale is not None:
+            raise ValueError(
+                f"advantage_scale={self.advantage_scale} has no effect with advantage={self.advantage}; remove it"
+            )
         return self

@@ -42,10 +42,11 @@ def _pack(value: Any, buffers: list[Tensor]) -> Any:
         return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, (list, tuple)):
         kinds = {type(item) for item in value} if len(value) > _LONG_LIST else set()
-        if kinds == {int} or kinds == {float}:  # token ids and logprobs: as text they would be the bulk of a message
-            return {
-                "$list": _pack(torch.tensor(value, dtype=torch.int64 if kinds == {int} else torch.float64), buffers)
-            }
+        # Token ids and logprobs: as text they would be the bulk of a message.
+        if kinds == {float}:
+            return {"$list": _pack(torch.tensor(value, dtype=torch.float64), buffers)}
+        if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+            return {"$list": _pack(torch.tensor(value, dtype=torch.int64), buffers)}
         return [_pack(item, buffers) for item in value]
     if isinstance(value, dict):
         bad = [key for key in value if not isinstance(key, str) or key.startswith("$")]

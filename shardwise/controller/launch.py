@@ -43,7 +43,7 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
         finally:
             _end(ranks)
             os.close(lifeline_write)
-        return 0 if failed is None else _report(failed, ranks, Path(folder))
+        return _report(failed, Path(folder)) if failed else 0
 
 
 def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline: int) -> subprocess.Popen[bytes]:
@@ -63,15 +63,13 @@ def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline
     return subprocess.Popen(command, env=environment, pass_fds=[lifeline])
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Consumes exits; waits for all ranks to succeed or one to fail; returns the rank that failed."""
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Consumes exits; waits for all ranks to succeed or one to fail; returns the exit codes of those that failed."""
     while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
+        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed or all(code == 0 for code in codes.values()):
+            return failed
         time.sleep(0.05)
 
 
@@ -89,18 +87,21 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             process.wait(timeout=_GRACE_SECONDS)
 
 
-def _report(failed: int, ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
-    """Prints the first cause: a failing rank takes its peers with it, so the earliest note is the one that matters."""
+def _report(failed: dict[int, int], folder: Path) -> int:
+    """Prints the cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
+
+    `failed` holds the exit codes from before the other ranks were ended, so a signal in it did not come from here.
+    """
     notes = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
-    died = [rank for rank, process in enumerate(ranks) if process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
-    first = min(notes, key=lambda note: note["time"], default=None)
-    if died and (first is None or first["is_lost_peer"]):
-        name = signal.Signals(-ranks[died[0]].returncode).name
-        print(f"error: rank {died[0]} was ended by {name}; the other ranks were stopped", file=sys.stderr)
+    first = min(notes, key=lambda note: (note["is_lost_peer"], note["time"]), default=None)
+    by_signal = [rank for rank, code in failed.items() if code < 0]
+    if by_signal and (first is None or first["is_lost_peer"]):
+        name = signal.Signals(-failed[by_signal[0]]).name
+        print(f"error: rank {by_signal[0]} was ended by {name}; the other ranks were stopped", file=sys.stderr)
         return FAILURE
     if first is None:
-        code = ranks[failed].returncode
-        print(f"error: rank {failed} exited with code {code} and left no reason", file=sys.stderr)
+        rank, code = next(iter(failed.items()))
+        print(f"error: rank {rank} exited with code {code} and left no reason", file=sys.stderr)
         return FAILURE
     if first["is_user_error"]:
         print(f"error: {first['message']}", file=sys.stderr)
@@ -120,13 +121,15 @@ def note_failure(error: BaseException, rank: int) -> int:
         "time": time.time(),
         "rank": rank,
         "is_user_error": is_user_error,
-        "is_lost_peer": "peer" in str(error) or "Connection" in str(error),
+        "is_lost_peer": not is_user_error and ("peer" in str(error) or "Connection" in str(error)),
         "message": str(error) or type(error).__name__,
         "traceback": "".join(traceback.format_exception(error)),
     }
     path = os.environ.get(FAILURE_VARIABLE)
     if path is not None:
-        Path(path).write_text(json.dumps(note))
+        partial = Path(f"{path}.partial")  # a rank may be ended while it writes
+        partial.write_text(json.dumps(note))
+        partial.replace(path)
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(("" if is_user_error else note["traceback"]) + f"error: {where}{note['message']}", file=sys.stderr)

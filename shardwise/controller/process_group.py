@@ -35,6 +35,8 @@ def process_group(rank: Rank, *, timeout_seconds: int) -> Iterator[dist.ProcessG
 
     Args:
         timeout_seconds: how long a collective of the model may wait for a rank.
+    Raises:
+        RuntimeError: another rank did not come in time.
     Yields:
         A second gloo group for commands. A rank may wait in it as long as the others are at work elsewhere; a rank that
         dies closes its connections, which ends the wait.
@@ -45,13 +47,18 @@ def process_group(rank: Rank, *, timeout_seconds: int) -> Iterator[dist.ProcessG
         store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
     else:
         store = None  # torchrun: MASTER_ADDR and MASTER_PORT
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
-        store=store,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except RuntimeError as error:  # such as "Wait timeout", which names nobody
+        raise RuntimeError(
+            f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: {error}"
+        ) from error
     try:
         yield dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
     finally:

@@ -33,9 +33,10 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
             f"no tokenizer can be loaded from {path} ({' '.join(str(error).split())[:300]}); "
             "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
         ) from error
-    if len(tokenizer) == 0:
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # what transformers builds from a config.json alone
         raise ModelError(
-            f"the tokenizer in {path} is empty: its tokenizer.json is missing; add the file or set model.tokenizer_path"
+            f"the tokenizer in {path} has no vocabulary: its tokenizer.json is missing; add the file or set "
+            "model.tokenizer_path"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -79,7 +80,7 @@ def render_prompt(
         DataError: an empty prompt, bad messages, or no chat template.
     """
     if apply_chat_template:
-        text = _render(tokenizer, as_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
+        text = _render(tokenizer, _as_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
         token_ids = _encode(tokenizer, text)
     else:
         token_ids = tokenizer.encode(_plain_prompt(prompt, origin))
@@ -102,7 +103,7 @@ def render_response_sample(
         token ids [L] and loss mask [L].
     """
     if apply_chat_template:
-        messages = as_messages(prompt, system_prompt, origin)
+        messages = _as_messages(prompt, system_prompt, origin)
         answer = {"role": "assistant", "content": response}
         return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages))
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
@@ -111,7 +112,12 @@ def render_response_sample(
 
 
 def render_conversation(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str, *, trained_from: int = 0
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    origin: str,
+    *,
+    system_prompt: str | None = None,
+    trained_from: int = 0,
 ) -> tuple[list[int], list[bool]]:
     """A conversation with loss on the assistant's turns.
 
@@ -122,14 +128,15 @@ def render_conversation(
     Args:
         messages: the first is not the assistant's.
         origin: names the row in errors.
-        trained_from: assistant turns before this message are context.
+        system_prompt: put before messages that have no system message.
+        trained_from: assistant turns before this message, counted with the system prompt, are context.
     Returns:
         token ids [L] and loss mask [L].
     Raises:
         DataError: bad messages, no chat template, or one that changes the text of earlier turns as later ones arrive,
             so that no mask over them would be right.
     """
-    messages = _checked(messages, origin)
+    messages = _with_system_prompt(_checked(messages, origin), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
     if not turns:
         raise DataError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it")
@@ -137,6 +144,7 @@ def render_conversation(
         raise DataError(
             f"{origin}: the conversation begins with an assistant turn; begin with a user or system message"
         )
+    _require_content(messages[: turns[0]], origin)
     text = ""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
@@ -151,18 +159,21 @@ def render_conversation(
     return token_ids, loss_mask
 
 
-def as_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
-    """A prompt as messages, the system prompt first where they have none.
-
-    Raises:
-        DataError: not text or messages, or nothing in them.
-    """
+def _as_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked(prompt, origin)
+    _require_content(messages, origin)
+    return _with_system_prompt(messages, system_prompt)
+
+
+def _with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    if system_prompt is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _require_content(messages: list[Message], origin: str) -> None:
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
-    if system_prompt is not None and all(message["role"] != "system" for message in messages):
-        return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
 
 
 def _read_template(path: str) -> str:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from shardwise.config import ConfigError, DataError, PromptDataConfig, SupervisedDataConfig
-from shardwise.config.data import DataConfig
-from shardwise.data.chat import as_messages, render_conversation, render_prompt, render_response_sample
+from shardwise.config import DataError, EvalDataConfig, HeldOutData, SupervisedDataConfig
+from shardwise.data.chat import render_conversation, render_prompt, render_response_sample
 from shardwise.data.sources import (
     Row,
     describe_columns,
@@ -46,9 +45,7 @@ def supervised_samples(
 
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
-        ConfigError: a system prompt without a chat template.
     """
-    _check_system_prompt(config)
     rows = read_rows(files, max_rows=max_rows)
     limit = config.max_sequence_tokens
     samples: list[Sample] = []
@@ -72,7 +69,7 @@ def supervised_samples(
 
 
 def prompt_examples(
-    config: PromptDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+    config: EvalDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
 
@@ -80,9 +77,7 @@ def prompt_examples(
 
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
-        ConfigError: a system prompt without a chat template.
     """
-    _check_system_prompt(config)
     rows = read_rows(files, max_rows=max_rows)
     limit = config.max_prompt_tokens
     examples: list[Example] = []
@@ -114,8 +109,8 @@ def _tokenize_supervised(
                 f'{row.origin}: column "{config.messages_column}" is a conversation, which only a chat template turns '
                 "into text; set data.apply_chat_template=true, or data.messages_column to a column that is not there"
             )
-        messages = as_messages(get_column(row, config.messages_column), config.system_prompt, row.origin)
-        return render_conversation(tokenizer, messages, row.origin)
+        messages = get_column(row, config.messages_column)
+        return render_conversation(tokenizer, messages, row.origin, system_prompt=config.system_prompt)
     if not (has_column(row, config.prompt_column) or has_column(row, config.response_column)):
         raise DataError(
             f'{row.origin}: neither a conversation in "{config.messages_column}" nor a prompt in '
@@ -132,9 +127,7 @@ def _tokenize_supervised(
     )
 
 
-def _example(
-    config: PromptDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]
-) -> Example:
+def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:
     ground_truth = get_column(row, config.ground_truth_column)
     if ground_truth is None:
         raise DataError(
@@ -158,7 +151,7 @@ def _example(
     )
 
 
-def _get_prompt(config: DataConfig, row: Row) -> str | list[dict[str, Any]]:
+def _get_prompt(config: HeldOutData, row: Row) -> str | list[dict[str, Any]]:
     prompt = get_column(row, config.prompt_column)
     if not isinstance(prompt, str | list):
         raise DataError(
@@ -166,14 +159,6 @@ def _get_prompt(config: DataConfig, row: Row) -> str | list[dict[str, Any]]:
             f"messages: {preview(prompt)}"
         )
     return prompt
-
-
-def _check_system_prompt(config: DataConfig) -> None:
-    if config.system_prompt is not None and not config.apply_chat_template:
-        raise ConfigError(
-            f"data.system_prompt={config.system_prompt!r} has no effect with data.apply_chat_template=false; remove it "
-            "or set data.apply_chat_template=true"
-        )
 
 
 def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int) -> str:

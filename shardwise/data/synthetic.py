@@ -68,14 +68,11 @@ def arithmetic_problems(
 
 
 def worked_addition(a: int, b: int) -> str:
-    """Column by column from the right, each as digit+digit+carry=sum with two digits, then the answer.
+    """The sum of the ones column with two digits, which shows the carry, then the answer.
 
-    Example: `worked_addition(47, 85) == "7+5+0=12,4+8+1=13,132"`
+    Example: `worked_addition(47, 85) == "12 132"`
     """
-    ones = a % 10 + b % 10
-    carry = ones // 10
-    tens = a // 10 + b // 10 + carry
-    return f"{a % 10}+{b % 10}+0={ones:02d},{a // 10}+{b // 10}+{carry}={tens:02d},{a + b}"
+    return f"{a % 10 + b % 10:02d} {a + b}"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":

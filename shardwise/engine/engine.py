@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.engine.mesh import ParallelDims
@@ -36,6 +37,8 @@ class TrainEngine:
         num_bytes_read: int,
     ) -> None:
         self._model = model
+        self._root_unit = cast(FSDPModule, model)
+        """The same object: fully_shard adds methods to it that its class does not show."""
         self._optimizer = optimizer
         self._device = device
         self._export_dtype = export_dtype
@@ -82,7 +85,7 @@ class TrainEngine:
         for batch in batches:
             result = self._run(batch, temperature=temperature, with_entropy=True)
             outputs.append(TokenOutputs(logprobs=result.logprobs.cpu(), entropy=result.entropy.cpu()))
-        self._model.reshard()  # the root keeps its weights gathered for a backward pass that does not follow
+        self._root_unit.reshard()  # the root keeps its weights gathered for a backward pass that does not follow
         return outputs
 
     def forward_backward(
@@ -104,8 +107,8 @@ class TrainEngine:
         parts: list[Metrics] = []
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
-            self._model.set_requires_gradient_sync(last)
-            self._model.set_is_last_backward(last)
+            self._root_unit.set_requires_gradient_sync(last)
+            self._root_unit.set_is_last_backward(last)
             outputs = self._run(batch, temperature=temperature, with_entropy=with_entropy)
             loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
             loss.backward()
@@ -127,12 +130,11 @@ class TrainEngine:
 
     def _run(self, batch: TokenBatch, *, temperature: float, with_entropy: bool) -> TokenOutputs:
         scored = batch.loss_mask.nonzero()[:, 0]  # counted on the host, before the copy: no wait for the device
-        on_device = {"device": self._device, "non_blocking": True}
         logprobs, entropy = self._model(
-            batch.input_ids.to(**on_device),
-            batch.position_ids.to(**on_device),
+            batch.input_ids.to(self._device, non_blocking=True),
+            batch.position_ids.to(self._device, non_blocking=True),
             PackedLayout.from_cu_seqlens(batch.cu_seqlens, device=self._device),
-            scored.to(**on_device),
+            scored.to(self._device, non_blocking=True),
             temperature=temperature,
             with_entropy=with_entropy,
         )

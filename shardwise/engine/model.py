@@ -84,8 +84,22 @@ def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(f"{folder} cannot be built as a causal language model: {error}") from None
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"{type(model).__name__} has a bias on its output projection, which is not supported")
+    _refuse_dropout(model)
     model.train()
     return model
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """With dropout two passes over the same tokens would give two sets of logprobs, and their ratio would be noise."""
+    active = [f"{name}={part.p}" for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p]
+    attention_dropout = getattr(model.config, "attention_dropout", 0.0)
+    if attention_dropout:
+        active.insert(0, f"attention_dropout={attention_dropout}")
+    if active:
+        raise ModelError(
+            f"{type(model).__name__} has dropout, which is not supported ({', '.join(active[:3])} is active); "
+            "set it to 0 in config.json"
+        )
 
 
 def shard(model: PolicyModel, config: EngineConfig, mesh: DeviceMesh) -> None:
@@ -110,5 +124,5 @@ def shard(model: PolicyModel, config: EngineConfig, mesh: DeviceMesh) -> None:
 def initialize_buffers(model: PreTrainedModel) -> None:
     """Computes the buffers that no checkpoint holds (rotary frequencies, embedding scales)."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips marked tensors
+        parameter._is_hf_initialized = True  # transformers skips marked tensors
     model.initialize_weights()

@@ -1,4 +1,4 @@
-"""Weights between safetensors files and shards: every rank reads its own slices; exports stream one tensor at a time."""
+"""Weights between safetensors files and shards: every rank reads its own slices; exports go tensor by tensor."""
 
 import json
 import os
@@ -63,14 +63,28 @@ class SafetensorsFolder:
         try:
             self._file_of = self._read_index()
             self._handles = {name: safe_open(folder / name, "pt") for name in sorted(set(self._file_of.values()))}
-        except (SafetensorError, FileNotFoundError, json.JSONDecodeError, KeyError) as error:
+            self._check_index()
+        except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"{folder}: the weights cannot be read: {error}") from None
 
     def _read_index(self) -> dict[str, str]:
-        if (self.folder / INDEX_NAME).is_file():
-            return dict(json.loads((self.folder / INDEX_NAME).read_text())["weight_map"])
-        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        return {name: file for file in files for name in safe_open(self.folder / file, "pt").keys()}  # noqa: SIM118
+        if not (self.folder / INDEX_NAME).is_file():
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            return {name: file for file in files for name in safe_open(self.folder / file, "pt").keys()}  # noqa: SIM118
+        index = json.loads((self.folder / INDEX_NAME).read_text())
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{INDEX_NAME} has no weight_map from tensor names to files")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{INDEX_NAME} puts {name} into {file!r}, which is not the name of a file beside it")
+        return weight_map
+
+    def _check_index(self) -> None:
+        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
+        for name, file in self._file_of.items():
+            if name not in held[file]:
+                raise ValueError(f"{INDEX_NAME} puts {name} into {file}, which does not hold it")
 
     def names(self) -> set[str]:
         return set(self._file_of)

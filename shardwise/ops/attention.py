@@ -1,6 +1,7 @@
 """Attention over dense batches and over packed sequences.
 
-Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, L key tokens, T packed tokens, d head dim.
+Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, L key tokens, T packed tokens,
+d head dim.
 """
 
 from dataclasses import dataclass

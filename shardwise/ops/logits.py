@@ -43,3 +43,9 @@ def project_float32(states: Tensor, weight: Tensor) -> Tensor:
     if states.is_cuda and states.dtype != torch.float32:
         return torch.mm(states, weight.t(), out_dtype=torch.float32)
     return states.float() @ weight.float().t()
+
+
+def repeated_projection(weight: Tensor) -> Tensor:
+    """A weight for many calls of `project_float32`, with the same result: where each call would convert the weight to
+    float32, it is converted once. Does not follow later changes of `weight`."""
+    return weight if weight.is_cuda else weight.float()

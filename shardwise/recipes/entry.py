@@ -1,6 +1,7 @@
 """From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -49,8 +50,9 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> in
     follow_lifeline()
     disable_progress_bar()  # ours is the only one
     rank = Rank.from_environment()
-    try:
-        with process_group(rank, timeout_seconds=timeout_seconds) as control:
+    with ExitStack() as stack:
+        try:
+            control = stack.enter_context(process_group(rank, timeout_seconds=timeout_seconds))
             worker = Worker(device_of_rank(rank.local_rank))
             if rank.rank == 0:
                 group = RankGroup(worker, control)
@@ -58,6 +60,7 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> in
                 group.shutdown()
             else:
                 serve(worker, control)
-    except Exception as error:  # the one place where a rank's failure becomes an exit code
-        return note_failure(error, rank.rank)
+        except Exception as error:  # the one place where a rank's failure becomes an exit code
+            # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
+            return note_failure(error, rank.rank)
     return 0

@@ -34,8 +34,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     group.call(
         "build_rollout",
         config.model.model_dump_json(),
+        config.rollout.model_dump_json(),
         config.engine.param_dtype,
-        config.rollout.max_concurrent_sequences,
     )
     with RewardPool(config.reward) as rewards:
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)

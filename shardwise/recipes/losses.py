@@ -29,17 +29,19 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert batch.advantages is not None
         assert batch.rollout_logprobs is not None
-        # With one optimizer step per rollout batch the policy is the one that sampled: the ratio is 1, its gradient not.
+        # With one optimizer step per rollout batch the policy is the one that sampled: the ratio is 1, not a constant.
         old_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        losses, metrics = ppo_clip(
-            outputs.logprobs,
-            old_logprobs,
-            batch.advantages,
-            batch.loss_mask,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
+        match config.policy_loss:
+            case "ppo_clip":
+                losses, metrics = ppo_clip(
+                    outputs.logprobs,
+                    old_logprobs,
+                    batch.advantages,
+                    batch.loss_mask,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    dual_clip=config.dual_clip,
+                )
         metrics |= mismatch_metrics(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:

@@ -79,7 +79,7 @@ def build_engines(config: RLConfig, group: WorkerGroup, total_steps: int) -> Non
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
     if config.algorithm.kl_coef > 0:
         group.call("build_reference", model, engine)
-    group.call("build_rollout", model, config.engine.param_dtype, config.rollout.max_concurrent_sequences)
+    group.call("build_rollout", model, config.rollout.model_dump_json(), config.engine.param_dtype)
     group.call("sync_weights", 0)
 
 
@@ -137,7 +137,7 @@ def with_advantages(samples: list[Sample], config: AlgorithmConfig) -> tuple[lis
     group_ids = torch.tensor([sample.group for sample in samples])
     match config.advantage:
         case "grpo":
-            advantages = grpo(token_rewards, loss_mask, group_ids, scale=config.advantage_scale)
+            advantages = grpo(token_rewards, loss_mask, group_ids, scale=config.advantage_scale or "std")
         case "rloo":
             advantages = rloo(token_rewards, loss_mask, group_ids)
     scored = [

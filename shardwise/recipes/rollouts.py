@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import RewardConfig, RolloutConfig
+from shardwise.config import GenerationConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.rewards import RewardJob, RewardPool, RewardResult
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
@@ -14,7 +14,7 @@ class Rollouter:
     """Asks the ranks' rollout engines for completions and the reward pool for scores."""
 
     def __init__(
-        self, group: WorkerGroup, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, rewards: RewardPool
+        self, group: WorkerGroup, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, rewards: RewardPool
     ) -> None:
         self._group = group
         self._tokenizer = tokenizer

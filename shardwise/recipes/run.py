@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from shardwise.config import Config, ModelConfig, TrainerConfig
+from shardwise.config import Config, ConfigError, ModelConfig, TrainerConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.types import Metrics
@@ -44,9 +44,12 @@ class Run:
         self._step_start = 0.0
 
     def __enter__(self) -> Self:
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        move_aside(self.output_dir / "checkpoints")
-        (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            move_aside(self.output_dir / "checkpoints")
+            (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
         with ExitStack() as stack:
             self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
             self._samples = stack.enter_context(SampleLog(self.output_dir))

@@ -1,5 +1,6 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -49,14 +50,18 @@ class Worker:
             device=self._device,
         )
 
-    def build_rollout(self, model: str, param_dtype: str, max_rows: int) -> None:
-        """Builds this rank's rollout engine from the model folder."""
-        self._rollout = EmbeddedEngine.from_folder(
-            resolve_folder(ModelConfig.model_validate_json(model).path),
-            dtype=getattr(torch, param_dtype),
-            max_rows=max_rows,
-            device=self._device,
-        )
+    def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
+        """Builds this rank's rollout engine from the model folder, as a GenerationConfig or RolloutConfig says."""
+        folder = resolve_folder(ModelConfig.model_validate_json(model).path)
+        settings = json.loads(rollout)
+        match settings["engine"]:
+            case "embedded":
+                self._rollout = EmbeddedEngine.from_folder(
+                    folder,
+                    dtype=getattr(torch, param_dtype),
+                    max_rows=settings["max_concurrent_sequences"],
+                    device=self._device,
+                )
 
     def use_policy_loss(self, algorithm: str, temperature: float) -> None:
         """Trains with the policy loss of an AlgorithmConfig instead of cross-entropy, on logprobs at `temperature`."""

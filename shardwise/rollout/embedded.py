@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import LogitTransform, project_float32
+from shardwise.ops import LogitTransform, project_float32, repeated_projection
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import sample, stream_key, uniforms
 from shardwise.types import Completion, GenerateRequest
@@ -45,12 +46,17 @@ class EmbeddedEngine:
 
     @classmethod
     def from_folder(cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device) -> Self:
-        """Loads a model folder. Raises ModelError where transformers cannot."""
+        """Loads a model folder. Raises ModelError where transformers cannot, or would make up weights."""
         register_cached_attention()
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=CACHED_ATTENTION)
-        except (ValueError, OSError, KeyError) as error:
-            raise ModelError(f"{folder} cannot be loaded for generation: {error}") from None
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=CACHED_ATTENTION, output_loading_info=True
+            )
+        except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}") from None
+        if missing := sorted(report["missing_keys"]):
+            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
         return cls(model.to(device).eval(), max_rows=max_rows, device=device)
 
     @torch.inference_mode()
@@ -89,9 +95,13 @@ class EmbeddedEngine:
         output = self._model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
         return output.last_hidden_state
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def projection(self) -> Tensor:
+        """[V, D], what `logits` takes; valid until the weights change."""
+        return repeated_projection(self._model.get_output_embeddings().weight)
+
+    def logits(self, hidden: Tensor, projection: Tensor) -> Tensor:
         """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
-        return self._transform.forward_(project_float32(hidden, self._model.get_output_embeddings().weight))
+        return self._transform.forward_(project_float32(hidden, projection))
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> [B] bool."""
@@ -119,6 +129,7 @@ class _Decoding:
             for first in range(0, request.num_completions, engine.max_rows)
         )
         self._rows: list[_Row] = []
+        self._projection = engine.projection()
         needed = sum(request.num_completions for request in requests)
         longest = max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
         self._cache = KVCache(num_rows=min(engine.max_rows, needed), capacity_tokens=longest, device=engine.device)
@@ -158,7 +169,7 @@ class _Decoding:
         positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
         hidden = self._engine.hidden_states(padded, positions, self._cache)
         last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
-        logits = self._engine.logits(last)[prompt_of_row]
+        logits = self._engine.logits(last, self._projection)[prompt_of_row]
         first_row = len(self._rows)
         self._append_rows(admitted, lengths[prompt_of_row])
         return self._sample(logits, first_row)
@@ -182,7 +193,7 @@ class _Decoding:
         self._cache.begin_decode(self._positions, span=span)
         hidden = self._engine.hidden_states(self._tokens[:, None], self._positions[:, None], self._cache)
         self._positions = self._positions + 1
-        return self._sample(self._engine.logits(hidden[:, 0]), 0)
+        return self._sample(self._engine.logits(hidden[:, 0], self._projection), 0)
 
     def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, str]]:
         """Samples for rows from `first_row` on; takes finished rows out."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from shardwise.config import ModelError
 from shardwise.ops import attend
 
 CACHED_ATTENTION = "shardwise_cached"
@@ -42,7 +43,7 @@ class KVCache:
         self._prefill = (rows, prompt_of_row)
 
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
-        """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B]; span = largest position + 1."""
+        """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
 
@@ -107,6 +108,8 @@ def _cached_attention(
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, L, d] -> [B, L, H, dv]."""
+    if _kwargs.get("s_aux") is not None:
+        raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = kv_cache.attend(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
     return out.transpose(1, 2), None

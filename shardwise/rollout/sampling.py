@@ -50,7 +50,9 @@ def sample(logits: Tensor, temperatures: Tensor, draws: Tensor) -> tuple[Tensor,
     logits.div_(torch.where(greedy, 1.0, temperatures)[:, None])
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.exp().cumsum(dim=-1)
-    threshold = (draws * cumulative[:, -1]).float()[:, None]
-    drawn = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    total = cumulative[:, -1]
+    # Rounded to float32 the threshold can reach the total, beyond which only tokens of probability 0 are left.
+    threshold = torch.minimum((draws * total).float(), total.nextafter(torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

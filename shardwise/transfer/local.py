@@ -7,12 +7,12 @@ from shardwise.types import WeightReceiver, WeightSender
 
 
 def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, dtype: torch.dtype) -> SyncReceipt:
-    """Collective over the sender's ranks. Streams the weights in `dtype`, checks what is served, then commits `version`.
+    """Collective over the sender's ranks. Streams the weights in `dtype`, checks what is served, commits `version`.
 
     Raises:
         WeightSyncError: the engine serves something else than was sent; the version is not committed.
     """
-    manifest = Manifest(version)
+    manifest = Manifest(version, receiver.served_weights())
     receiver.load_weights(manifest.record(sender.named_weights(dtype)))
     receipt = manifest.verify(receiver.served_weights())
     receiver.commit_weights(version)

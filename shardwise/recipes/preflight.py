@@ -1,0 +1,17 @@
+"""What can be checked in a second, before any rank starts."""
+
+from shardwise.config import EvalConfig, RLConfig, SFTConfig
+from shardwise.data import check_files
+from shardwise.rewards import check_function
+
+
+def check_inputs(config: SFTConfig | RLConfig | EvalConfig) -> None:
+    """Missing data files, and a reward function that cannot be imported.
+
+    Raises:
+        DataError, ConfigError: the first thing that is wrong.
+    """
+    train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
+    check_files([*train_files, *config.data.validation_files])
+    if not isinstance(config, SFTConfig):
+        check_function(config.reward.function)

@@ -1,0 +1,192 @@
+import subprocess
+import sys
+from typing import Annotated
+
+import pytest
+from pydantic import Field, ValidationError
+
+from shardwise.config import Config, ConfigError, EvalConfig, RLConfig, SFTConfig, key_paths
+
+SFT = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}}
+RL = SFT | {"reward": {"function": "r:score"}}
+MINIMAL = [
+    (SFTConfig, SFT),
+    (RLConfig, RL),
+    (EvalConfig, {"model": {"path": "m"}, "data": {"validation_files": ["v"]}, "reward": RL["reward"]}),
+]
+
+
+class Leaf(Config):
+    learning_rate: Annotated[float, Field(ge=0)] = 1.0
+    warmup_steps: int = 0
+
+
+class Tree(Config):
+    name: str
+    optimizer: Leaf = Leaf()
+    maybe: Leaf | None = None
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        function(*args, **kwargs)
+    return str(error.value)
+
+
+def test_file_is_read_and_overrides_win_in_their_order(tmp_path):
+    path = write(tmp_path, "name: from-file\noptimizer:\n  learning_rate: 0.5\n")
+    assert Tree.load(path) == Tree(name="from-file", optimizer=Leaf(learning_rate=0.5))
+    loaded = Tree.load(path, ["optimizer.learning_rate=0.25", "name=x", "optimizer.learning_rate=1e-3"])
+    assert loaded == Tree(name="x", optimizer=Leaf(learning_rate=1e-3))
+    assert Tree.load(None, ["name=a=b"]).name == "a=b"
+
+
+def test_override_opens_a_group_and_null_closes_one(tmp_path):
+    path = write(tmp_path, "name: n\nmaybe: {warmup_steps: 3}\n")
+    assert Tree.load(path, ["maybe=null"]).maybe is None
+    assert Tree.load(None, ["name=n", "maybe.warmup_steps=2"]).maybe == Leaf(warmup_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name", 'override "name" is not of the form key.path=value, e.g. trainer.total_steps=20'),
+        ("=3", 'override "=3" is not of the form key.path=value, e.g. trainer.total_steps=20'),
+        ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
+        ("name.first=1", 'override "name.first=1": name is a value, not a group of keys'),
+    ],
+)
+def test_malformed_override_is_quoted(tmp_path, override, message):
+    assert error_of(Tree.load, write(tmp_path, "name: n\n"), [override]) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", r"config.yaml is not valid YAML: while parsing a flow sequence .* line 1, column 4"),
+        ("- 1\n- 2\n", r"config.yaml holds a list at the top level, expected keys and values$"),
+        ("a: !!python/object/apply:os.system ['true']\n", r"config.yaml is not valid YAML: .*python/object"),
+    ],
+    ids=["broken", "list", "python-object"],
+)
+def test_unreadable_file_is_named(tmp_path, text, message):
+    """Trap 35: YAML that would construct a Python object is refused."""
+    with pytest.raises(ConfigError, match=message):
+        Tree.load(write(tmp_path, text))
+
+
+def test_file_that_is_absent_binary_or_empty(tmp_path):
+    assert error_of(Tree.load, tmp_path / "no.yaml") == (
+        f"config file {tmp_path / 'no.yaml'} does not exist; give the path of a YAML file with -c"
+    )
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "binary.yaml is not valid YAML" in error_of(Tree.load, tmp_path / "binary.yaml")
+    assert error_of(Tree.load, write(tmp_path, "")).endswith(
+        "name: required, but not given; set it in the file or as an override name=..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learnin_rate=1", "trainer.learnin_rate: unknown key; did you mean trainer.learning_rate?"),
+        ("trainr.seed=1", "trainr: unknown key; did you mean trainer?"),
+        ("engine.learning_rate=1", "engine.learning_rate: unknown key; did you mean trainer.learning_rate?"),
+        ("fsdp_size=2", "fsdp_size: unknown key; did you mean engine.fsdp_size?"),
+        (
+            "model.something_else_entirely=1",
+            "model.something_else_entirely: unknown key; "
+            "valid keys here: model.path, model.tokenizer_path, model.chat_template",
+        ),
+        ("qqqq=1", "qqqq: unknown key; valid keys here: model, data, engine, trainer"),
+    ],
+)
+def test_unknown_key_gets_the_nearest_one(override, message):
+    """Trap 19: a typo is never a default."""
+    assert error_of(SFTConfig.load, None, ["model.path=m", "data.train_files=f", override]).startswith(
+        f"the command line: {message}"
+    )
+
+
+def test_every_problem_is_listed_at_once(tmp_path):
+    path = write(
+        tmp_path,
+        "model: {}\ndata: {train_files: f, on_overlong: cut}\ntrainer: {seed: -1, batch_siz: 2, learning_rate: .nan}\n",
+    )
+    first, *rest = error_of(SFTConfig.load, path).split("\n  ")
+    assert first == f"{path}: "
+    assert sorted(rest) == [
+        "data.on_overlong='cut': input should be 'error', 'drop' or 'truncate'",
+        "model.path: required, but not given; set it in the file or as an override model.path=...",
+        "trainer.batch_siz: unknown key; did you mean trainer.batch_size?",
+        "trainer.learning_rate=nan: input should be a finite number",
+        "trainer.seed=-1: input should be greater than or equal to 0",
+    ]
+
+
+@pytest.mark.parametrize(("cls", "tree"), MINIMAL)
+def test_yaml_round_trip_gives_an_equal_config_with_every_default_written_out(tmp_path, cls, tree):
+    config = cls.parse(tree, origin="test")
+    text = config.to_yaml()
+    assert cls.load(write(tmp_path, text)) == config
+    for leaf in key_paths(cls):
+        assert f"{leaf.rsplit('.', 1)[-1]}:" in text, leaf
+
+
+def test_yaml_round_trip_keeps_values_that_are_not_defaults(tmp_path):
+    config = SFTConfig.load(
+        None,
+        [
+            "model.path=m",
+            "data.train_files=[a, 'b: c']",
+            "trainer.adam_betas=[0.5, 0.75]",
+            "trainer.max_grad_norm=null",
+            "trainer.learning_rate=2.5e-7",
+            "data.system_prompt='yes\n#no'",
+        ],
+    )
+    again = SFTConfig.load(write(tmp_path, config.to_yaml()))
+    assert again == config
+    assert (again.trainer.adam_betas, again.trainer.learning_rate) == ((0.5, 0.75), 2.5e-7)
+    assert again.data.train_files == ["a", "b: c"]
+
+
+def test_config_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Tree(name="n").name = "m"
+
+
+def test_key_paths_walk_groups_and_optional_groups():
+    assert list(key_paths(Tree)) == [
+        "name",
+        "optimizer",
+        "optimizer.learning_rate",
+        "optimizer.warmup_steps",
+        "maybe",
+        "maybe.learning_rate",
+        "maybe.warmup_steps",
+    ]
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, RLConfig, EvalConfig])
+def test_every_value_has_a_description(cls):
+    def undescribed(node, prefix=""):
+        for name, field in node.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from undescribed(field.annotation, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undescribed(cls)) == []
+
+
+def test_config_imports_without_torch():
+    code = "import sys, shardwise.config; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")

@@ -1,0 +1,70 @@
+import pytest
+
+from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+
+
+def parse(cls, **tree):
+    return cls.parse(tree, origin="test")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fsdp_size", 0),
+        ("ulysses_size", 0),
+        ("param_dtype", "float16"),
+        ("reduce_dtype", "fp32"),
+        ("max_tokens_per_micro_batch", 0),
+        ("collective_timeout_seconds", 0),
+    ],
+)
+def test_engine_value_out_of_range_is_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"^test: {key}={value!r}: input should be "):
+        parse(EngineConfig, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path"),
+    [
+        ("learning_rate", -1e-9, "learning_rate"),
+        ("learning_rate", float("inf"), "learning_rate"),
+        ("lr_schedule", "step", "lr_schedule"),
+        ("warmup_steps", -1, "warmup_steps"),
+        ("lr_decay_steps", -1, "lr_decay_steps"),
+        ("min_lr_ratio", 1.5, "min_lr_ratio"),
+        ("min_lr_ratio", -0.5, "min_lr_ratio"),
+        ("weight_decay", -0.1, "weight_decay"),
+        ("adam_betas", [0.9, 1.0], r"adam_betas\.1"),
+        ("adam_betas", [-0.1, 0.9], r"adam_betas\.0"),
+        ("adam_eps", 0, "adam_eps"),
+        ("max_grad_norm", 0, "max_grad_norm"),
+        ("max_nonfinite_steps", 0, "max_nonfinite_steps"),
+    ],
+)
+def test_optimizer_value_out_of_range_is_refused(key, value, path):
+    with pytest.raises(ConfigError, match=rf"^test: {path}=.*: input should be "):
+        parse(OptimizerConfig, **{key: value})
+
+
+def test_bounds_themselves_are_allowed():
+    config = parse(
+        OptimizerConfig, learning_rate=0, min_lr_ratio=1, adam_betas=[0, 0.999], max_grad_norm=None, weight_decay=0
+    )
+    assert (config.learning_rate, config.min_lr_ratio, config.adam_betas) == (0, 1, (0, 0.999))
+    assert parse(EngineConfig, fsdp_size=None).fsdp_size is None
+
+
+def test_wsd_needs_decay_steps():
+    with pytest.raises(ConfigError) as error:
+        parse(OptimizerConfig, lr_schedule="wsd")
+    assert str(error.value) == "test: lr_schedule=wsd needs lr_decay_steps >= 1, the number of final steps that decay"
+    assert parse(OptimizerConfig, lr_schedule="wsd", lr_decay_steps=1).lr_decay_steps == 1
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_decay_steps_without_wsd_would_do_nothing_and_are_refused(schedule):
+    with pytest.raises(ConfigError) as error:
+        parse(OptimizerConfig, lr_schedule=schedule, lr_decay_steps=5)
+    assert str(error.value) == (
+        f"test: lr_decay_steps=5 has no effect with lr_schedule={schedule}; remove it or set lr_schedule=wsd"
+    )

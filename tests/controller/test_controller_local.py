@@ -1,0 +1,55 @@
+"""RankGroup on two real ranks; the commands are in conftest.py."""
+
+import pytest
+import torch
+
+from shardwise.controller.local import RankGroup
+from shardwise.controller.process_group import Rank, process_group
+
+
+def test_call_gives_every_rank_the_same_arguments(two_rank_results):
+    assert two_rank_results["size"] == 2
+    assert two_rank_results["call"] == [7, 1007]
+    assert two_rank_results["none"] == [None, None]
+
+
+def test_scatter_gives_every_rank_its_shard_and_the_common_arguments(two_rank_results):
+    assert two_rank_results["scatter"] == [[15.0, 25.0], [-30.0]]
+    assert two_rank_results["large"] == [2e6, 4e6]
+
+
+def test_nouns_travel_both_ways(two_rank_results):
+    assert two_rank_results["noun"] == [3.5, 7.0]
+
+
+def test_ranks_work_on_a_command_at_the_same_time(two_rank_results):
+    """Each sends the other its shard: were rank 0 to finish before it commands rank 1, neither would return."""
+    assert two_rank_results["swap"] == [22.0, 11.0]
+
+
+def test_commands_arrive_once_and_in_order_and_shutdown_ends_the_loop(two_rank_results):
+    first, second = two_rank_results["history"]
+    assert first == [["add", 3, 4], ["scale", [1.5, 2.5], 10]]
+    assert second == [["add", 3, 4], ["scale", [-3.0], 10]]
+    assert two_rank_results["served"] == "left the loop"
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number, factor=1):
+        self.total += number * factor
+        return self.total
+
+
+def test_a_group_of_one_calls_its_worker_directly():
+    with process_group(Rank(0, 1, 0), timeout_seconds=5) as control:
+        group = RankGroup(Counter(), control)
+        assert group.size == 1
+        assert group.call("add", 4) == [4]
+        assert group.scatter("add", [5], 10) == [54]
+        with pytest.raises(AssertionError, match=r"\(2, 1\)"):
+            group.scatter("add", [1, 2])
+        group.shutdown()
+    assert torch.distributed.is_initialized() is False

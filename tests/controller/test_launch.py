@@ -1,0 +1,206 @@
+"""`launch` with small programs as ranks: what is printed, what is returned, and that no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.controller.launch import launch
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+from shardwise.config import DataError
+from shardwise.controller.launch import follow_lifeline, note_failure
+rank = int(os.environ["RANK"])
+Path(sys.argv[1], f"pid-{rank}").write_text(str(os.getpid()))
+follow_lifeline()
+while len(list(Path(sys.argv[1]).glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)  # nobody fails before all are there
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Makes the command line of a rank from its body, which finds `rank`, `note_failure` and the modules above."""
+    monkeypatch.chdir(ROOT)
+
+    def make(body: str) -> list[str]:
+        script = tmp_path / "rank.py"
+        script.write_text(f"sys_path_root = {str(ROOT)!r}\nimport sys\nsys.path.insert(0, sys_path_root)\n{PRELUDE}")
+        script.write_text(script.read_text() + textwrap.dedent(body))
+        return [sys.executable, str(script), str(tmp_path)]
+
+    return make
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("pid-*")]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(folder: Path, count: int, *, within_seconds: float = 0.0) -> None:
+    deadline = time.monotonic() + within_seconds
+    while any(map(is_running, pids(folder))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids(folder)) == count
+    assert not [pid for pid in pids(folder) if is_running(pid)]
+
+
+def test_all_ranks_get_their_numbers_and_succeed(command, tmp_path, capfd):
+    body = """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    Path(sys.argv[1], f"out-{rank}").write_text(" ".join(os.environ[name] for name in names))
+    """
+    assert launch(command(body), nproc=3) == 0
+    assert [(tmp_path / f"out-{rank}").read_text() for rank in range(3)] == ["0 0 3 3", "1 1 3 3", "2 2 3 3"]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_raises_ends_the_others_and_is_named(command, tmp_path, capfd):
+    body = """
+    if rank == 1:
+        try:
+            raise ValueError("the moon is full")
+        except ValueError as error:
+            sys.exit(note_failure(error, rank))
+    time.sleep(60)
+    """
+    start = time.monotonic()
+    assert launch(command(body), nproc=3) == 1
+    assert time.monotonic() - start < 5
+    stderr = capfd.readouterr().err
+    assert stderr.splitlines()[-1] == "error: rank 1 failed: the moon is full"
+    assert stderr.count("Traceback") == 1
+    assert_gone(tmp_path, 3)
+
+
+def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(command, tmp_path, capfd):
+    """Every rank notices it; it is printed once. The word peer in it does not make it a lost connection."""
+    body = """
+    sys.exit(note_failure(DataError("data file /peer/train.jsonl does not exist"), rank))
+    """
+    assert launch(command(body), nproc=2) == 2
+    assert capfd.readouterr().err == "error: data file /peer/train.jsonl does not exist\n"
+    assert_gone(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"])
+def test_a_rank_ended_by_a_signal_is_named_before_the_peers_that_lost_it(command, tmp_path, capfd, name):
+    body = f"""
+    if rank == 1:
+        os.kill(os.getpid(), signal.{name})
+    time.sleep(0.2)
+    sys.exit(note_failure(RuntimeError("Connection closed by peer [127.0.0.1]:4711"), rank))
+    """
+    assert launch(command(body), nproc=2) == 1
+    assert capfd.readouterr().err == f"error: rank 1 was ended by {name}; the other ranks were stopped\n"
+    assert_gone(tmp_path, 2)
+
+
+def test_the_cause_is_reported_even_if_a_peer_that_lost_the_connection_was_faster(command, capfd):
+    body = """
+    lost = Path(sys.argv[1], "lost")
+    if rank == 1:
+        note_failure(RuntimeError("Connection closed by peer"), rank)
+        lost.touch()
+        time.sleep(60)
+    while not lost.exists():
+        time.sleep(0.01)
+    sys.exit(note_failure(DataError("train.jsonl line 3: broken"), rank))
+    """
+    assert launch(command(body), nproc=2) == 2
+    assert capfd.readouterr().err == "error: train.jsonl line 3: broken\n"
+
+
+def test_a_rank_that_leaves_no_reason_is_named_with_its_exit_code(command, capfd):
+    assert launch(command("if rank == 1: os._exit(7)\ntime.sleep(60)"), nproc=2) == 1
+    assert capfd.readouterr().err == "error: rank 1 exited with code 7 and left no reason\n"
+
+
+def test_a_rank_that_ignores_sigterm_is_ended_after_the_grace_period(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.controller.launch._GRACE_SECONDS", 0.5)
+    body = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(sys.argv[1], f"deaf-{rank}").write_text("")
+    while rank == 1 and not Path(sys.argv[1], "deaf-0").exists():
+        time.sleep(0.01)
+    if rank == 1:
+        os._exit(3)
+    time.sleep(60)
+    """
+    start = time.monotonic()
+    assert launch(command(body), nproc=2) == 1
+    assert time.monotonic() - start < 4
+    assert_gone(tmp_path, 2)
+
+
+def start_launcher(command: list[str], folder: Path, **options) -> subprocess.Popen:
+    code = f"import sys; from shardwise.controller.launch import launch; sys.exit(launch({command!r}, nproc=2))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+    deadline = time.monotonic() + 10
+    while len(pids_written := list(folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids_written) == 2
+    return process
+
+
+# A rank deep in a collective neither returns to Python nor looks at signals: both are deaf here.
+DEAF = """
+for name in ("SIGTERM", "SIGHUP", "SIGPIPE"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+Path(sys.argv[1], f"ready-{rank}").write_text("")
+time.sleep(60)
+"""
+
+
+def test_ranks_end_within_5_seconds_when_the_launcher_is_killed(command, tmp_path):
+    process = start_launcher(command(DEAF), tmp_path)
+    assert all(map(is_running, pids(tmp_path)))
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=5)
+    assert_gone(tmp_path, 2, within_seconds=5)
+
+
+def test_ctrl_c_ends_every_rank_and_returns_130(command, tmp_path):
+    """A terminal sends SIGINT to the whole process group, ranks included."""
+    body = """
+    Path(sys.argv[1], f"ready-{rank}").write_text("")
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    """
+    process = start_launcher(command(body), tmp_path, start_new_session=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert stderr == "interrupted; all ranks ended\n"
+    assert_gone(tmp_path, 2)
+
+
+def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch):
+    from shardwise.config import ConfigError
+    from shardwise.controller.launch import note_failure
+
+    monkeypatch.delenv("SHARDWISE_FAILURE_FILE", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert note_failure(ConfigError("use 1, 2 or 4"), 0) == 2
+    assert capsys.readouterr().err == "error: use 1, 2 or 4\n"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert note_failure(ConfigError("use 1, 2 or 4"), 3) == 2
+    assert capsys.readouterr().err == "error: rank 3: use 1, 2 or 4\n"
+    assert note_failure(ZeroDivisionError("division by zero"), 3) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: rank 3: division by zero"

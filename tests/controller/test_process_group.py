@@ -1,0 +1,44 @@
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.controller.process_group import Rank, process_group
+
+
+def test_a_process_alone_is_rank_0_of_1(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert Rank.from_environment() == Rank(rank=0, world_size=1, local_rank=0)
+
+
+def test_ranks_are_read_from_what_torchrun_sets(monkeypatch):
+    for name, value in {"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert Rank.from_environment() == Rank(rank=13, world_size=16, local_rank=5)
+
+
+def test_group_of_one_computes_collectives_and_is_left_at_the_end():
+    with process_group(Rank(0, 1, 0), timeout_seconds=5) as control:
+        assert dist.get_world_size() == dist.get_world_size(control) == 1
+        value = torch.tensor([3.5])
+        dist.all_reduce(value)
+        dist.all_reduce(value, group=control)
+        assert value.item() == 3.5
+    assert not dist.is_initialized()
+
+
+def test_group_is_left_after_an_error_too():
+    with pytest.raises(KeyError, match="inside"), process_group(Rank(0, 1, 0), timeout_seconds=5):
+        raise KeyError("inside")
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_never_comes_is_an_error_within_the_timeout(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_STORE", str(tmp_path / "store"))
+    expected = "rank 0 could not join the other ranks of 2 within 1 s: "
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=expected), process_group(Rank(0, 2, 0), timeout_seconds=1):
+        pytest.fail("joined a group of two alone")
+    assert time.monotonic() - start < 10

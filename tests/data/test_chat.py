@@ -1,0 +1,297 @@
+import pytest
+
+from shardwise.config import DataError, ModelConfig, ModelError
+from shardwise.data.chat import (
+    check_vocabulary,
+    load_tokenizer,
+    render_conversation,
+    render_prompt,
+    render_response_sample,
+)
+from shardwise.data.synthetic import build_model_folder, train_tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+WITHOUT_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+FORGETS_THINKING = (  # as reasoning models do: only the last turn keeps what was thought
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + "
+    "(m.content if loop.last else m.content.split('</think>')[-1]) + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+3="},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "and 4+4?"},
+    {"role": "assistant", "content": "it is 8"},
+]
+
+
+def conversation(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def spans(tokenizer, token_ids, loss_mask):
+    """The sequence as (trained, text) runs, decoded token by token."""
+    assert len(token_ids) == len(loss_mask)
+    runs = []
+    for token_id, trained in zip(token_ids, loss_mask, strict=True):
+        if not runs or runs[-1][0] != trained:
+            runs.append((trained, []))
+        runs[-1][1].append(token_id)
+    return [(trained, tokenizer.decode(ids)) for trained, ids in runs]
+
+
+def prompt_text(tokenizer, prompt, *, apply_chat_template=True, system_prompt=None):
+    return tokenizer.decode(
+        render_prompt(
+            tokenizer, prompt, apply_chat_template=apply_chat_template, system_prompt=system_prompt, origin="row"
+        )
+    )
+
+
+def test_loss_is_on_assistant_turns_and_their_end_token_but_not_on_the_newline_after_it(tokenizer):
+    tokenizer.chat_template = CHATML
+    token_ids, loss_mask = render_conversation(tokenizer, TALK, "row")
+    assert token_ids == tokenizer.apply_chat_template(TALK, return_dict=False)
+    assert spans(tokenizer, token_ids, loss_mask) == [
+        (False, "<|system|>\nbe brief<|end|>\n<|user|>\n2+3=<|end|>\n<|assistant|>\n"),
+        (True, "5<|end|>"),
+        (False, "\n<|user|>\nand 4+4?<|end|>\n<|assistant|>\n"),
+        (True, "it is 8<|end|>"),
+        (False, "\n"),
+    ]
+
+
+def test_turn_without_end_token_is_trained_to_its_end(tokenizer):
+    tokenizer.chat_template = WITHOUT_END
+    assert spans(tokenizer, *render_conversation(tokenizer, TALK[1:], "row")) == [
+        (False, "user: 2+3=\nassistant: "),
+        (True, "5\n"),
+        (False, "user: and 4+4?\nassistant: "),
+        (True, "it is 8\n"),
+    ]
+
+
+def test_turns_after_the_last_assistant_turn_are_left_out(tokenizer):
+    extra = [*TALK, {"role": "user", "content": "thanks"}]
+    assert render_conversation(tokenizer, extra, "row") == render_conversation(tokenizer, TALK, "row")
+
+
+def test_empty_answer_trains_its_end_token(tokenizer):
+    talk = conversation(("user", "say nothing"), ("assistant", ""))
+    assert spans(tokenizer, *render_conversation(tokenizer, talk, "row")) == [
+        (False, "<|user|>say nothing<|end|><|assistant|>"),
+        (True, "<|end|>"),
+    ]
+
+
+def test_token_that_merges_over_the_generation_prompt_keeps_the_prompt_of_inference():
+    tokenizer = train_tokenizer(["\n\n"] * 20, vocab_size=262)
+    tokenizer.chat_template = CHATML
+    assert len(tokenizer.encode("\n\n")) == 1
+    talk = conversation(("user", "hi"), ("assistant", "\n"))
+    token_ids, loss_mask = render_conversation(tokenizer, talk, "row")
+    prompt = render_prompt(tokenizer, talk[:1], apply_chat_template=True, system_prompt=None, origin="row")
+    assert token_ids[: len(prompt)] == prompt
+    assert spans(tokenizer, token_ids, loss_mask) == [
+        (False, "<|user|>\nhi<|end|>\n<|assistant|>\n"),
+        (True, "\n<|end|>"),
+        (False, "\n"),
+    ]
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_with_an_example(tokenizer):  # trap 31
+    tokenizer.chat_template = FORGETS_THINKING
+    talk = conversation(("user", "q"), ("assistant", "<think>hm</think>a"), ("user", "r"), ("assistant", "b"))
+    with pytest.raises(DataError) as error:
+        render_conversation(tokenizer, talk, "talk.jsonl line 3")
+    message = str(error.value)
+    assert message.startswith("talk.jsonl line 3: the chat template is not prefix-stable: it wrote '")
+    assert "<|assistant|><think>hm</think>a<|end|>', and" in message
+    assert "<|assistant|>a<|end|><|user|>r<|end|>" in message
+    assert "set model.chat_template=FILE" in message
+
+
+def test_template_that_rewrites_earlier_turns_serves_single_turns_and_context(tokenizer):
+    tokenizer.chat_template = FORGETS_THINKING
+    single = conversation(("user", "q"), ("assistant", "<think>hm</think>a"))
+    assert spans(tokenizer, *render_conversation(tokenizer, single, "row"))[-1] == (True, "<think>hm</think>a<|end|>")
+    sample = render_response_sample(
+        tokenizer,
+        [*single, *conversation(("user", "r"))],
+        "b",
+        apply_chat_template=True,
+        system_prompt=None,
+        origin="row",
+    )
+    assert spans(tokenizer, *sample) == [
+        (False, "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>"),
+        (True, "b<|end|>"),
+    ]
+
+
+def test_response_sample_with_template_equals_the_conversation(tokenizer):
+    sample = render_response_sample(
+        tokenizer, "2+3=", "5", apply_chat_template=True, system_prompt="be brief", origin="row"
+    )
+    assert sample == render_conversation(tokenizer, TALK[:3], "row")
+
+
+def test_response_sample_without_template_trains_response_and_end_token(tokenizer):
+    token_ids, loss_mask = render_response_sample(
+        tokenizer, "2+3=", "5", apply_chat_template=False, system_prompt=None, origin="row"
+    )
+    assert tokenizer.convert_ids_to_tokens(token_ids) == ["2", "+", "3", "=", "5", "<|end|>"]
+    assert loss_mask == [False, False, False, False, True, True]
+
+
+def test_begin_token_comes_once_before_the_prompt_and_never_before_the_response(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.convert_tokens_to_ids("<|system|>"))]
+    )
+    token_ids, _ = render_response_sample(
+        tokenizer, "2+3=", "5", apply_chat_template=False, system_prompt=None, origin="row"
+    )
+    assert tokenizer.decode(token_ids) == "<|system|>2+3=5<|end|>"
+    assert prompt_text(tokenizer, "2+3=") == "<|user|>2+3=<|end|><|assistant|>"  # a template writes its own
+
+
+def test_prompts_end_where_the_answer_begins(tokenizer):
+    assert prompt_text(tokenizer, "2+3=") == "<|user|>2+3=<|end|><|assistant|>"
+    assert prompt_text(tokenizer, "2+3=", apply_chat_template=False) == "2+3="
+    messages = [{"role": "user", "content": "2+3=", "name": None}]  # parquet fills absent keys with null
+    assert prompt_text(tokenizer, messages) == "<|user|>2+3=<|end|><|assistant|>"
+
+
+def test_system_prompt_goes_before_prompts_that_have_none(tokenizer):
+    assert prompt_text(tokenizer, "hi", system_prompt="be kind") == (
+        "<|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"
+    )
+    assert prompt_text(tokenizer, TALK[:2], system_prompt="be kind") == (
+        "<|system|>be brief<|end|><|user|>2+3=<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_empty_prompt_is_refused(tokenizer, prompt, apply_chat_template):
+    with pytest.raises(DataError, match=r"^row: the prompt is empty; remove the row"):
+        prompt_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
+
+
+def test_prompt_of_zero_tokens_is_refused(tokenizer):
+    from tokenizers.normalizers import Replace
+
+    tokenizer.backend_tokenizer.normalizer = Replace("?", "")
+    with pytest.raises(DataError, match=r"^row: the prompt has no tokens"):
+        prompt_text(tokenizer, "???", apply_chat_template=False)
+
+
+def test_messages_without_a_template_are_refused(tokenizer):
+    with pytest.raises(
+        DataError, match=r"^row: the prompt is a list, but data\.apply_chat_template=false takes strings"
+    ):
+        prompt_text(tokenizer, TALK[:2], apply_chat_template=False)
+
+
+def test_tokenizer_without_chat_template_is_refused_with_both_ways_out(tokenizer):  # trap 31
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"set data\.apply_chat_template=false .* or model\.chat_template=FILE"):
+        prompt_text(tokenizer, "hi")
+    assert prompt_text(tokenizer, "hi", apply_chat_template=False) == "hi"
+
+
+def test_template_that_refuses_the_messages_names_the_row(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"^row: the chat template refuses the messages \(roles must alternate\): \[\{"):
+        prompt_text(tokenizer, "hi")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", 'the messages are a string, expected a list of {role, content}: "hello"'),
+        ([], "the messages are an empty list, expected a list of {role, content}: []"),
+        (["hello"], 'message 1 is a string, expected {role, content}: "hello"'),
+        ([TALK[1], {"content": "x"}], 'message 2 has no "role": {"content": "x"}'),
+        ([TALK[1], {"role": "assistant"}], 'message 2 has no "content": {"role": "assistant"}'),
+        ([{"role": "user", "content": ["x"]}], '"content" of message 1 is a list, expected a string: ["x"]'),
+        ([{"role": "user", "content": None}], '"content" of message 1 is null, expected a string: null'),
+        (TALK[:2], "the conversation has no assistant turn"),
+        (TALK[2:], "the conversation begins with an assistant turn"),
+        ([{"role": "user", "content": " "}, TALK[2]], "the prompt is empty"),
+    ],
+)
+def test_bad_messages_are_refused_by_row(tokenizer, messages, message):
+    with pytest.raises(DataError) as error:
+        render_conversation(tokenizer, messages, "talk.jsonl line 3")
+    assert str(error.value).startswith(f"talk.jsonl line 3: {message}")
+
+
+@pytest.fixture
+def model_folder(tmp_path, tokenizer):
+    build_model_folder(tmp_path / "model", tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=16)
+    return tmp_path / "model"
+
+
+def test_load_tokenizer_takes_the_given_folder_and_template(tmp_path, model_folder):
+    train_tokenizer(["abc abc"], vocab_size=262).save_pretrained(tmp_path / "other")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    config = ModelConfig(path=str(model_folder))
+    assert len(load_tokenizer(config)) == 261
+    own = {"tokenizer_path": str(tmp_path / "other"), "chat_template": str(tmp_path / "chat.jinja")}
+    other = load_tokenizer(ModelConfig(path=str(model_folder), **own))
+    assert len(other) == 262
+    assert prompt_text(other, "hi") == "hi!"
+
+
+def test_load_tokenizer_does_not_need_a_pad_token(tmp_path, tokenizer):
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).pad_token is None
+
+
+def test_missing_tokenizer_is_refused(tmp_path, model_folder):
+    with pytest.raises(ModelError, match=r"tokenizer folder \S+gone does not exist; set model\.path"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "gone")))
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ModelError, match=r"no tokenizer can be loaded from \S+bare .* set model\.tokenizer_path"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "bare")))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    with pytest.raises(ModelError, match=r"has no vocabulary: its tokenizer\.json is missing"):
+        load_tokenizer(ModelConfig(path=str(model_folder)))
+
+
+def test_broken_tokenizer_is_refused(model_folder):
+    (model_folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="no tokenizer can be loaded from"):
+        load_tokenizer(ModelConfig(path=str(model_folder)))
+
+
+def test_tokenizer_without_end_token_is_refused(tmp_path, tokenizer):
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no end-of-sequence token.*set eos_token in its tokenizer_config\.json"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+
+
+def test_missing_template_file_is_refused(tmp_path, model_folder):
+    config = ModelConfig(path=str(model_folder), chat_template=str(tmp_path / "gone.jinja"))
+    with pytest.raises(ModelError, match=r"model\.chat_template=\S+gone\.jinja cannot be read"):
+        load_tokenizer(config)
+
+
+def test_tokenizer_larger_than_the_model_is_refused_with_both_numbers(tokenizer):  # trap 33
+    check_vocabulary(tokenizer, 261)
+    check_vocabulary(tokenizer, 320)
+    with pytest.raises(ModelError, match="the tokenizer has 261 tokens, the model's vocabulary only 260"):
+        check_vocabulary(tokenizer, 260)

@@ -1,0 +1,48 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.data.loader import BatchLoader
+
+
+def walk(loader, num_steps):
+    return [index for step in range(num_steps) for index in loader.indices(step)]
+
+
+def test_unshuffled_batches_run_over_the_epoch_border():
+    loader = BatchLoader(5, 2, seed=0, shuffle=False)
+    assert [loader.indices(step) for step in range(5)] == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
+
+
+def test_batch_larger_than_the_data_spans_epochs():
+    loader = BatchLoader(2, 5, seed=0, shuffle=False)
+    assert loader.indices(0) == [0, 1, 0, 1, 0]
+    assert loader.indices(1) == [1, 0, 1, 0, 1]
+
+
+def test_steps_per_epoch_is_rounded_up():
+    for num_rows, batch_size, steps in [(10, 5, 2), (11, 5, 3), (3, 5, 1), (1, 1, 1)]:
+        assert BatchLoader(num_rows, batch_size, seed=0, shuffle=True).steps_per_epoch == steps
+
+
+@given(num_rows=st.integers(1, 40), batch_size=st.integers(1, 60), seed=st.integers(0, 2**40))
+def test_every_epoch_is_a_permutation(num_rows, batch_size, seed):
+    loader = BatchLoader(num_rows, batch_size, seed=seed, shuffle=True)
+    order = walk(loader, -(-3 * num_rows // batch_size))
+    for epoch in range(3):
+        assert sorted(order[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+@given(step=st.integers(0, 10**6))
+def test_a_step_does_not_depend_on_the_steps_before_it(step):
+    fresh = BatchLoader(7, 3, seed=1, shuffle=True)
+    used = BatchLoader(7, 3, seed=1, shuffle=True)
+    walk(used, 5)
+    assert used.indices(step) == fresh.indices(step)
+
+
+def test_orders_differ_between_epochs_and_seeds():
+    def epoch(seed, number):
+        return BatchLoader(100, 100, seed=seed, shuffle=True).indices(number)
+
+    orders = [epoch(seed, number) for seed in range(3) for number in range(3)]
+    assert len(set(map(tuple, orders))) == 9

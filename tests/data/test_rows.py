@@ -1,0 +1,213 @@
+import json
+import re
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from shardwise.config import DataError, PromptDataConfig, SupervisedDataConfig
+from shardwise.data.rows import prompt_examples, supervised_samples
+from shardwise.types import Example
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(*rows, name="train.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return [str(tmp_path / name)]
+
+    return write_rows
+
+
+def supervised(tokenizer, files, *, max_rows=None, **settings):
+    return supervised_samples(SupervisedDataConfig(**settings), files, tokenizer, max_rows=max_rows)
+
+
+def prompts(tokenizer, files, *, max_rows=None, **settings):
+    return prompt_examples(PromptDataConfig(**settings), files, tokenizer, max_rows=max_rows)
+
+
+def trained_text(tokenizer, sample):
+    return tokenizer.decode(sample.token_ids[sample.loss_mask])
+
+
+PLAIN = {"apply_chat_template": False}
+RL_ROW = {"prompt": "2+3=", "reward_model": {"ground_truth": "5"}}
+
+
+def test_plain_rows_become_samples(tokenizer, write):
+    files = write({"prompt": "2+3=", "response": "5"}, {"prompt": "40+2=", "response": "42"})
+    loaded = supervised(tokenizer, files, **PLAIN)
+    assert loaded.counts == {"num_rows": 2, "num_dropped": 0, "num_truncated": 0}
+    first, second = loaded.rows
+    assert (first.uid, second.uid) == ("train.jsonl line 1", "train.jsonl line 2")
+    assert first.token_ids.tolist() == [*tokenizer.encode("2+3=5"), tokenizer.eos_token_id]
+    assert first.token_ids.dtype == torch.int64
+    assert first.loss_mask.tolist() == [False] * 4 + [True] * 2
+    assert first.loss_mask.dtype == torch.bool
+    assert trained_text(tokenizer, second) == "42<|end|>"
+
+
+def test_a_file_may_mix_conversations_and_responses(tokenizer, tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"messages": talk, "prompt": None, "response": None}, {"messages": None, "prompt": "hi", "response": "ho"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    first, second = supervised(tokenizer, [str(tmp_path / "mixed.parquet")], system_prompt="be kind").rows
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert tokenizer.decode(first.token_ids) == "<|system|>be kind<|end|><|user|>hi<|end|><|assistant|>ho<|end|>"
+    assert trained_text(tokenizer, first) == trained_text(tokenizer, second) == "ho<|end|>"
+
+
+def test_own_column_names_are_used(tokenizer, write):
+    files = write({"problem": {"text": "2+3="}, "answer": "5"})
+    [sample] = supervised(tokenizer, files, prompt_column="problem.text", response_column="answer", **PLAIN).rows
+    assert tokenizer.decode(sample.token_ids) == "2+3=5<|end|>"
+
+
+def test_max_rows_takes_the_first(tokenizer, write):
+    files = write(*({"prompt": f"{i}=", "response": "x"} for i in range(5)))
+    assert [s.uid for s in supervised(tokenizer, files, max_rows=2, **PLAIN).rows] == [
+        "train.jsonl line 1",
+        "train.jsonl line 2",
+    ]
+
+
+SHORT, LONG = {"prompt": "1=", "response": "1"}, {"prompt": "123=", "response": "abcd"}
+FAR = {"prompt": "12345678=", "response": "1"}
+
+
+def test_overlong_sequence_is_an_error_by_default(tokenizer, write):
+    with pytest.raises(DataError) as error:
+        supervised(tokenizer, write(SHORT, LONG), max_sequence_tokens=6, **PLAIN)
+    assert str(error.value) == (
+        "train.jsonl line 2: the sequence has 9 tokens, more than data.max_sequence_tokens=6; "
+        "raise it, or set data.on_overlong to drop or truncate"
+    )
+    assert len(supervised(tokenizer, write(SHORT, LONG), max_sequence_tokens=9, **PLAIN).rows) == 2
+
+
+def test_overlong_sequences_are_dropped_and_counted(tokenizer, write):
+    loaded = supervised(tokenizer, write(LONG, SHORT, FAR), max_sequence_tokens=6, on_overlong="drop", **PLAIN)
+    assert [sample.uid for sample in loaded.rows] == ["train.jsonl line 2"]
+    assert loaded.counts == {"num_rows": 3, "num_dropped": 2, "num_truncated": 0}
+
+
+def test_overlong_sequences_are_cut_at_the_end_and_dropped_where_nothing_to_train_is_left(tokenizer, write):
+    loaded = supervised(tokenizer, write(LONG, SHORT, FAR), max_sequence_tokens=6, on_overlong="truncate", **PLAIN)
+    assert [tokenizer.decode(sample.token_ids) for sample in loaded.rows] == ["123=ab", "1=1<|end|>"]
+    assert [trained_text(tokenizer, sample) for sample in loaded.rows] == ["ab", "1<|end|>"]
+    assert loaded.counts == {"num_rows": 3, "num_dropped": 1, "num_truncated": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "effect"), [("drop", "drops them"), ("truncate", "leaves nothing of them to train")]
+)
+def test_nothing_left_is_an_error_with_the_numbers(tokenizer, write, policy, effect):
+    with pytest.raises(DataError) as error:
+        supervised(tokenizer, write(FAR, FAR), max_sequence_tokens=6, on_overlong=policy, **PLAIN)
+    assert str(error.value) == (
+        f"0 of 2 rows left: all 2 are longer than data.max_sequence_tokens=6, and data.on_overlong={policy} {effect}; "
+        "raise the limit"
+    )
+    if policy == "drop":
+        with pytest.raises(DataError, match=r"^0 of 1 rows left: all 1 are longer than data\.max_prompt_tokens=3"):
+            prompts(tokenizer, write(RL_ROW), max_prompt_tokens=3, on_overlong=policy, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "answer": ["7"]}, 'there is no column "response"; the columns are "prompt", "answer"'),
+        ({"response": "a"}, 'there is no column "prompt"; the columns are "response"'),
+        ({"prompt": "a", "response": ["7", "8"]}, 'column "response" is a list, expected a string: ["7", "8"]'),
+        ({"prompt": 7, "response": "a"}, 'column "prompt" is a number, expected a string or a list of messages: 7'),
+        ({"prompt": "", "response": "a"}, "the prompt is empty"),
+        (
+            {"question": "a", "answer": "b"},
+            'neither a conversation in "messages" nor a prompt in "prompt" with a response in "response"; the columns '
+            'are "question", "answer"; set data.messages_column, or data.prompt_column and data.response_column',
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            'column "messages" is a conversation, which only a chat template turns into text',
+        ),
+    ],
+)
+def test_supervised_rows_that_cannot_be_used_are_refused_by_line(tokenizer, write, row, message):
+    with pytest.raises(DataError, match=re.escape(f"train.jsonl line 2: {message}")):
+        supervised(tokenizer, write(SHORT, row), **PLAIN)
+
+
+def test_messages_cell_that_is_no_list_is_refused(tokenizer, write):
+    with pytest.raises(DataError, match=r"train\.jsonl line 1: the messages are a string, expected a list"):
+        supervised(tokenizer, write({"messages": "hello"}))
+
+
+def test_verl_parquet_works_unchanged(tokenizer, tmp_path):
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "2+3="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"split": "train", "index": 0, "answer": "2+3 is 5 #### 5"},
+        }
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    text = "<|user|>2+3=<|end|><|assistant|>"
+    assert prompts(tokenizer, [str(tmp_path / "train.parquet")]).rows == [
+        Example(
+            uid="train.parquet row 0",
+            prompt_ids=tokenizer.encode(text),
+            prompt=text,
+            data_source="openai/gsm8k",
+            ground_truth="5",
+            extra_info={"split": "train", "index": 0, "answer": "2+3 is 5 #### 5"},
+        )
+    ]
+
+
+def test_absent_source_and_extra_info_have_defaults(tokenizer, write):
+    [example] = prompts(tokenizer, write(RL_ROW, name="sums.jsonl"), **PLAIN).rows
+    assert (example.data_source, example.extra_info, example.prompt) == ("sums", {}, "2+3=")
+
+
+def test_ground_truth_may_be_any_json_value_from_any_column(tokenizer, write):
+    files = write({"question": "2+3=", "answer": {"tests": ["5", 5]}})
+    [example] = prompts(tokenizer, files, prompt_column="question", ground_truth_column="answer", **PLAIN).rows
+    assert example.ground_truth == {"tests": ["5", 5]}
+
+
+def test_overlong_prompts_follow_the_policy(tokenizer, write):
+    files = write(RL_ROW, {**RL_ROW, "prompt": "100+200="})
+    with pytest.raises(
+        DataError, match=r"train\.jsonl line 2: the prompt has 8 tokens, more than data\.max_prompt_tokens=4"
+    ):
+        prompts(tokenizer, files, max_prompt_tokens=4, **PLAIN)
+    dropped = prompts(tokenizer, files, max_prompt_tokens=4, on_overlong="drop", **PLAIN)
+    assert [example.prompt for example in dropped.rows] == ["2+3="]
+    assert dropped.counts == {"num_rows": 2, "num_dropped": 1, "num_truncated": 0}
+    cut = prompts(tokenizer, files, max_prompt_tokens=4, on_overlong="truncate", **PLAIN)
+    assert [example.prompt for example in cut.rows] == ["2+3=", "200="]
+    assert cut.rows[1].prompt_ids == tokenizer.encode("200=")
+    assert cut.counts == {"num_rows": 2, "num_dropped": 0, "num_truncated": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": {"a": 1}}, 'column "prompt" is an object, expected a string or a list of messages: {"a": 1}'),
+        (
+            {"reward_model": {"style": "rule"}},
+            'there is no column "reward_model.ground_truth"; the columns are "prompt", ',
+        ),
+        ({"reward_model": {"ground_truth": None}}, 'column "reward_model.ground_truth" is null'),
+        ({"data_source": ["x"]}, 'column "data_source" is a list, expected a string: ["x"]'),
+        ({"extra_info": "x"}, 'column "extra_info" is a string, expected an object: "x"'),
+        ({"prompt": " "}, "the prompt is empty"),
+    ],
+)
+def test_prompt_rows_that_cannot_be_used_are_refused_by_line(tokenizer, write, change, message):
+    with pytest.raises(DataError, match=re.escape(f"train.jsonl line 2: {message}")):
+        prompts(tokenizer, write(RL_ROW, {**RL_ROW, **change}), **PLAIN)

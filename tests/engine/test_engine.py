@@ -1,0 +1,203 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError
+from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
+
+from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.data.packing import pack, unpack
+from shardwise.engine import TrainEngine
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+LENGTHS = [9, 7, 7, 3, 12]
+"""Longest first a pack holds them as 12, 9, 7, 7, 3: a run of equal lengths in the middle."""
+
+
+def fully_trained(samples):
+    return [replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def forward_packed(folder, versions, temperature, engine_config, max_tokens):
+    """Of every version of the samples: logprobs and entropy per sample."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(**engine_config), device=CPU)
+    results = []
+    for samples in versions:
+        step = pack(samples, num_shards=dist.get_world_size(), max_tokens=max_tokens)
+        outputs = engine.forward(step.shards[dist.get_rank()], temperature=temperature)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, ([o.logprobs for o in outputs], [o.entropy for o in outputs]))
+        results.append([unpack(step, [rank[field] for rank in everyone]) for field in (0, 1)])
+    dtypes = {p.dtype for p in engine._model.parameters()}, any(p.requires_grad for p in engine._model.parameters())
+    return results, dtypes
+
+
+def test_sequences_of_one_pack_never_see_each_other(run_ranks, folder):
+    """Trap 6: with one token of one sequence changed, every other sequence keeps its bits."""
+    samples = fully_trained(random_samples(LENGTHS))
+    versions = [samples]
+    for changed in range(len(samples)):
+        tokens = samples[changed].token_ids.clone()
+        tokens[1] = 3 + (tokens[1] - 3 + 50) % 97
+        versions.append([replace(s, token_ids=tokens) if i == changed else s for i, s in enumerate(samples)])
+    [(results, _)] = run_ranks(forward_packed, 1, str(folder), versions, 1.0, {}, 64)
+    original = results[0][0]
+    for changed in range(len(samples)):
+        for index, logprobs in enumerate(results[1 + changed][0]):
+            if index == changed:
+                assert (logprobs[1:] != original[index][1:]).all()
+            else:
+                torch.testing.assert_close(logprobs, original[index], rtol=0, atol=0)
+
+
+def test_no_token_sees_a_later_one(run_ranks, folder):
+    samples = fully_trained(random_samples(LENGTHS))
+    tokens = samples[4].token_ids.clone()
+    tokens[8] = 3 + (tokens[8] - 3 + 50) % 97
+    changed = [*samples[:4], replace(samples[4], token_ids=tokens)]
+    [(results, _)] = run_ranks(forward_packed, 1, str(folder), [samples, changed], 1.0, {}, 64)
+    before, after = results[0][0][4], results[1][0][4]
+    torch.testing.assert_close(before[:8], after[:8], rtol=0, atol=0)
+    assert (before[8:] != after[8:]).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_forward_gives_the_logprobs_and_entropy_of_each_sequence_alone(run_ranks, folder, world_size):
+    """The packed sequences of some tokens, on every rank and at a temperature, equal Hugging Face's on one sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    samples = random_samples(LENGTHS)
+    results = run_ranks(forward_packed, world_size, str(folder), [samples], 0.6, {}, 64 // world_size)
+    for [(all_logprobs, all_entropy)], (dtypes, trains) in results:
+        assert dtypes == {torch.float32}
+        assert not trains
+        for sample, logprobs, entropy in zip(samples, all_logprobs, all_entropy, strict=True):
+            with torch.no_grad():
+                expected = reference_logprobs(model, sample.token_ids, temperature=0.6)
+                logits = model(input_ids=sample.token_ids[None]).logits[0].double() / 0.6
+            distribution = logits.softmax(-1)
+            entropies = torch.cat([torch.zeros(1), -(distribution * distribution.log()).sum(-1)[:-1]]).float()
+            torch.testing.assert_close(logprobs, torch.where(sample.loss_mask, expected, 0.0), rtol=0, atol=1e-5)
+            torch.testing.assert_close(entropy, torch.where(sample.loss_mask, entropies, 0.0), rtol=0, atol=1e-5)
+
+
+def train(folder, param_dtype, num_steps, learning_rate):
+    engine = TrainEngine.build(
+        Path(folder),
+        EngineConfig(param_dtype=param_dtype),
+        device=CPU,
+        optimizer=OptimizerConfig(learning_rate=learning_rate, adam_eps=1e-6),
+        total_steps=num_steps,
+    )
+    before = {n: t.clone() for n, t in engine.named_weights(torch.float32)}
+    step = pack(random_samples([9, 7, 7, 12, 4, 6]), num_shards=dist.get_world_size(), max_tokens=16)
+    losses = []
+    for _ in range(num_steps):
+        metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+        gradient_dtypes = {p.grad.dtype for p in engine._model.parameters()}
+        engine.optim_step()
+        losses.append(metrics["train/loss"].result())
+    weights = {n: t.clone() for n, t in engine.named_weights(torch.float32)}
+    states = {v.dtype for state in engine._optimizer._adamw.state.values() for k, v in state.items() if k != "step"}
+    masters = {p.dtype for p in engine._model.parameters()}
+    return losses, before, weights, masters | gradient_dtypes | states
+
+
+def test_bfloat16_compute_keeps_float32_masters_and_follows_the_float32_loss(run_ranks, folder):
+    """Trap 3: at a learning rate of 1e-6 nearly all weights still move; of bfloat16 masters 2 % would."""
+    runs = {dtype: run_ranks(train, 2, str(folder), dtype, 4, 3e-3) for dtype in ("float32", "bfloat16")}
+    losses = {dtype: [sum(x) for x in zip(*(r[0] for r in ranks), strict=True)] for dtype, ranks in runs.items()}
+    assert losses["float32"][-1] < losses["float32"][0] - 0.05, (
+        "the run must learn for the comparison to mean something"
+    )
+    for full, half in zip(losses["float32"], losses["bfloat16"], strict=True):
+        assert abs(full - half) < 0.02 * full
+        assert full != half, "bfloat16 must have had an effect"
+    assert runs["bfloat16"][0][3] == {torch.float32}
+
+    _, before, after, _ = run_ranks(train, 2, str(folder), "bfloat16", 1, 1e-6)[0]
+    for name in before:
+        if "norm" in name or "proj" in name:
+            assert (before[name] != after[name]).float().mean() > 0.9, name
+
+
+def test_frozen_engine_computes_in_bfloat16_and_scores_in_float32(run_ranks, folder):
+    samples = fully_trained(random_samples(LENGTHS))
+    full, half = (
+        run_ranks(forward_packed, 2, str(folder), [samples], 1.0, {"param_dtype": dtype}, 32)[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert half[1] == ({torch.bfloat16}, False)
+    full_logprobs, half_logprobs = torch.cat(full[0][0][0]), torch.cat(half[0][0][0])
+    assert half_logprobs.dtype == torch.float32
+    assert (full_logprobs - half_logprobs).abs().mean() < 0.05
+    assert (full_logprobs != half_logprobs).any()
+
+
+def poisoned_steps(folder, poisoned):
+    """Takes one step per entry, its loss times NaN on rank 1 where poisoned; returns weights and metrics after each."""
+
+    def nan_on_rank_1(outputs, batch, denominators):
+        loss, metrics = sft_loss(outputs, batch, denominators)
+        return loss * (float("nan") if dist.get_rank() == 1 else 1.0), metrics
+
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_nonfinite_steps=2)
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=optimizer, total_steps=9)
+    step = pack(random_samples([9, 7]), num_shards=2, max_tokens=9)
+    trail = [({n: t.clone() for n, t in engine.named_weights(torch.float32)}, {})]
+    for is_poisoned in poisoned:
+        loss_fn = nan_on_rank_1 if is_poisoned else sft_loss
+        engine.forward_backward(step.shards[dist.get_rank()], loss_fn, step.denominators)
+        metrics = {name: value.result() for name, value in engine.optim_step().items()}
+        trail.append(({n: t.clone() for n, t in engine.named_weights(torch.float32)}, metrics))
+    return trail
+
+
+def test_nan_on_one_rank_skips_the_update_on_all_ranks(run_ranks, folder):
+    """Trap 24. The skipped step leaves Adam untouched too: the steps after it are those of a run without it."""
+    healthy = run_ranks(poisoned_steps, 2, str(folder), [False, False])
+    for rank, trail in enumerate(run_ranks(poisoned_steps, 2, str(folder), [False, True, False])):
+        assert [metrics.get("train/nonfinite_steps") for _, metrics in trail[1:]] == [0.0, 1.0, 0.0]
+        assert trail[2][1]["train/grad_norm"] == 0.0
+        for name, weight in trail[1][0].items():
+            assert torch.equal(trail[2][0][name], weight), name
+            assert torch.equal(trail[3][0][name], healthy[rank][2][0][name]), name
+            assert not torch.equal(trail[3][0][name], weight), name
+
+
+def test_run_of_nonfinite_steps_ends_with_an_error_on_every_rank(run_ranks, folder):
+    """One healthy step between two bad ones starts the count anew; the second in a row ends the run."""
+    run_ranks(poisoned_steps, 2, str(folder), [True, False, True, False])
+    with pytest.raises(RankError) as error:
+        run_ranks(poisoned_steps, 2, str(folder), [False, True, True])
+    message = "TrainingError: the gradient norm was nan in 2 optimizer steps in a row (trainer.max_nonfinite_steps=2)"
+    assert str(error.value).count(message) == 2
+
+
+def shares_of_the_loss(folder, lengths):
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples(lengths), num_shards=dist.get_world_size(), max_tokens=16)
+    metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    norm = engine.optim_step()["train/grad_norm"].result()
+    return metrics["train/loss"].result(), norm, engine.num_parameters
+
+
+def test_step_without_any_trained_token_has_loss_and_gradient_zero(run_ranks, folder):
+    for lengths in ([], [1, 1, 1]):
+        assert {result[:2] for result in run_ranks(shares_of_the_loss, 2, str(folder), lengths)} == {(0.0, 0.0)}
+
+
+def test_num_parameters_counts_the_whole_model_once(run_ranks, folder):
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    assert {result[2] for result in run_ranks(shares_of_the_loss, 2, str(folder), [5])} == {expected}

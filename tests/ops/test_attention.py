@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+
+from shardwise.ops import PackedLayout, attend, packed_attention
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
+LENGTHS = [3, 3, 3, 1, 8, 5, 5]
+SETTINGS = {
+    "plain": {},
+    "scaled": {"scaling": 0.2},
+    "window-1": {"window": 1},
+    "window-3": {"window": 3},
+    "window-beyond-every-sequence": {"window": 8},
+    "softcap": {"softcap": 0.8},
+    "softcap-window": {"softcap": 0.8, "window": 3, "scaling": 0.7},
+}
+
+
+def qkv(num_tokens, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(HEADS, num_tokens, DIM), (KV_HEADS, num_tokens, DIM), (KV_HEADS, num_tokens, VALUE_DIM)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def loop(query, key, value, lengths, *, scaling=None, window=None, softcap=None):
+    """Token by token and head by head: a query sees its own sequence up to itself, at most `window` keys."""
+    out = []
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for head in range(HEADS):
+        kv_head = head // (HEADS // KV_HEADS)
+        rows = []
+        for start, length in zip(starts, lengths, strict=True):
+            for position in range(length):
+                first = 0 if window is None else max(0, position - window + 1)
+                seen = slice(start + first, start + position + 1)
+                scores = key[kv_head, seen] @ query[head, start + position]
+                scores = scores * (1 / math.sqrt(DIM) if scaling is None else scaling)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.exp() / scores.exp().sum()
+                rows.append(weights @ value[kv_head, seen])
+        out.append(torch.stack(rows))
+    return torch.stack(out)
+
+
+def layout_of(lengths):
+    return PackedLayout.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device=CPU)
+
+
+def test_layout_groups_neighbours_of_equal_length():
+    layout = layout_of([3, 3, 2, 3])
+    assert layout.runs == ((2, 3), (1, 2), (1, 3))
+    assert layout.max_length == 3
+    assert layout.cu_seqlens.tolist() == [0, 3, 6, 8, 11]
+    assert layout.cu_seqlens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("lengths", [LENGTHS, [6], [1]], ids=["mixed", "one-sequence", "one-token"])
+def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(lengths, settings):
+    num_tokens = sum(lengths)
+    ours, theirs = qkv(num_tokens), qkv(num_tokens)
+    # Softcapped scores pass through float32, as in transformers.
+    bound = 2e-6 if "softcap" in settings else 1e-12
+    out = packed_attention(*ours, layout_of(lengths), **{"scaling": None} | settings)
+    expected = loop(*theirs, lengths, **settings)
+    assert out.shape == (HEADS, num_tokens, VALUE_DIM)
+    torch.testing.assert_close(out, expected, rtol=0, atol=bound)
+    weights = torch.randn(out.shape, dtype=torch.float64)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=10 * bound)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_mask_says_who_is_seen(softcap):
+    """One query against a cache with holes, as decoding calls it: attention over the seen keys alone."""
+    query, key, value = qkv(6)
+    batch = [query[None, :, -1:], key[None], value[None]]
+    seen = torch.tensor([True, False, True, True, False, True])
+    out = attend(*batch, scaling=None, softcap=softcap, mask=seen[None, None, None])
+    expected = attend(batch[0], batch[1][:, :, seen], batch[2][:, :, seen], scaling=None, softcap=softcap)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6 if softcap else 1e-12)
+    everything = attend(*batch, scaling=None, softcap=softcap)
+    assert (out - everything).abs().max() > 1e-2
+
+
+def test_rows_of_a_batch_are_independent():
+    query, key, value = (x.detach().unflatten(1, (2, 4)).transpose(0, 1) for x in qkv(8))
+    out = attend(query, key, value, scaling=None, causal=True)
+    for row in range(2):
+        alone = attend(query[[row]], key[[row]], value[[row]], scaling=None, causal=True)
+        torch.testing.assert_close(out[[row]], alone, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_stays_near_float64():
+    exact = loop(*[x.bfloat16().double() for x in qkv(sum(LENGTHS))], LENGTHS)
+    for settings in ({}, {"softcap": 50.0}):
+        out = packed_attention(*qkv(sum(LENGTHS), torch.bfloat16), layout_of(LENGTHS), scaling=None, **settings)
+        assert out.dtype == torch.bfloat16
+        assert (out.double() - exact).abs().max() < 0.03

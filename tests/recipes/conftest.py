@@ -1,0 +1,94 @@
+import json
+
+import pytest
+import torch
+
+from shardwise.controller.local import RankGroup
+from shardwise.controller.process_group import Rank, process_group
+from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.workers import Worker
+from shardwise.types import Completion, Example, RolloutGroup
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A random Qwen3 of 261 byte tokens with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    build_model_folder(
+        folder, tokenizer=tokenizer, hidden_size=32, num_layers=2, intermediate_size=64, max_position_embeddings=96
+    )
+    return folder
+
+
+@pytest.fixture
+def group_of_one():
+    """A RankGroup whose worker is the recipes' own, in this process."""
+    with process_group(Rank(0, 1, 0), timeout_seconds=60) as control:
+        yield RankGroup(Worker(torch.device("cpu")), control)
+
+
+class FakeGroup:
+    """Records commands; answers with the functions it was given, called once for each rank with (rank, arguments)."""
+
+    def __init__(self, size=1, **answers):
+        self.size, self._answers, self.calls = size, answers, []
+
+    def call(self, method, *args):
+        self.calls.append((method, *args))
+        return [self._answers.get(method, lambda *_: None)(rank, *args) for rank in range(self.size)]
+
+    def scatter(self, method, shards, *args):
+        assert len(shards) == self.size
+        self.calls.append((method, shards, *args))
+        return [self._answers[method](rank, shards[rank], *args) for rank in range(self.size)]
+
+    @property
+    def methods(self):
+        return [call[0] for call in self.calls]
+
+
+@pytest.fixture
+def fake_group():
+    return FakeGroup
+
+
+@pytest.fixture
+def make_group():
+    """A RolloutGroup from its rewards; token ids and logprobs tell completions apart."""
+
+    def make(rewards, *, prompt_ids=(7, 8), source="sums", texts=None, parts=None, lengths=None, reasons=None, uid="r"):
+        count = len(rewards)
+        lengths = lengths or [2] * count
+        reasons = reasons or ["stop"] * count
+        return RolloutGroup(
+            example=Example(
+                uid=uid, prompt_ids=list(prompt_ids), prompt="?", data_source=source, ground_truth="5", extra_info={}
+            ),
+            completions=[
+                Completion(
+                    token_ids=[100 + 10 * i + t for t in range(lengths[i])],
+                    logprobs=[-0.1 * (i + 1) - 0.01 * t for t in range(lengths[i])],
+                    finish_reason=reasons[i],
+                    policy_version=4,
+                )
+                for i in range(count)
+            ],
+            texts=texts or [f"text {i}" for i in range(count)],
+            rewards=list(rewards),
+            reward_parts=parts or [{"failed": 0.0} for _ in range(count)],
+        )
+
+    return make
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    def write(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write

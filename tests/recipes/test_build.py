@@ -1,0 +1,69 @@
+import json
+import shutil
+
+import pytest
+
+from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.recipes.build import open_model
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "model")
+
+
+def open_folder(folder, **options):
+    return open_model(ModelConfig(path=str(folder), **options))
+
+
+def test_an_opened_model_knows_its_tokenizer_and_context(folder):
+    model = open_folder(folder)
+    assert model.folder == folder
+    assert model.context_tokens == 96
+    assert model.tokenizer.encode("12") == model.tokenizer.convert_tokens_to_ids(["1", "2"])
+    model.require_context("data.max_sequence_tokens", 96)
+    message = r"data.max_sequence_tokens = 97 tokens, more than the 96 of the model's context \(max_position_embeddings"
+    with pytest.raises(ConfigError, match=message):
+        model.require_context("data.max_sequence_tokens", 97)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(folder):
+    edit(folder / "config.json", vocab_size=200)
+    with pytest.raises(ModelError, match="the tokenizer has 261 tokens, the model's vocabulary only 200"):
+        open_folder(folder)
+
+
+def test_spare_rows_of_the_embedding_are_fine(folder):
+    edit(folder / "config.json", vocab_size=320)
+    assert len(open_folder(folder).tokenizer) == 261
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("model.safetensors", "has a config.json but no .*safetensors weights; save the model with save_pretrained"),
+        ("config.json", "config.json does not exist; a model folder needs one"),
+        ("tokenizer.json", "the tokenizer in .* has no vocabulary: its tokenizer.json is missing|no tokenizer can be"),
+    ],
+)
+def test_a_folder_without_a_part_is_refused_and_the_part_named(folder, remove, message):
+    (folder / remove).unlink()
+    with pytest.raises(ModelError, match=message) as caught:
+        open_folder(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c"])
+def test_a_path_that_is_no_folder_is_refused_without_asking_the_hub(path):
+    with pytest.raises(ModelError, match=f"model.path={path} is not a folder"):
+        open_model(ModelConfig(path=path))
+
+
+def test_a_config_that_is_no_model_is_refused(folder):
+    edit(folder / "config.json", model_type="no_such_family")
+    with pytest.raises(ModelError, match=r"(no_such_family|not a model config)"):
+        open_folder(folder)

@@ -1,0 +1,19 @@
+from shardwise.recipes.checkpoints import latest_hf_folder
+
+
+def test_the_checkpoint_with_the_highest_step_is_found_by_number_not_by_name(tmp_path):
+    for step in (9, 100, 20):
+        (tmp_path / "checkpoints" / f"step_{step}" / "hf").mkdir(parents=True)
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_100" / "hf")
+
+
+def test_unfinished_and_foreign_folders_do_not_count(tmp_path):
+    """An export is written as .hf.partial and renamed when it is whole."""
+    for name in ("step_9/.hf.partial", "step_8.old/hf", "step_x/hf", "step_7/other", "step_3/hf"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_3" / "hf")
+
+
+def test_anything_else_is_taken_as_it_is(tmp_path):
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path)
+    assert latest_hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

@@ -1,0 +1,56 @@
+import pytest
+import torch.distributed as dist
+
+from shardwise.config import DataError
+from shardwise.recipes.entry import run_rank
+from shardwise.recipes.workers import Worker
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_FAILURE_FILE", "SHARDWISE_LIFELINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_recipe_runs_inside_the_process_group_with_a_worker_and_leaves_it():
+    seen = []
+
+    def recipe(group):
+        seen.append((group.size, type(group._worker), dist.get_world_size(), dist.get_backend()))
+
+    assert run_rank(recipe, timeout_seconds=7) == 0
+    assert seen == [(1, Worker, 1, "gloo")]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line", "has_traceback"),
+    [
+        (DataError("train.jsonl line 3: broken"), 2, "error: train.jsonl line 3: broken", False),
+        (IndexError("list index out of range"), 1, "error: list index out of range", True),
+        (KeyError(), 1, "error: KeyError", True),
+    ],
+)
+def test_an_error_becomes_an_exit_code_and_the_group_is_left(capsys, error, code, last_line, has_traceback):
+    def recipe(group):
+        raise error
+
+    assert run_rank(recipe, timeout_seconds=7) == code
+    stderr = capsys.readouterr().err
+    assert stderr.splitlines()[-1] == last_line
+    assert ("Traceback" in stderr) == has_traceback
+    assert not dist.is_initialized()
+
+
+def test_a_failure_is_noted_before_the_connections_close(monkeypatch):
+    """Closing them first would let the other ranks report a lost peer before the cause is written down."""
+    noted = []
+    monkeypatch.setattr(
+        "shardwise.recipes.entry.note_failure", lambda error, rank: noted.append(dist.is_initialized()) or 1
+    )
+
+    def recipe(group):
+        raise IndexError
+
+    assert run_rank(recipe, timeout_seconds=7) == 1
+    assert noted == [True]

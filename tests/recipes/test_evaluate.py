@@ -1,0 +1,108 @@
+from itertools import combinations
+
+import pytest
+
+from shardwise.config import RewardConfig
+from shardwise.recipes.evaluate import by_source, greedy_accuracy, majority_is_correct, pass_at_k, summarize
+
+REWARD = RewardConfig(function="a:b")
+
+
+@pytest.mark.parametrize("num_samples", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(num_samples):
+    for num_correct in range(num_samples + 1):
+        correct = [True] * num_correct + [False] * (num_samples - num_correct)
+        for k in range(1, num_samples + 1):
+            subsets = list(combinations(correct, k))
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(
+    ("texts", "correct", "expected"),
+    [
+        (["5", "6", "5"], [True, False, True], True),
+        (["5", "6", "6"], [True, False, False], False),
+        # Different words, one answer.
+        (["it is 5", "= 5.0", "6", "6", "so 5"], [True, True, False, False, True], True),
+        # A tie goes to the answer that was given first.
+        (["6", "5", "6", "5"], [False, True, False, True], False),
+        (["5", "6", "6", "5"], [True, False, False, True], True),
+    ],
+)
+def test_majority_vote_by_hand(texts, correct, expected):
+    assert majority_is_correct(texts, correct) is expected
+
+
+def test_summary_by_hand(make_group):
+    """Source a: greedy 1 of 2 right; of four samples 3 and 1 are right. Source b: greedy right, 0 of 4."""
+    greedy = [make_group([1.0], source="a"), make_group([0.0], source="b"), make_group([0.0], source="a")]
+    sampled = [
+        make_group([1.0, 1.0, 0.0, 1.0], source="a", texts=["5", "5", "6", "5"]),
+        make_group([0.0] * 4, source="b", texts=["1", "2", "3", "4"]),
+        make_group([0.0, 0.0, 1.0, 0.0], source="a", texts=["7", "7", "5", "8"]),
+    ]
+    found = summarize(greedy, sampled, REWARD)
+    assert list(found) == ["a", "b", "all"]
+    assert found["a"] == pytest.approx(
+        {
+            "num_prompts": 2,
+            "greedy_accuracy": 0.5,
+            "mean@4": 0.5,
+            "pass@1": 0.5,
+            # 3 of 4: no pair without a correct one; 1 of 4: 3 of 6 pairs have it.
+            "pass@2": (1 + 0.5) / 2,
+            "pass@4": 1.0,
+            "maj@4": 0.5,
+        }
+    )
+    assert found["b"].keys() == found["a"].keys()
+    assert {name: value for name, value in found["b"].items() if value} == {"num_prompts": 1}
+    assert found["all"]["greedy_accuracy"] == pytest.approx(1 / 3)
+    assert found["all"]["mean@4"] == pytest.approx(4 / 12)
+    assert found["all"]["pass@2"] == pytest.approx(1.5 / 3)
+    assert found["all"]["pass@4"] == pytest.approx(2 / 3)
+    assert found["all"]["maj@4"] == pytest.approx(1 / 3)
+
+
+def test_summary_without_samples_is_the_greedy_accuracy_alone(make_group):
+    assert summarize([make_group([1.0])], None, REWARD) == {
+        "sums": {"num_prompts": 1, "greedy_accuracy": 1.0},
+        "all": {"num_prompts": 1, "greedy_accuracy": 1.0},
+    }
+
+
+def test_three_samples_give_pass_at_1_and_2(make_group):
+    found = summarize([make_group([0.0])], [make_group([1.0, 0.0, 0.0], texts=["5", "6", "6"])], REWARD)["all"]
+    assert found["pass@1"] == pytest.approx(1 / 3)
+    assert found["pass@2"] == pytest.approx(2 / 3)
+    assert found["maj@3"] == 0.0
+    assert "pass@4" not in found
+
+
+def test_correctness_is_acc_where_there_is_one_and_the_score_elsewhere(make_group):
+    groups = [
+        make_group([0.2], parts=[{"acc": 1.0}]),
+        make_group([1.0], parts=[{"acc": 0.0}]),
+        make_group([0.7], parts=[{}]),
+    ]
+    assert summarize(groups, None, REWARD)["all"]["greedy_accuracy"] == pytest.approx(1 / 3)
+    lenient = RewardConfig(function="a:b", correct_at=0.7)
+    assert summarize(groups, None, lenient)["all"]["greedy_accuracy"] == pytest.approx(2 / 3)
+
+
+def test_sources_are_sorted_with_all_at_the_end(make_group):
+    groups = [make_group([1.0], source=name) for name in ("zoo", "abc", "zoo")]
+    found = by_source(groups)
+    assert {name: len(members) for name, members in found.items()} == {"abc": 1, "zoo": 2, "all": 3}
+    assert list(found) == ["abc", "zoo", "all"]
+
+
+def test_greedy_accuracy_counts_per_source(make_group):
+    class Rollouter:
+        def collect(self, examples, *, num_completions, temperature, seed, stream):
+            assert (num_completions, temperature) == (1, 0.0)
+            return examples
+
+    groups = [make_group([1.0], source="a"), make_group([0.0], source="a"), make_group([1.0], source="b")]
+    found = {name: value.result() for name, value in greedy_accuracy(Rollouter(), groups, REWARD).items()}
+    assert found == {"val/accuracy/a": 0.5, "val/accuracy/b": 1.0, "val/accuracy": pytest.approx(2 / 3)}

@@ -1,0 +1,67 @@
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardwise.config import ConfigError
+from shardwise.recipes.generate import converse
+
+OPTIONS = {
+    "prompts": ["47+85=", "1+1="],
+    "max_tokens": 6,
+    "temperature": 0.0,
+    "num_completions": 1,
+    "apply_chat_template": True,
+    "seed": 0,
+}
+
+
+def expected(folder, prompts, *, chat):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>" if chat else prompt)
+        output = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+        texts.append(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+    return "".join(text + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_printed_completions_are_those_of_transformers(model_folder, capsys, chat):
+    converse(str(model_folder), **{**OPTIONS, "apply_chat_template": chat})
+    assert capsys.readouterr().out == expected(model_folder, OPTIONS["prompts"], chat=chat)
+
+
+def test_prompts_come_from_standard_input_where_none_are_given(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("47+85=\n\n1+1=\n"))
+    converse(str(model_folder), **{**OPTIONS, "prompts": None})
+    assert capsys.readouterr().out == expected(model_folder, OPTIONS["prompts"], chat=True)
+
+
+def test_the_newest_checkpoint_of_a_run_folder_is_used(model_folder, tmp_path, capsys):
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_3" / "hf").symlink_to(model_folder)
+    converse(str(tmp_path), **OPTIONS)
+    assert capsys.readouterr().out == expected(model_folder, OPTIONS["prompts"], chat=True)
+
+
+def test_sampling_gives_as_many_lines_as_asked_and_the_same_for_the_same_seed(model_folder, capsys):
+    printed = []
+    for seed in (1, 1, 2):
+        options = {**OPTIONS, "prompts": ["5"], "temperature": 0.5, "num_completions": 3, "seed": seed}
+        converse(str(model_folder), **options)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0] != printed[2]
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"num_completions": 0}, {"temperature": -0.5}])
+def test_numbers_out_of_range_are_refused(model_folder, bad):
+    with pytest.raises(ConfigError, match="at least"):
+        converse(str(model_folder), **{**OPTIONS, **bad})
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(model_folder):
+    with pytest.raises(ConfigError, match="the prompt \\+ --max-tokens = 109 tokens, more than the 96"):
+        converse(str(model_folder), **{**OPTIONS, "prompts": ["1" * 100], "max_tokens": 6})

@@ -1,0 +1,51 @@
+import pytest
+
+from shardwise.config import ConfigError, DataError, EvalConfig, RLConfig, SFTConfig
+from shardwise.recipes.preflight import check_inputs
+
+MODEL, REWARD = {"path": "m"}, {"function": "shardwise.rewards.math:exact_match"}
+
+
+@pytest.fixture
+def data(tmp_path):
+    paths = {"train_files": str(tmp_path / "train.jsonl"), "validation_files": str(tmp_path / "held out.jsonl")}
+    for path in paths.values():
+        with open(path, "w") as file:
+            file.write("{}\n")
+    return paths
+
+
+def configs(data, reward=REWARD):
+    held_out = {"validation_files": data["validation_files"]}
+    return {
+        "sft": lambda: SFTConfig.parse({"model": MODEL, "data": data}, origin="test"),
+        "rl": lambda: RLConfig.parse({"model": MODEL, "data": data, "reward": reward}, origin="test"),
+        "eval": lambda: EvalConfig.parse({"model": MODEL, "data": held_out, "reward": reward}, origin="test"),
+    }
+
+
+@pytest.mark.parametrize("recipe", ["sft", "rl", "eval"])
+def test_files_that_exist_and_a_reward_that_imports_pass(data, recipe):
+    assert check_inputs(configs(data)[recipe]()) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "missing"),
+    [
+        ("sft", "train_files"),
+        ("sft", "validation_files"),
+        ("rl", "train_files"),
+        ("rl", "validation_files"),
+        ("eval", "validation_files"),
+    ],
+)
+def test_a_missing_file_is_named(data, recipe, missing):
+    absent = data[missing] + ".jsonl"
+    with pytest.raises(DataError, match=f"data file {absent} does not exist"):
+        check_inputs(configs({**data, missing: absent})[recipe]())
+
+
+@pytest.mark.parametrize("recipe", ["rl", "eval"])
+def test_a_reward_that_cannot_be_imported_is_named(data, recipe):
+    with pytest.raises(ConfigError, match="has no 'exact_macth'; did you mean exact_match"):
+        check_inputs(configs(data, {"function": "shardwise.rewards.math:exact_macth"})[recipe]())

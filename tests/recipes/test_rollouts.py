@@ -1,0 +1,90 @@
+import pytest
+
+from shardwise.config import RewardConfig, RolloutConfig
+from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.rewards import RewardResult
+from shardwise.types import Completion, Example
+
+
+class Digits:
+    """A tokenizer whose tokens are their own text; 0 is special."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(str(token) for token in token_ids if token)
+
+
+class Rewards:
+    """Scores a text with its value, so that every completion has its own; odd values fail."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def score(self, jobs):
+        self.jobs += jobs
+        return [
+            RewardResult(score=-1.0, failure="odd") if int(job.solution_str) % 2 else RewardResult(
+                score=float(job.solution_str), parts={"half": int(job.solution_str) / 2}
+            )
+            for job in jobs
+        ]  # fmt: skip
+
+
+def answer(rank, requests):
+    """The completions of prompt [p] are p0, p1, ... as digits, from whichever rank."""
+    return [
+        [
+            Completion(
+                token_ids=[*request.prompt_ids, index, 0], logprobs=[0.0] * 3, finish_reason="stop", policy_version=rank
+            )
+            for index in range(1, 1 + request.num_completions)
+        ]
+        for request in requests
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, size):
+    group, rewards = fake_group(size, generate=answer), Rewards()
+    rollouter = Rollouter(group, Digits(), RolloutConfig(max_response_tokens=9), rewards)
+    examples = [
+        Example(uid=f"row {p}", prompt_ids=[p], prompt=str(p), data_source="s", ground_truth=p, extra_info={"p": p})
+        for p in (4, 9, 2, 7, 5)
+    ]
+    groups = rollouter.collect(examples, num_completions=3, temperature=0.5, seed=8, stream="step 2")
+    for place, (found, p) in enumerate(zip(groups, (4, 9, 2, 7, 5), strict=True)):
+        assert found.example is examples[place]
+        assert found.texts == [f"{p}1", f"{p}2", f"{p}3"]
+        assert found.rewards == [-1.0, 10.0 * p + 2, -1.0]
+        assert found.reward_parts == [{"failed": 1.0}, {"half": (10 * p + 2) / 2, "failed": 0.0}, {"failed": 1.0}]
+        assert [c.token_ids for c in found.completions] == [[p, i, 0] for i in (1, 2, 3)]
+        assert {c.policy_version for c in found.completions} == {place % size}
+    ((_, shards),) = group.calls
+    assert sum(map(len, shards)) == 5
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    request = shards[0][0]
+    assert (request.uid, request.seed, request.max_tokens, request.temperature) == ("step 2/0/row 4", 8, 9, 0.5)
+    assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [("row 9", 9, {"p": 9})] * 3
+
+
+def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
+    group = fake_group(1, generate=answer)
+    example = Example(uid="row", prompt_ids=[4], prompt="", data_source="s", ground_truth="")
+    rollouter = Rollouter(group, Digits(), RolloutConfig(), Rewards())
+    rollouter.collect([example, example], num_completions=1, temperature=1.0, seed=0, stream="step 1")
+    ((_, (requests,)),) = group.calls
+    assert len({request.uid for request in requests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts", "correct_at", "expected"),
+    [
+        (1.0, {}, 1.0, True),
+        (0.99, {}, 1.0, False),
+        (0.5, {}, 0.5, True),
+        (0.0, {"acc": 1.0}, 1.0, True),
+        (1.0, {"acc": 0.0}, 1.0, False),
+    ],
+)
+def test_is_correct_by_hand(reward, parts, correct_at, expected):
+    assert is_correct(reward, parts, RewardConfig(function="a:b", correct_at=correct_at)) is expected

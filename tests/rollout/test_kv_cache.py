@@ -1,0 +1,121 @@
+"""The cache alone, against attention over the whole sequence written out with loops."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config import ModelError
+from shardwise.rollout.kv_cache import KVCache, _cached_attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 3
+OPTIONS = {"scaling": 0.7, "softcap": None}
+
+
+def attention_by_hand(query, keys, values, *, window, softcap):
+    """query [H, d] of the last position, keys and values [L, K, d] -> [H, d], in Python loops."""
+    length = len(keys)
+    first = 0 if window is None else max(0, length - window)
+    out = torch.zeros(HEADS, DIM)
+    for head in range(HEADS):
+        kv = head // (HEADS // KV_HEADS)
+        scores = [float(query[head] @ keys[place, kv]) * 0.7 for place in range(first, length)]
+        if softcap is not None:
+            scores = [softcap * math.tanh(score / softcap) for score in scores]
+        total = sum(math.exp(score) for score in scores)
+        for place, score in zip(range(first, length), scores, strict=True):
+            out[head] += math.exp(score) / total * values[place, kv]
+    return out
+
+
+class Sequence:
+    """What one sequence has fed so far, kept outside the cache."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.query = torch.randn(20, HEADS, DIM, generator=generator)
+        self.key = torch.randn(20, KV_HEADS, DIM, generator=generator)
+        self.value = torch.randn(20, KV_HEADS, DIM, generator=generator)
+        self.length = length
+
+    def expected(self, position: int, window, softcap):
+        seen = slice(0, position + 1)
+        return attention_by_hand(self.query[position], self.key[seen], self.value[seen], window=window, softcap=softcap)
+
+
+def prefill(cache, sequences, rows_of, first_row, options):
+    """Right-padded with numbers that would show if anything looked at them."""
+    width = max(s.length for s in sequences)
+    padded = [
+        torch.stack(
+            [
+                torch.cat([getattr(s, name)[: s.length], torch.full((width - s.length, n, DIM), 1e3)]).transpose(0, 1)
+                for s in sequences
+            ]
+        )
+        for name, n in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
+    ]
+    cache.begin_prefill(prompt_of_row=torch.tensor(rows_of), first_row=first_row)
+    return cache.attend(0, *padded, **options)
+
+
+def decode(cache, rows, options):
+    """Feeds the next token of each (sequence, own length) row; returns [B, H, d]."""
+    positions = torch.tensor([length for _, length in rows])
+    parts = [torch.stack([getattr(s, n)[at] for s, at in rows])[:, :, None] for n in ("query", "key", "value")]
+    cache.begin_decode(positions, span=int(positions.max()) + 1)
+    return cache.attend(0, *parts, **options)[:, :, 0]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 3])
+def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, softcap):
+    """Unequal prompts, one of them in two rows, later admissions and a removed row."""
+    options = {"scaling": 0.7, "softcap": softcap, "window": window}
+    cache = KVCache(num_rows=4, capacity_tokens=16, device=torch.device("cpu"))
+    a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
+
+    out = prefill(cache, [a, b], [0, 0, 1], 0, options)
+    for prompt, sequence in enumerate((a, b)):
+        for position in range(sequence.length):
+            torch.testing.assert_close(out[prompt, :, position], sequence.expected(position, window, softcap))
+
+    rows = [(a, 5), (a, 5), (b, 2)]
+    for _ in range(3):
+        found = decode(cache, rows, options)
+        for row, (sequence, position) in enumerate(rows):
+            torch.testing.assert_close(found[row], sequence.expected(position, window, softcap))
+        rows = [(sequence, position + 1) for sequence, position in rows]
+
+    # Row 0 ends; the last row takes its place, and a new prompt the free one.
+    cache.move_rows(torch.tensor([2]), torch.tensor([0]))
+    rows = [rows[2], rows[1]]
+    prefill(cache, [late], [0], 2, options)
+    rows.append((late, 4))
+    for _ in range(3):
+        found = decode(cache, rows, options)
+        for row, (sequence, position) in enumerate(rows):
+            torch.testing.assert_close(found[row], sequence.expected(position, window, softcap))
+        rows = [(sequence, position + 1) for sequence, position in rows]
+
+
+def test_layers_do_not_share_keys():
+    cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu"))
+    options = {**OPTIONS, "window": None}
+    first, second = Sequence(3, 0), Sequence(3, 1)
+    cache.begin_prefill(prompt_of_row=torch.tensor([0]), first_row=0)
+    for layer, sequence in enumerate((first, second)):
+        cache.attend(
+            layer, *(x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)), **options
+        )
+    cache.begin_decode(torch.tensor([3]), span=4)
+    for layer, sequence in enumerate((first, second)):
+        parts = (x[None, 3][:, :, None] for x in (sequence.query, sequence.key, sequence.value))
+        torch.testing.assert_close(cache.attend(layer, *parts, **options)[0, :, 0], sequence.expected(3, None, None))
+
+
+def test_attention_sinks_are_refused():
+    """gpt_oss passes them as s_aux; leaving them out would give other numbers without a word."""
+    with pytest.raises(ModelError, match="Linear has attention sinks, which are not supported"):
+        _cached_attention(nn.Linear(1, 1), *(torch.zeros(1, 1, 1, 1),) * 3, None, kv_cache=None, s_aux=torch.zeros(1))

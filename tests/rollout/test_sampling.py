@@ -1,0 +1,91 @@
+import hashlib
+import math
+
+import pytest
+import torch
+
+from shardwise.rollout.sampling import sample, stream_key, uniforms
+
+MASK = 2**64 - 1
+
+
+def split_mix(key: int, position: int) -> float:
+    """SplitMix64 as published, on Python's unbounded integers."""
+    state = (key + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((state ^ (state >> 31)) >> 11) / 2**53
+
+
+def test_uniforms_are_split_mix_64():
+    keys = torch.tensor([0, 1, -1, 2**62, -(2**63), 2**63 - 1, stream_key(3, "row", 5)])
+    positions = torch.tensor([0, 1, 7, 100_000, 2, 2**31, 12])
+    expected = [split_mix(key, position) for key, position in zip(keys.tolist(), positions.tolist(), strict=True)]
+    assert uniforms(keys, positions).tolist() == expected
+
+
+def test_first_output_of_split_mix_matches_the_published_value():
+    """The reference implementation seeded with 0 gives 0xE220A8397B1DCDAF first."""
+    assert float(uniforms(torch.tensor([0]), torch.tensor([0]))) == (0xE220A8397B1DCDAF >> 11) / 2**53
+
+
+@pytest.mark.parametrize("along", ["keys", "positions"])
+def test_uniforms_are_uniform_and_uncorrelated(along):
+    count = 100_000
+    if along == "keys":
+        keys, positions = torch.tensor([stream_key(0, "row", i) for i in range(count)]), torch.full((count,), 9)
+    else:
+        keys, positions = torch.full((count,), stream_key(0, "row", 0)), torch.arange(count)
+    draws = uniforms(keys, positions)
+    assert float(draws.min()) >= 0.0
+    assert float(draws.max()) < 1.0
+    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is the 99.9 % quantile.
+    ranks = torch.arange(1, count + 1, dtype=torch.float64) / count
+    assert float((draws.sort().values - ranks).abs().max()) < 1.95 / math.sqrt(count)
+    assert abs(float(torch.corrcoef(torch.stack([draws[:-1], draws[1:]]))[0, 1])) < 4 / math.sqrt(count)
+
+
+def test_stream_key_is_a_hash_of_seed_uid_and_index():
+    digest = hashlib.blake2b(b"7/a/b.jsonl line 3/2", digest_size=8).digest()
+    assert stream_key(7, "a/b.jsonl line 3", 2) == int.from_bytes(digest, "little", signed=True)
+    assert len({stream_key(seed, uid, index) for seed in (0, 1) for uid in "ab" for index in range(50)}) == 200
+
+
+def test_sample_inverts_the_cumulative_distribution():
+    """Probabilities 0.1, 0.2, 0.3, 0.4 have the borders 0.1, 0.3, 0.6."""
+    probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    draws = torch.tensor([0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, 0.9999], dtype=torch.float64)
+    tokens, logprobs = sample(probabilities.log().repeat(8, 1), torch.ones(8), draws)
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
+    count = 40_000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    draws = uniforms(torch.arange(count) * 977, torch.zeros(count, dtype=torch.int64))
+    tokens, logprobs = sample(logits.repeat(count, 1), torch.full((count,), temperature), draws)
+    expected = torch.softmax(logits.double() / temperature, dim=-1)
+    observed = tokens.bincount(minlength=5).double() / count
+    bound = 4 * (expected * (1 - expected) / count).sqrt()
+    assert ((observed - expected).abs() < bound).all(), (observed, expected)
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=1e-6, rtol=0)
+
+
+def test_temperature_zero_takes_the_likeliest_and_scores_it_at_one():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 1.0, 4.9]])
+    expected = torch.log_softmax(logits, dim=-1)
+    tokens, logprobs = sample(logits.clone(), torch.zeros(2), torch.tensor([0.999, 0.999], dtype=torch.float64))
+    assert tokens.tolist() == [1, 0]
+    assert torch.equal(logprobs, expected[torch.arange(2), tokens])
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-53])
+def test_extreme_draws_never_take_an_impossible_token(draw):
+    """The largest draw rounds to 1 in float32, where the cumulative distribution has ended already."""
+    impossible = -1e4
+    logits = torch.tensor([[impossible, 0.0, impossible, 1.0, impossible, impossible]])
+    tokens, logprobs = sample(logits, torch.ones(1), torch.tensor([draw], dtype=torch.float64))
+    assert tokens.tolist() == [1 if draw == 0.0 else 3]
+    assert float(logprobs) > -2.0

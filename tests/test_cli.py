@@ -1,0 +1,98 @@
+import json
+
+import pytest
+import yaml
+
+import shardwise
+from shardwise.cli import RECIPES, main
+from shardwise.config import RLConfig, SFTConfig, key_paths
+
+SFT = ["model.path=m", "data.train_files=t.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_dry_run_prints_the_resolved_config_and_starts_nothing(tmp_path, capsys):
+    """Neither the model nor the data exist; what is printed is a config file that gives the same config."""
+    file = tmp_path / "sft.yaml"
+    file.write_text("model: {path: nowhere}\ndata: {train_files: [t.jsonl]}\ntrainer: {seed: 3, batch_size: 8}\n")
+    assert main(["sft", "-c", str(file), "--dry-run", "trainer.seed=5", "--nproc", "2"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "resolved.yaml").write_text(printed)
+    resolved = SFTConfig.load(tmp_path / "resolved.yaml")
+    assert resolved == SFTConfig.load(file, ["trainer.seed=5"])
+    assert (resolved.trainer.seed, resolved.trainer.batch_size, resolved.model.path) == (5, 8, "nowhere")
+    flat = list(key_paths(SFTConfig))
+    tree = yaml.safe_load(printed)
+    for path in flat:  # every key is written out
+        node = tree
+        for name in path.split("."):
+            node = node[name]
+    assert list(tmp_path.iterdir()) != []
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_schema_is_that_of_the_config_with_descriptions(recipe, capsys):
+    assert main(["schema", recipe]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == set(RECIPES[recipe].model_fields)
+    assert schema["additionalProperties"] is False
+    fields = {name: field for group in schema["$defs"].values() for name, field in group["properties"].items()}
+    assert {"path", "param_dtype", "validation_files"} <= fields.keys()
+    assert not [name for name, field in fields.items() if not field.get("description")]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys):
+    assert main(["sft", *SFT, "trainer.sed=1"]) == 2
+    assert capsys.readouterr().err == "error: the command line: trainer.sed: unknown key; did you mean trainer.seed?\n"
+
+
+def test_inputs_are_checked_before_ranks_are_started(capsys, monkeypatch):
+    monkeypatch.setattr("shardwise.cli.launch", lambda *_args, **_options: pytest.fail("ranks were started"))
+    assert main(["sft", *SFT, "--nproc", "4"]) == 2
+    assert "data file t.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_ranks_get_the_same_command_line(monkeypatch, tmp_path):
+    data = tmp_path / "t.jsonl"
+    data.write_text("{}\n")
+    seen = {}
+    monkeypatch.setattr("shardwise.cli.launch", lambda command, nproc: seen.update(command=command, nproc=nproc) or 7)
+    arguments = ["sft", "model.path=m", f"data.train_files={data}", "--nproc", "3"]
+    assert main(arguments) == 7
+    assert seen["nproc"] == 3
+    assert seen["command"][1:] == ["-m", "shardwise", *arguments]
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RLConfig, "load", interrupted)
+    assert main(["rl"]) == 130
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "--nproc", "0"], "0 is not a number of ranks; use 1 or more"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "COMMAND"),
+        (["schema", "ppo"], "invalid choice: 'ppo'"),
+    ],
+)
+def test_bad_arguments_end_with_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Small random models of several families, and samples for them, for the tests of engine, rollout and transfer."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.types import Sample
+
+FAMILIES = ("qwen3", "llama", "gemma2")
+
+
+def tiny_model(family: str, *, seed: int = 0, **overrides):
+    """A random float32 model with eager attention.
+
+    qwen3: tied, grouped queries, query and key norms. llama: untied, and no dimension divides by 4 (k and v even have
+    fewer rows than 4 ranks). gemma2: tied, sliding window of 4, both softcaps low enough to bend scores and logits.
+    """
+    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
+
+    common = {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = {
+        "qwen3": lambda: Qwen3Config(
+            **common
+            | {
+                "vocab_size": 131,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "tie_word_embeddings": True,
+            }
+            | overrides
+        ),
+        "llama": lambda: LlamaConfig(
+            **common
+            | {
+                "vocab_size": 101,
+                "hidden_size": 30,
+                "intermediate_size": 50,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 1,
+                "head_dim": 2,
+                "tie_word_embeddings": False,
+            }
+            | overrides
+        ),
+        "gemma2": lambda: Gemma2Config(
+            **common
+            | {
+                "vocab_size": 130,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "query_pre_attn_scalar": 12,
+                "sliding_window": 4,
+                "attn_logit_softcapping": 1.5,
+                "final_logit_softcapping": 2.0,
+                "tie_word_embeddings": True,
+            }
+            | overrides
+        ),
+    }[family]()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start at a constant, which would hide one that is never loaded
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_folder(family: str, folder: Path, **overrides) -> Path:
+    """Saves a tiny model in the Hugging Face layout."""
+    tiny_model(family, **overrides).save_pretrained(folder)
+    return folder
+
+
+def random_samples(lengths, *, vocab: int = 100, seed: int = 0, prompt_tokens: int = 2) -> list[Sample]:
+    """Random tokens; the loss mask has holes, and position 0 and the prompt are never trained."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        mask = (torch.arange(length) >= prompt_tokens) & (torch.rand(length, generator=generator) < 0.8)
+        mask[-1] = length > 1
+        tokens = torch.randint(3, vocab, (length,), generator=generator)
+        samples.append(Sample(uid=str(index), token_ids=tokens, loss_mask=mask))
+    return samples
+
+
+def reference_logprobs(model, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """[L] logprobs of one sequence alone by Hugging Face's own forward; 0 at position 0, which has no prediction."""
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0].float() / temperature
+    scores = logits[:-1].log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0]
+    return torch.cat([scores.new_zeros(1), scores])

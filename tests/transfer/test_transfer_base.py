@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from shardwise.transfer import Manifest, WeightSyncError, checksum
+
+
+def test_checksum_is_xxh3_of_the_bytes_in_memory_order():
+    values = torch.arange(12, dtype=torch.float32).view(3, 4)
+    assert checksum(values) == xxhash.xxh3_64_intdigest(np.arange(12, dtype="<f4").tobytes())
+    assert checksum(values.t()) == xxhash.xxh3_64_intdigest(np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_checksum_sees_every_single_bit(dtype):
+    data = torch.zeros(5, dtype=dtype)
+    seen = {checksum(data)}
+    raw = data.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[place] ^= 1 << bit
+            seen.add(checksum(data))
+            raw[place] ^= 1 << bit
+    assert len(seen) == 1 + raw.numel() * (1 if dtype == torch.bool else 8)
+
+
+def test_receipt_counts_tensors_and_bytes():
+    weights = {"a": torch.ones(3, 5, dtype=torch.bfloat16), "b": torch.ones(7), "c": torch.tensor(2.0)}
+    manifest = Manifest(12, weights.items())
+    assert dict(manifest.record(weights.items())).keys() == weights.keys()
+    receipt = manifest.verify(weights.items())
+    assert (receipt.version, receipt.num_tensors, receipt.num_bytes) == (12, 3, 3 * 5 * 2 + 7 * 4 + 4)
+
+
+def sync_to_nowhere(served, sent):
+    manifest = Manifest(3, served)
+    list(manifest.record(sent))
+    return manifest.verify(served)
+
+
+SERVED = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0).view(2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([("a", SERVED[0][1])], "the engine serves b, which was not sent"),
+        ([*SERVED, ("c", torch.zeros(1))], "c was sent, which the engine does not serve"),
+        ([SERVED[0], ("b", SERVED[1][1].t())], "the engine serves other values of b than were sent"),
+        ([SERVED[0], ("b", -SERVED[1][1])], "the engine serves other values of b than were sent"),
+        # The same bytes under another shape, and values that an engine would round without a word.
+        (
+            [("a", SERVED[0][1].view(3, 2)), SERVED[1]],
+            r"a was sent as torch.float32 \[3, 2\], the engine serves .*\[2, 3\]",
+        ),
+        ([SERVED[0], ("b", SERVED[1][1].double())], "b was sent as torch.float64"),
+        ([SERVED[0], SERVED[0], SERVED[1]], "a was sent twice"),
+    ],
+)
+def test_any_difference_is_an_error_that_names_the_tensor(sent, message):
+    with pytest.raises(WeightSyncError, match=f"weight sync 3: {message}"):
+        sync_to_nowhere(SERVED, sent)
+
+
+def test_a_tensor_that_the_engine_stopped_serving_is_named():
+    manifest = Manifest(3, SERVED)
+    list(manifest.record(SERVED))
+    with pytest.raises(WeightSyncError, match="the engine does not serve b"):
+        manifest.verify(SERVED[:1])
+
+
+def test_a_tensor_without_a_place_is_not_passed_on():
+    received = []
+    with pytest.raises(WeightSyncError):
+        received.extend(Manifest(1, SERVED).record([("x", torch.zeros(1)), *SERVED]))
+    assert received == []
