@@ -28,6 +28,10 @@ class RolloutConfig(GenerationConfig):
     group_size: PositiveInt = 8
     """Completions sampled for each prompt; they form the group whose rewards are compared."""
 
+    def generation(self) -> GenerationConfig:
+        """The part that a rollout engine needs."""
+        return GenerationConfig(**{name: getattr(self, name) for name in GenerationConfig.model_fields})
+
 
 class RewardConfig(Config):
     """How a completion is judged."""

@@ -79,7 +79,7 @@ def build_engines(config: RLConfig, group: WorkerGroup, total_steps: int) -> Non
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
     if config.algorithm.kl_coef > 0:
         group.call("build_reference", model, engine)
-    group.call("build_rollout", model, config.rollout.model_dump_json(), config.engine.param_dtype)
+    group.call("build_rollout", model, config.rollout.generation().model_dump_json(), config.engine.param_dtype)
     group.call("sync_weights", 0)
 
 

@@ -1,11 +1,10 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
-import json
 from pathlib import Path
 
 import torch
 
-from shardwise.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
 from shardwise.data import load_tokenizer
 from shardwise.engine import LossFn, TrainEngine, resolve_folder
 from shardwise.recipes.losses import policy_loss, sft_loss
@@ -51,15 +50,15 @@ class Worker:
         )
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
-        """Builds this rank's rollout engine from the model folder, as a GenerationConfig or RolloutConfig says."""
+        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
         folder = resolve_folder(ModelConfig.model_validate_json(model).path)
-        settings = json.loads(rollout)
-        match settings["engine"]:
+        config = GenerationConfig.model_validate_json(rollout)
+        match config.engine:
             case "embedded":
                 self._rollout = EmbeddedEngine.from_folder(
                     folder,
                     dtype=getattr(torch, param_dtype),
-                    max_rows=settings["max_concurrent_sequences"],
+                    max_rows=config.max_concurrent_sequences,
                     device=self._device,
                 )
 
