@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test check format clean
+.PHONY: install quickstart test check format docs clean
 
 install: $(VENV)/installed
 
@@ -28,6 +28,10 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: install
+	( echo "# Configuration" ; echo ; echo "Made by \`make docs\` from the config classes." ; echo ; \
+	  for recipe in sft rl eval; do $(BIN)/shardwise schema $$recipe --markdown; done ) > docs/config.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

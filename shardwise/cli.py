@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from shardwise import __version__
-from shardwise.config import EvalConfig, RLConfig, SFTConfig, UserError
+from shardwise.config import Config, EvalConfig, RLConfig, SFTConfig, UserError
+from shardwise.config.reference import markdown
 from shardwise.controller.launch import USER_ERROR, launch
 
 RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "generate":
                 return _generate(options)
             case _:
-                print(json.dumps(RECIPES[options.recipe].model_json_schema(), indent=2))
+                config = RECIPES[options.recipe]
+                print(markdown(config, title=options.recipe) if options.markdown else _schema(config))
                 return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,6 +83,10 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _schema(config: type[Config]) -> str:
+    return json.dumps(config.model_json_schema(), indent=2)
+
+
 def _is_rank() -> bool:
     """Started by `launch` or torchrun."""
     return "RANK" in os.environ
@@ -123,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     schema = commands.add_parser("schema", help="the JSON schema of a command's config, for editors")
     schema.add_argument("recipe", choices=list(RECIPES))
+    schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")
     return parser
 
 

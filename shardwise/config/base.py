@@ -70,7 +70,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:  # absent, or a group whose keys are all commented out
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
             raise ConfigError(f'override "{override}": {parent} is a value, not a group of keys')
     node[leaf] = value
@@ -82,7 +84,10 @@ def _explain(cls: type[Config], problem: Any) -> str:
         case "extra_forbidden":
             return f"{path}: unknown key{_suggest(cls, problem['loc'])}"
         case "missing":
-            return f"{path}: required, but not given; set it in the file or as an override {path}=..."
+            return "\n  ".join(
+                f"{leaf}: required, but not given; set it in the file or as an override {leaf}=..."
+                for leaf in _required_leaves(cls, path)
+            )
         case "value_error":
             message = str(problem["ctx"]["error"])
             return f"{path}: {message}" if path else message
@@ -91,17 +96,30 @@ def _explain(cls: type[Config], problem: Any) -> str:
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
-    siblings = [path for path in key_paths(cls) if path.count(".") == len(location) - 1]
-    wanted = ".".join(map(str, location))
+    """The same name elsewhere, else the most similar one beside it, else one anywhere, else what is valid here."""
     everything = list(key_paths(cls))
-    same_leaf = [path for path in everything if path.rsplit(".", 1)[-1] == str(location[-1])]
-    nearest = same_leaf or difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.6)
-    nearest = nearest or difflib.get_close_matches(wanted, everything, n=1, cutoff=0.6)
-    if nearest:
-        return f"; did you mean {nearest[0]}?"
-    group = ".".join(map(str, location[:-1]))
-    valid = [path for path in siblings if path.startswith(f"{group}.")] if group else siblings
-    return f"; valid keys here: {', '.join(valid)}" if valid else ""
+    group, _, name = ".".join(map(str, location)).rpartition(".")
+    siblings = [path for path in everything if path.rpartition(".")[0] == group]
+    for candidates in ([path for path in everything if path.rpartition(".")[2] == name], siblings, everything):
+        by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+        if nearest:
+            return f"; did you mean {by_name[nearest[0]]}?"
+    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def _required_leaves(cls: type[Config], path: str) -> list[str]:
+    """`path` itself, or the required keys of the group it names."""
+    node: Any = cls
+    for name in path.split("."):
+        node = node.model_fields[name].annotation if _is_config(node) else None
+    if not _is_config(node):
+        return [path]
+    return [f"{path}.{name}" for name, field in node.model_fields.items() if field.is_required()]
+
+
+def _is_config(node: Any) -> bool:
+    return isinstance(node, type) and issubclass(node, Config)
 
 
 def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
@@ -109,5 +127,5 @@ def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
     for name, field in cls.model_fields.items():
         yield prefix + name
         for candidate in (field.annotation, *get_args(field.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, Config):
+            if _is_config(candidate):
                 yield from key_paths(candidate, f"{prefix}{name}.")

@@ -44,7 +44,7 @@ class SFTConfig(Config):
     """`shardwise sft`: supervised fine-tuning."""
 
     model: ModelConfig
-    data: SupervisedDataConfig
+    data: SupervisedDataConfig = SupervisedDataConfig()
     engine: EngineConfig = EngineConfig()
     trainer: SFTTrainerConfig = SFTTrainerConfig()
 
@@ -64,7 +64,7 @@ class RLConfig(Config):
     """`shardwise rl`: reinforcement learning with verifiable rewards."""
 
     model: ModelConfig
-    data: PromptDataConfig
+    data: PromptDataConfig = PromptDataConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
@@ -112,7 +112,7 @@ class EvalConfig(Config):
     """`shardwise eval`: accuracy of a model on the validation files, per data source."""
 
     model: ModelConfig
-    data: EvalDataConfig
+    data: EvalDataConfig = EvalDataConfig()
     engine: ComputeConfig = ComputeConfig()
     rollout: GenerationConfig = GenerationConfig()
     reward: RewardConfig

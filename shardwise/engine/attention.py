@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from shardwise.config import ModelError
 from shardwise.ops import PackedLayout, packed_attention
 
 PACKED_ATTENTION = "shardwise_packed"
@@ -31,8 +32,9 @@ def _packed_attention(
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, dv]."""
-    assert dropout == 0.0, "attention dropout is not supported; set attention_dropout to 0 in the model's config.json"
-    assert _kwargs.get("s_aux") is None, "attention sinks are not supported"
+    assert dropout == 0.0  # build_on_meta refuses models with dropout
+    if _kwargs.get("s_aux") is not None:
+        raise ModelError(f"{type(module).__name__} uses attention sinks, which this version does not support")
     out = packed_attention(query[0], key[0], value[0], packed, scaling=scaling, window=sliding_window, softcap=softcap)
     return out.transpose(0, 1).unsqueeze(0), None
 

@@ -16,12 +16,12 @@ class OpenedModel:
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
-    context_tokens: int
-    """The longest sequence the model was made for."""
+    context_tokens: int | None
+    """The longest sequence the model was made for; None where its config sets no limit."""
 
     def require_context(self, keys: str, num_tokens: int) -> None:
         """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""
-        if num_tokens > self.context_tokens:
+        if self.context_tokens is not None and num_tokens > self.context_tokens:
             raise ConfigError(
                 f"{keys} = {num_tokens} tokens, more than the {self.context_tokens} of the model's context "
                 f"(max_position_embeddings in {self.folder / 'config.json'}); lower it"
@@ -41,4 +41,4 @@ def open_model(config: ModelConfig) -> OpenedModel:
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
-    return OpenedModel(folder, tokenizer, text_config.max_position_embeddings)
+    return OpenedModel(folder, tokenizer, getattr(text_config, "max_position_embeddings", None))

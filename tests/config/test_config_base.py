@@ -130,6 +130,18 @@ def test_every_problem_is_listed_at_once(tmp_path):
     ]
 
 
+def test_missing_group_is_reported_by_the_keys_it_needs():
+    assert error_of(RLConfig.load, None).split("\n  ")[1:] == [
+        "model.path: required, but not given; set it in the file or as an override model.path=...",
+        "reward.function: required, but not given; set it in the file or as an override reward.function=...",
+    ]
+
+
+def test_group_left_empty_in_the_file_takes_overrides(tmp_path):
+    path = write(tmp_path, "model: {path: m}\ndata: {train_files: f}\ntrainer:\n")
+    assert SFTConfig.load(path, ["trainer.seed=4"]).trainer.seed == 4
+
+
 @pytest.mark.parametrize(("cls", "tree"), MINIMAL)
 def test_yaml_round_trip_gives_an_equal_config_with_every_default_written_out(tmp_path, cls, tree):
     config = cls.parse(tree, origin="test")

@@ -6,6 +6,7 @@ from tiny_models import FAMILIES, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shardwise.config import ModelError
 from shardwise.engine.attention import PACKED_ATTENTION, _packed_attention, register_packed_attention
 from shardwise.ops import PackedLayout
 
@@ -51,12 +52,8 @@ def test_forward_without_a_layout_is_an_error_and_not_full_attention():
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
 
 
-@pytest.mark.parametrize(
-    ("unsupported", "message"),
-    [({"dropout": 0.1}, "attention dropout is not supported"), ({"s_aux": torch.ones(2)}, "attention sinks")],
-)
-def test_what_the_packed_kernel_lacks_is_refused(unsupported, message):
+def test_attention_sinks_are_refused():
     heads = torch.zeros(1, 2, 3, 4)
     layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 3], dtype=torch.int32), device=torch.device("cpu"))
-    with pytest.raises(AssertionError, match=message):
-        _packed_attention(nn.Module(), heads, heads, heads, None, packed=layout, **unsupported)
+    with pytest.raises(ModelError, match="attention sinks"):
+        _packed_attention(nn.Module(), heads, heads, heads, None, packed=layout, s_aux=torch.ones(2))
