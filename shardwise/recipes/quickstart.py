@@ -13,8 +13,8 @@ from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
 
 NUM_HELD_OUT = 512
-SFT_STEPS = 160
-RL_STEPS = 50
+SFT_STEPS = 130
+RL_STEPS = 90
 MAX_RESPONSE_TOKENS = 16
 
 
