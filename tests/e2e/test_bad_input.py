@@ -111,7 +111,7 @@ def test_an_override_without_a_value_is_named(command):
 def test_required_keys_are_all_listed_at_once(command):
     done = command("rl", "trainer.seed=1")
     assert done.code == 2
-    for key in ("model", "data", "reward"):
+    for key in ("model.path", "reward.function"):
         assert f"  {key}: required, but not given" in done.err
     assert "Traceback" not in done.err
 
