@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any, Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as LiveDisplay
-from rich.table import Table
+from rich.table import Column, Table
 
 SECONDS_BETWEEN_LINES = 2.0
 LOG_FILE_COLUMNS = 120
@@ -104,13 +104,16 @@ def print_table(
 def _live_display(console: Console) -> LiveDisplay:
     return LiveDisplay(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[metrics]}", markup=False),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("left", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        # Where the terminal is narrow, the last metrics are cut off rather than the time.
+        TextColumn(
+            "{task.fields[metrics]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        ),
         console=console,
+        expand=True,
         # The default of 30 s gives no estimate where a step takes longer.
         speed_estimate_period=600,
     )

@@ -101,6 +101,7 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
             "trainer": {
                 "output_dir": str(output_dir),
                 "total_steps": RL_STEPS,
+                "validate_every_steps": 10,
                 "learning_rate": 1.5e-4,
                 "warmup_steps": 5,
                 "seed": seed,

@@ -11,7 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.types import Metrics
 
-SHOWN_METRICS = ("train/loss", "val/loss", "reward/mean", "val/accuracy")
+SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss")
 NUM_LOGGED_SAMPLES = 16
 """Completions of each step that samples.jsonl keeps."""
 
@@ -79,7 +79,7 @@ class Run:
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
         self._log.log(step, values, performance)
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
-        self._progress.update(step, {**shown, "tokens/s": performance["tokens_per_second"]})
+        self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
     def log_samples(self, rows: list[Mapping[str, Any]]) -> None:
         """Appends to samples.jsonl."""
