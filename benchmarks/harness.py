@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from transformers import Qwen3Config
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "shardwise")
 
@@ -68,3 +70,21 @@ def report(
         stamped = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "versions": versions(), **result}
         (RESULTS / f"{name}.json").write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result))
+
+
+def small_qwen3(vocab_size: int) -> Qwen3Config:
+    """The model of every benchmark here: 3.1M parameters beside the (tied) embeddings; token 0 pads, token 1 ends."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )

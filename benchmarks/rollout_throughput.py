@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel, Qwen3ForCausalLM
 
-from benchmarks.harness import paired_ratios, report
+from benchmarks.harness import paired_ratios, report, small_qwen3
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Completion, GenerateRequest
 
@@ -51,20 +51,7 @@ def build_model(folder: Path, *, mean_tokens: float | None, seed: int = 0) -> No
     Hidden dimension 0 is the same number at every token, and only the row of EOS in the (tied) output projection
     reads it strongly, so the logit of EOS is near constant. None never ends.
     """
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    config = small_qwen3(4096)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).eval()
     embedding = model.get_input_embeddings().weight

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import paired_ratios, report
+from benchmarks.harness import paired_ratios, report, small_qwen3
 from benchmarks.peers.lockstep import Child
 
 LARGE_VOCAB = 151_936
@@ -43,24 +43,10 @@ class Task:
 def build_task(folder: Path, *, vocab_size: int, batch: int, seq: int, steps: int, threads: int) -> Task:
     """Saves a random Qwen3, a tokenizer and rows of random tokens, lengths uniform in [seq / 8, seq]."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(small_qwen3(vocab_size)).save_pretrained(folder)
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
