@@ -31,7 +31,7 @@ format: install
 
 docs: install
 	( echo "# Configuration" ; echo ; echo "Made by \`make docs\` from the config classes." ; echo ; \
-	  for recipe in sft rl eval; do $(BIN)/shardwise schema $$recipe --markdown; done ) > docs/config.md
+	  $(BIN)/shardwise schema --markdown ) > docs/config.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

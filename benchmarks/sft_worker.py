@@ -32,7 +32,7 @@ def main() -> None:
     pacer = Pacer()
     rows = json.loads((args.folder / "rows.json").read_text())
     config = EngineConfig()
-    with process_group(Rank.from_environment(), timeout_seconds=600):
+    with process_group(Rank.from_environment(), device_type="cpu", timeout_seconds=600):
         engine = TrainEngine.build(
             args.folder, config, device=torch.device("cpu"), optimizer=OptimizerConfig(learning_rate=2e-5)
         )

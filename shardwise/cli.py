@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from shardwise import __version__
-from shardwise.config import Config, EvalConfig, RLConfig, SFTConfig, UserError
+from shardwise.config import EvalConfig, RLConfig, SFTConfig, UserError
 from shardwise.config.reference import markdown
-from shardwise.controller.launch import USER_ERROR, launch
+from shardwise.controller.launch import USER_ERROR, is_launched, launch
 
 RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
     "sft": SFTConfig,
@@ -24,7 +24,7 @@ RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         match options.command:
             case "sft" | "rl" | "eval":
@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "generate":
                 return _generate(options)
             case _:
-                config = RECIPES[options.recipe]
-                print(markdown(config, title=options.recipe) if options.markdown else _schema(config))
+                print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -46,23 +45,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     config = RECIPES[options.command].load(options.config, options.overrides)
-    if options.dry_run:
-        print(config.to_yaml(), end="")
-        return 0
-    if not _is_rank():
+    if os.environ.get("RANK", "0") == "0" and not is_launched():
         from shardwise.recipes.preflight import check_inputs
 
         check_inputs(config)
-        if options.nproc > 1:
-            return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    if options.dry_run:
+        print(config.to_yaml(), end="")
+        return 0
+    if not _is_rank() and options.nproc > 1:
+        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
     from shardwise.recipes.entry import run_recipe
 
     return run_recipe(config)
 
 
 def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
-    if not _is_rank() and options.nproc > 1:
-        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    if not _is_rank():
+        from shardwise.recipes.preflight import default_num_ranks
+
+        nproc = options.nproc or default_num_ranks()
+        if nproc > 1:
+            return launch([sys.executable, "-m", "shardwise", *arguments], nproc=nproc)
     from shardwise.recipes.entry import run_quickstart
 
     return run_quickstart(output_dir=options.output_dir, seed=options.seed)
@@ -83,8 +86,25 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _schema(config: type[Config]) -> str:
-    return json.dumps(config.model_json_schema(), indent=2)
+def _schema(recipe: str | None, *, as_markdown: bool) -> str:
+    """Of one recipe, or of all of them: JSON by name, Markdown one after the other."""
+    chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
+    if as_markdown:
+        return "\n".join(markdown(config, title=name) for name, config in chosen.items())
+    schemas = {name: config.model_json_schema() for name, config in chosen.items()}
+    return json.dumps(schemas if recipe is None else schemas[recipe], indent=2)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Overrides may stand before and after options, which argparse alone does not allow."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    strange = [text for text in rest if text.startswith("-") or "=" not in text or options.command not in RECIPES]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _is_rank() -> bool:
@@ -114,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
     quickstart.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    _add_nproc(quickstart, default=2)
+    _add_nproc(quickstart, default=None)
     generate = commands.add_parser(
         "generate", help="talk to a model: a run's output folder, a model folder or a hub name"
     )
@@ -127,18 +147,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--num-completions", type=int, default=1, help="default: %(default)s")
     generate.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
     generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    schema = commands.add_parser("schema", help="the JSON schema of a command's config, for editors")
-    schema.add_argument("recipe", choices=list(RECIPES))
+    schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
+    schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
     schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")
     return parser
 
 
-def _add_nproc(command: argparse.ArgumentParser, *, default: int) -> None:
+def _add_nproc(command: argparse.ArgumentParser, *, default: int | None) -> None:
+    shown = "2, or 1 on a machine with one GPU" if default is None else default
     command.add_argument(
         "--nproc",
         type=_positive,
         default=default,
-        help="ranks to start on this machine (default: %(default)s); leave it out under torchrun",
+        help=f"ranks to start on this machine (default: {shown}); leave it out under torchrun",
     )
 
 

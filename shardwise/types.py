@@ -103,6 +103,8 @@ class RolloutGroup:
     rewards: list[float]
     reward_parts: list[dict[str, float]]
     """What the reward function returned beside the score, by name."""
+    failed: list[bool]
+    """Where there is no score: the reward function raised, hung or returned something else than a number."""
 
 
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")

@@ -78,4 +78,9 @@ class OptimizerConfig(Config):
                 f"lr_decay_steps={self.lr_decay_steps} has no effect with lr_schedule={self.lr_schedule}; "
                 "remove it or set lr_schedule=wsd"
             )
+        if self.lr_schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                f"min_lr_ratio={self.min_lr_ratio} has no effect with lr_schedule=constant; remove it or set "
+                "lr_schedule=linear, cosine or wsd"
+            )
         return self

@@ -51,6 +51,15 @@ class RewardConfig(Config):
     correct_at: float = 1.0
     """A completion counts as correct in val/accuracy from this score on; a key "acc" in a returned dict goes first."""
 
+    @model_validator(mode="after")
+    def _value_is_used(self) -> Self:
+        if self.on_failure == "abort" and self.failure_value:
+            raise ValueError(
+                f"failure_value={self.failure_value} has no effect with on_failure=abort; "
+                "remove it or set on_failure=value"
+            )
+        return self
+
 
 class AlgorithmConfig(Config):
     """How rewards become a loss."""

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
+class RankSilentError(RuntimeError):
+    """Another rank did not do its part in time."""
+
+
 class WorkerGroup(Protocol):
     """Calls methods of a worker object that lives on every rank. Knows no machine learning."""
 

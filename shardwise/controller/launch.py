@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import UserError
+from shardwise.controller.base import RankSilentError
 
 FAILURE_VARIABLE = "SHARDWISE_FAILURE_FILE"
 """Where a rank writes why it failed."""
@@ -22,6 +24,10 @@ LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a mistake of the user's, anything else, Ctrl-C."""
 _GRACE_SECONDS = 5.0
+_SETTLE_SECONDS = 1.0
+"""What ranks that wait in one collective get, after the first of them gave up, to say so too."""
+_LOST_PEER = re.compile(r"peer|Connection|timed out|timeout", re.IGNORECASE)
+"""What torch's transports say of a rank that is gone or hangs."""
 
 
 def launch(command: Sequence[str], *, nproc: int) -> int:
@@ -43,7 +49,7 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
         finally:
             _end(ranks)
             os.close(lifeline_write)
-        return _report(failed, Path(folder)) if failed else 0
+        return _report(failed, nproc, Path(folder)) if failed else 0
 
 
 def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline: int) -> subprocess.Popen[bytes]:
@@ -68,9 +74,19 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     while True:
         codes = {rank: process.poll() for rank, process in enumerate(ranks)}
         failed = {rank: code for rank, code in codes.items() if code}
-        if failed or all(code == 0 for code in codes.values()):
-            return failed
+        if failed:
+            return _settled(ranks)
+        if all(code == 0 for code in codes.values()):
+            return {}
         time.sleep(0.05)
+
+
+def _settled(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """The exit codes of all that failed, after ranks that wait for the same collective had time to fail too."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        time.sleep(0.05)
+    return {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -87,7 +103,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             process.wait(timeout=_GRACE_SECONDS)
 
 
-def _report(failed: dict[int, int], folder: Path) -> int:
+def _report(failed: dict[int, int], nproc: int, folder: Path) -> int:
     """Prints the cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
 
     `failed` holds the exit codes from before the other ranks were ended, so a signal in it did not come from here.
@@ -106,6 +122,11 @@ def _report(failed: dict[int, int], folder: Path) -> int:
     if first["is_user_error"]:
         print(f"error: {first['message']}", file=sys.stderr)
         return USER_ERROR
+    silent = [str(rank) for rank in range(nproc) if rank not in failed]
+    if first["is_lost_peer"] and silent:
+        reason = " ".join(first["message"].split())
+        print(f"error: rank {', '.join(silent)} hangs: rank {first['rank']} waited in vain ({reason})", file=sys.stderr)
+        return FAILURE
     print(f"{first['traceback']}error: rank {first['rank']} failed: {first['message']}", file=sys.stderr)
     return FAILURE
 
@@ -121,19 +142,26 @@ def note_failure(error: BaseException, rank: int) -> int:
         "time": time.time(),
         "rank": rank,
         "is_user_error": is_user_error,
-        "is_lost_peer": not is_user_error and ("peer" in str(error) or "Connection" in str(error)),
+        "is_lost_peer": not is_user_error and bool(_LOST_PEER.search(str(error))),
         "message": str(error) or type(error).__name__,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "" if isinstance(error, RankSilentError) else "".join(traceback.format_exception(error)),
     }
     path = os.environ.get(FAILURE_VARIABLE)
     if path is not None:
         partial = Path(f"{path}.partial")  # a rank may be ended while it writes
         partial.write_text(json.dumps(note))
         partial.replace(path)
+    elif note["is_lost_peer"] and rank > 0:
+        print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(("" if is_user_error else note["traceback"]) + f"error: {where}{note['message']}", file=sys.stderr)
     return USER_ERROR if is_user_error else FAILURE
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that `launch` started."""
+    return FAILURE_VARIABLE in os.environ
 
 
 def follow_lifeline() -> None:

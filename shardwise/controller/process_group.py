@@ -29,11 +29,19 @@ class Rank:
         return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0"), strict=True)))
 
 
+def backend_of(device_type: str) -> str:
+    """gloo for what lies on the host, and torch's default backend for tensors on the accelerator."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
 @contextmanager
-def process_group(rank: Rank, *, timeout_seconds: int) -> Iterator[dist.ProcessGroup]:
-    """Joins the default process group (gloo; NCCL for tensors on CUDA) and leaves it at the end.
+def process_group(rank: Rank, *, device_type: str, timeout_seconds: int) -> Iterator[dist.ProcessGroup]:
+    """Joins the default process group (gloo; beside it the accelerator's own) and leaves it at the end.
 
     Args:
+        device_type: where the model lives, such as "cpu"; a build of torch may know NCCL on a machine without a GPU.
         timeout_seconds: how long a collective of the model may wait for a rank.
     Raises:
         RuntimeError: another rank did not come in time.
@@ -49,7 +57,7 @@ def process_group(rank: Rank, *, timeout_seconds: int) -> Iterator[dist.ProcessG
         store = None  # torchrun: MASTER_ADDR and MASTER_PORT
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+            backend_of(device_type),
             store=store,
             rank=rank.rank,
             world_size=rank.world_size,

@@ -1,5 +1,5 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
 from shardwise.engine.engine import LossFn, TrainEngine
-from shardwise.engine.mesh import ParallelDims, device_of_rank
+from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.weights import resolve_folder

@@ -79,11 +79,13 @@ class TrainEngine:
         )
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[TokenBatch], *, temperature: float = 1.0) -> list[TokenOutputs]:
-        """Logprobs and entropy of every micro-batch, on the host."""
+    def forward(
+        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> list[TokenOutputs]:
+        """Logprobs of every micro-batch, on the host; entropy (else 0) costs another pass over the logits."""
         outputs = []
         for batch in batches:
-            result = self._run(batch, temperature=temperature, with_entropy=True)
+            result = self._run(batch, batch.to(self._device), temperature, with_entropy)
             outputs.append(TokenOutputs(logprobs=result.logprobs.cpu(), entropy=result.entropy.cpu()))
         self._root_unit.reshard()  # the root keeps its weights gathered for a backward pass that does not follow
         return outputs
@@ -97,8 +99,10 @@ class TrainEngine:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Metrics:
-        """Accumulates the gradient of one optimizer step; gradients are reduced over ranks with the last micro-batch.
+        """Accumulates the gradient of one optimizer step.
 
+        Gradients are reduced over ranks after every micro-batch, so that a rank never holds more than its shard of them
+        between two; waiting for the last one would spare communication at the price of the whole gradient on each rank.
         A batch without samples still runs forward and backward: every rank must enter every collective.
 
         Returns:
@@ -106,11 +110,10 @@ class TrainEngine:
         """
         parts: list[Metrics] = []
         for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            self._root_unit.set_requires_gradient_sync(last)
-            self._root_unit.set_is_last_backward(last)
-            outputs = self._run(batch, temperature=temperature, with_entropy=with_entropy)
-            loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+            self._root_unit.set_is_last_backward(index == len(batches) - 1)
+            on_device = batch.to(self._device)
+            outputs = self._run(batch, on_device, temperature, with_entropy)
+            loss, metrics = loss_fn(outputs, on_device, denominators)
             loss.backward()
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         return {name: value.host() for name, value in merge_metrics(parts).items()}
@@ -128,11 +131,12 @@ class TrainEngine:
         """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute dtype."""
         export_folder(self._model.causal_lm, tokenizer, path, self._export_dtype)
 
-    def _run(self, batch: TokenBatch, *, temperature: float, with_entropy: bool) -> TokenOutputs:
-        scored = batch.loss_mask.nonzero()[:, 0]  # counted on the host, before the copy: no wait for the device
+    def _run(self, batch: TokenBatch, on_device: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
+        """`batch` is the host's copy: what is counted is counted there, so that nothing waits for the device."""
+        scored = batch.loss_mask.nonzero()[:, 0]
         logprobs, entropy = self._model(
-            batch.input_ids.to(self._device, non_blocking=True),
-            batch.position_ids.to(self._device, non_blocking=True),
+            on_device.input_ids,
+            on_device.position_ids,
             PackedLayout.from_cu_seqlens(batch.cu_seqlens, device=self._device),
             scored.to(self._device, non_blocking=True),
             temperature=temperature,

@@ -53,7 +53,21 @@ class ParallelDims:
         )
 
 
-def device_of_rank(local_rank: int) -> torch.device:
-    """This rank's accelerator, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
+def take_device(local_rank: int) -> torch.device:
+    """This rank's accelerator, made the current one, or the CPU where there is none.
+
+    Raises:
+        ConfigError: more ranks on this machine than accelerators.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    num_devices = torch.accelerator.device_count()
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"local rank {local_rank} has no accelerator: this machine has {num_devices}; start at most {num_devices} "
+            "ranks on it (--nproc, or torchrun --nproc-per-node)"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, local_rank)

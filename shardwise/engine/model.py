@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import EngineConfig, ModelError
-from shardwise.engine.attention import PACKED_ATTENTION, register_packed_attention
+from shardwise.engine.attention import PACKED_ATTENTION, PackedCall, register_packed_attention
 from shardwise.engine.logprobs import scored_logprobs
 from shardwise.engine.weights import load_weights
-from shardwise.ops import LogitTransform, PackedLayout
+from shardwise.ops import UNREGISTERED_ATTENTION, LogitTransform, PackedLayout, decoder_layers, unsupported_reason
 
 
 class PolicyModel(nn.Module):
@@ -25,7 +25,9 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._transform = LogitTransform.from_config(causal_lm.config)
+        text_config = causal_lm.config.get_text_config()
+        self._num_layers: int = text_config.num_hidden_layers
+        self._transform = LogitTransform.from_config(text_config)
 
     def forward(
         self,
@@ -37,10 +39,20 @@ class PolicyModel(nn.Module):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, position_ids [T]; scored [N] positions to score -> logprobs [T], entropy [T], both float32."""
+        """input_ids, position_ids [T]; scored [N] positions to score -> logprobs [T], entropy [T], both float32.
+
+        Raises:
+            ModelError: not every layer computed its attention through the packed one.
+        """
+        call = PackedCall(packed)
         hidden = self.causal_lm.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=packed
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=call
         ).last_hidden_state[0]
+        if call.num_attention_calls != self._num_layers:
+            raise ModelError(
+                f"{type(self.causal_lm).__name__} is not supported: its {self._num_layers} layers called the packed "
+                f"attention {call.num_attention_calls} times instead of once each"
+            )
         return scored_logprobs(
             hidden,
             self.causal_lm.get_output_embeddings().weight,
@@ -74,16 +86,22 @@ def build_sharded(
 
 
 def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without memory behind its parameters."""
+    """The model without memory behind its parameters.
+
+    Raises:
+        ModelError: not a causal language model, of a family that packed attention cannot compute, or with dropout.
+    """
     register_packed_attention()
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
     except (ValueError, OSError, KeyError) as error:
+        if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
+            raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
         raise ModelError(f"{folder} cannot be built as a causal language model: {error}") from None
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ModelError(f"{type(model).__name__} has a bias on its output projection, which is not supported")
+    if reason := unsupported_reason(model):
+        raise ModelError(f"{folder}: {reason}")
     _refuse_dropout(model)
     model.train()
     return model
@@ -103,16 +121,14 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def shard(model: PolicyModel, config: EngineConfig, mesh: DeviceMesh) -> None:
-    """One FSDP unit per decoder layer (the model's `_no_split_modules`), then the root with what is left.
+    """One FSDP unit per decoder layer, then the root with what is left.
 
     Gradients are plain sums over ranks: the loss is already divided by the global denominators.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
     )
-    layer_classes = set(model.causal_lm._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
-    for layer in layers:
+    for layer in decoder_layers(model.causal_lm):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():

@@ -86,7 +86,7 @@ class ShardedOptimizer:
         return {
             "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
             "train/learning_rate": MetricValue.max(learning_rate),
-            "train/nonfinite_steps": MetricValue.max(float(not finite)),
+            "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
         }
 
     def _clip(self, norm: float) -> None:

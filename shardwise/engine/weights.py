@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_renamings
 
 from shardwise.config import ModelError
 
@@ -110,8 +110,8 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
     Raises:
         ModelError: a tensor is missing, left over or of another shape; lists them.
     """
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
-    if converters:
+    conversions = get_model_conversion_mapping(model)
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
         raise ModelError(
             f"{model.config.model_type} stores its weights in another form than it computes with (fused experts); "
             "this version loads families whose checkpoints need no conversion"
@@ -119,10 +119,11 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
     source = SafetensorsFolder(folder)
     target = model.state_dict()
     tied = set(model.get_expanded_tied_weights_keys())
-    wanted = {name: _name_in_checkpoint(name, source.names(), model) for name in target if name not in tied}
+    stored = {name: old for old, name in _renamed(source.names(), conversions).items()}
+    wanted = {name: _name_in_checkpoint(name, stored, model) for name in target if name not in tied}
     _check_names(model, folder, source, target, wanted, tied)
     num_bytes = 0
-    for name, stored in wanted.items():
+    for name, stored_name in wanted.items():
         tensor = target[name]
         start = 0
         local = tensor
@@ -131,16 +132,28 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
             local, start = tensor.to_local(), offset[0] if offset else 0
         if local.numel() == 0:  # dim 0 has fewer rows than there are ranks
             continue
-        rows = source.read(stored, start, start + (local.shape[0] if local.dim() else 1))
+        rows = source.read(stored_name, start, start + (local.shape[0] if local.dim() else 1))
         local.copy_(rows)
         num_bytes += rows.nbytes
     return num_bytes
 
 
-def _name_in_checkpoint(name: str, stored: set[str], model: PreTrainedModel) -> str:
-    """Checkpoints of a bare backbone leave the backbone's prefix out."""
+def _renamed(names: Iterable[str], renamings: Sequence[WeightRenaming]) -> dict[str, str]:
+    """Old name -> new name. Sorted, because grouped renamings of transformers start with the first of their names."""
+    return {name: apply_renamings(name, renamings) for name in sorted(names)}
+
+
+def _name_in_checkpoint(name: str, stored: dict[str, str], model: PreTrainedModel) -> str:
+    """`stored` maps the model's names to those in the files; a bare backbone's leave the backbone's prefix out."""
     bare = name.removeprefix(f"{model.base_model_prefix}.")
-    return bare if name not in stored and bare in stored else name
+    return stored.get(name, stored.get(bare, name))
+
+
+def _exported_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name in the model -> name in files, as save_pretrained writes them (Pythia's lm_head is embed_out there)."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)]
+    return _renamed(model.state_dict(), [renaming.reverse_transform() for renaming in reversed(renamings)])
 
 
 def _check_names(
@@ -203,9 +216,10 @@ def export_folder(model: PreTrainedModel, tokenizer: Any, path: Path, dtype: tor
             model.generation_config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     writer = _ShardWriter(staging) if rank == 0 else None
+    exported = _exported_names(model)
     for name, tensor in full_weights(model, dtype):
         if writer is not None:
-            writer.add(name, tensor)
+            writer.add(exported[name], tensor)
     if writer is not None:
         writer.finish()
         shutil.rmtree(path, ignore_errors=True)

@@ -8,12 +8,15 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
+from shardwise.recipes.checkpoints import latest_hf_folder
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
     """A model folder whose tokenizer fits it."""
 
+    config: ModelConfig
+    """As it was given, with `path` resolved to a local folder."""
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     context_tokens: int | None
@@ -29,16 +32,18 @@ class OpenedModel:
 
 
 def open_model(config: ModelConfig) -> OpenedModel:
-    """Finds the folder (downloading a hub model), loads the tokenizer and compares the two.
+    """Finds the folder (of a run: its newest checkpoint; of a hub name: downloaded), loads the tokenizer and compares
+    the two.
 
     Raises:
         ModelError: no such model, no weights, no tokenizer, or token ids that the model has no embedding for.
     """
-    folder = resolve_folder(config.path)
-    tokenizer = load_tokenizer(config)
+    folder = resolve_folder(latest_hf_folder(config.path))
+    resolved = config.model_copy(update={"path": str(folder)})
+    tokenizer = load_tokenizer(resolved)
     try:
         text_config = AutoConfig.from_pretrained(folder).get_text_config()
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
-    return OpenedModel(folder, tokenizer, getattr(text_config, "max_position_embeddings", None))
+    return OpenedModel(resolved, folder, tokenizer, getattr(text_config, "max_position_embeddings", None))

@@ -10,7 +10,7 @@ from shardwise.config import EngineConfig, EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.launch import follow_lifeline, note_failure
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
-from shardwise.engine import device_of_rank
+from shardwise.engine import take_device
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.quickstart import quickstart
 from shardwise.recipes.rl import train as train_rl
@@ -52,10 +52,11 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> in
     rank = Rank.from_environment()
     with ExitStack() as stack:
         try:
-            control = stack.enter_context(process_group(rank, timeout_seconds=timeout_seconds))
-            worker = Worker(device_of_rank(rank.local_rank))
+            device = take_device(rank.local_rank)
+            control = stack.enter_context(process_group(rank, device_type=device.type, timeout_seconds=timeout_seconds))
+            worker = Worker(device)
             if rank.rank == 0:
-                group = RankGroup(worker, control)
+                group = RankGroup(worker, control, timeout_seconds=timeout_seconds)
                 recipe(group)
                 group.shutdown()
             else:

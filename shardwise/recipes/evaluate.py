@@ -20,8 +20,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     """Measures on the validation files; writes results.json and samples.jsonl; prints a table.
 
     Returns:
-        For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for the
-        powers of two up to n, mean@n and maj@n.
+        For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for n
+        and the powers of two below it, mean@n and maj@n.
     """
     model = open_model(config.model)
     model.require_context(
@@ -33,7 +33,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     ).rows
     group.call(
         "build_rollout",
-        config.model.model_dump_json(),
+        model.config.model_dump_json(),
         config.rollout.model_dump_json(),
         config.engine.param_dtype,
     )
@@ -59,9 +59,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                 _row(kind, rollout, index, config.reward) for rollout in groups for index in range(len(rollout.texts))
             )
     columns = list(results["all"])
-    print_table(
-        f"{config.model.path}", ["data source", *columns], [[name, *row.values()] for name, row in results.items()]
-    )
+    print_table(str(model.folder), ["data source", *columns], [[name, *row.values()] for name, row in results.items()])
     return results
 
 
@@ -95,7 +93,7 @@ def _sampled_metrics(groups: list[RolloutGroup], config: RewardConfig) -> dict[s
     num_samples = len(groups[0].texts)
     verdicts = [[is_correct(r, p, config) for r, p in zip(g.rewards, g.reward_parts, strict=True)] for g in groups]
     metrics = {f"mean@{num_samples}": sum(map(sum, verdicts)) / (num_samples * len(groups))}
-    for k in (2**power for power in range(num_samples.bit_length())):
+    for k in sorted({*(2**power for power in range(num_samples.bit_length())), num_samples}):
         estimates = [pass_at_k(num_samples, sum(verdict), k) for verdict in verdicts]
         metrics[f"pass@{k}"] = sum(estimates) / len(estimates)
     majority = [majority_is_correct(g.texts, verdict) for g, verdict in zip(groups, verdicts, strict=True)]

@@ -8,9 +8,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import ConfigError, ModelConfig
 from shardwise.data import render_prompt
-from shardwise.engine import device_of_rank
+from shardwise.engine import take_device
 from shardwise.recipes.build import open_model
-from shardwise.recipes.checkpoints import latest_hf_folder
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
@@ -34,9 +33,9 @@ def converse(
     if max_tokens < 1 or num_completions < 1 or temperature < 0:
         raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is at least 0")
     disable_progress_bar()
-    model = open_model(ModelConfig(path=latest_hf_folder(path)))
+    model = open_model(ModelConfig(path=path))
     engine = EmbeddedEngine.from_folder(
-        model.folder, dtype=torch.float32, max_rows=num_completions, device=device_of_rank(0)
+        model.folder, dtype=torch.float32, max_rows=num_completions, device=take_device(0)
     )
     templated = apply_chat_template and model.tokenizer.chat_template is not None
     for prompt in prompts if prompts is not None else _lines():

@@ -1,5 +1,7 @@
 """What can be checked in a second, before any rank starts."""
 
+import torch
+
 from shardwise.config import EvalConfig, RLConfig, SFTConfig
 from shardwise.data import check_files
 from shardwise.rewards import check_function
@@ -15,3 +17,8 @@ def check_inputs(config: SFTConfig | RLConfig | EvalConfig) -> None:
     check_files([*train_files, *config.data.validation_files])
     if not isinstance(config, SFTConfig):
         check_function(config.reward.function)
+
+
+def default_num_ranks() -> int:
+    """Two ranks show more than one; on a machine with a single accelerator there is room for one."""
+    return min(2, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2

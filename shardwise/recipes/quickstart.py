@@ -29,18 +29,18 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     tokenizer = train_tokenizer(files.sft_train.read_text(encoding="utf-8").splitlines(), vocab_size=320)
     model = output_dir / "model"
     build_model_folder(model, tokenizer=tokenizer, seed=seed)
-    accuracy = {"untrained": _accuracy(model, files, group, output_dir)}
+    accuracy = {"untrained": _accuracy(model, files, group, output_dir / "eval" / "untrained")}
 
     print("2/4  supervised fine-tuning on worked answers", flush=True)
     train_sft(sft_config(model, files, output_dir / "sft", seed=seed), group)
     group.call("close")
     after_sft = latest_hf_folder(str(output_dir / "sft"))
-    accuracy["sft"] = _accuracy(Path(after_sft), files, group, output_dir)
+    accuracy["sft"] = _accuracy(Path(after_sft), files, group, output_dir / "eval" / "sft")
 
     print("3/4  reinforcement learning (GRPO) on the answers alone", flush=True)
     train_rl(rl_config(Path(after_sft), files, output_dir, seed=seed), group)
     group.call("close")
-    accuracy["rl"] = _accuracy(Path(latest_hf_folder(str(output_dir))), files, group, output_dir)
+    accuracy["rl"] = _accuracy(output_dir, files, group, output_dir / "eval" / "rl")
 
     seconds = time.perf_counter() - start
     write_json_atomic(output_dir / "summary.json", {"accuracy": accuracy, "seconds": round(seconds, 1)})
@@ -112,13 +112,14 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
 
 
 def _accuracy(model: Path, files: ProblemFiles, group: WorkerGroup, output_dir: Path) -> float:
+    """Held-out greedy accuracy; the samples go to `output_dir`."""
     config = EvalConfig.parse(
         {
             "model": {"path": str(model)},
             "data": {"validation_files": str(files.rl_validation), "max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": MAX_RESPONSE_TOKENS, "max_concurrent_sequences": 512},
             "reward": {"function": "shardwise.rewards.math:number_match"},
-            "eval": {"output_dir": str(output_dir / "eval")},
+            "eval": {"output_dir": str(output_dir)},
         },
         origin="quickstart",
     )

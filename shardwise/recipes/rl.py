@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from shardwise.algorithms import group_metrics, grpo, kl_divergence, outcome_token_rewards, rloo
-from shardwise.config import AlgorithmConfig, RLConfig
+from shardwise.config import AlgorithmConfig, ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import BatchLoader, pack, prompt_examples, unpack
+from shardwise.observability import SampleLog
 from shardwise.recipes.build import open_model
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.rollouts import Rollouter
-from shardwise.recipes.run import NUM_LOGGED_SAMPLES, Run
+from shardwise.recipes.run import Run
 from shardwise.recipes.sft import train_step
 from shardwise.rewards import RewardPool
 from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample, merge_metrics
+
+NUM_LOGGED_SAMPLES = 16
+"""Completions of each step that samples.jsonl keeps."""
 
 
 def train(config: RLConfig, group: WorkerGroup) -> None:
@@ -36,11 +40,20 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         held_out = prompt_examples(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
     loader = BatchLoader(len(examples.rows), config.rollout.num_prompts, seed=config.trainer.seed, shuffle=data.shuffle)
     total_steps = config.trainer.total_steps or loader.steps_per_epoch * config.trainer.num_epochs
-    build_engines(config, group, total_steps)
+    num_parameters = build_engines(config, model.config, group, total_steps)
     counts: Metrics = {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         RewardPool(config.reward) as rewards,
-        Run("rl", config, config.model, config.trainer, group=group, total_steps=total_steps) as run,
+        Run(
+            "rl",
+            config,
+            model.config,
+            config.trainer,
+            group=group,
+            total_steps=total_steps,
+            num_parameters=num_parameters,
+        ) as run,
+        SampleLog(run.output_dir) as sample_log,
     ):
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         for step in run.steps():
@@ -66,21 +79,28 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             if held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-            run.log_samples(sample_rows(groups, step))
+            sample_log.append(sample_rows(groups, step))
             metrics |= rollout_metrics(groups) | counts
             run.report(step, metrics, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
-def build_engines(config: RLConfig, group: WorkerGroup, total_steps: int) -> None:
-    """Policy, reference where a KL term needs one, and rollout engines that serve the policy's weights, verified."""
-    model, engine = config.model.model_dump_json(), config.engine.model_dump_json()
+def build_engines(config: RLConfig, model_config: ModelConfig, group: WorkerGroup, total_steps: int) -> int:
+    """Policy, reference where a KL term needs one, and rollout engines that serve the policy's weights, verified.
+
+    Returns:
+        The policy's number of parameters.
+    """
+    model, engine = model_config.model_dump_json(), config.engine.model_dump_json()
     num_updates = total_steps * config.algorithm.num_minibatches * config.algorithm.num_epochs
-    group.call("build_policy", model, engine, config.trainer.optimizer().model_dump_json(), num_updates)
+    num_parameters: int = group.call(
+        "build_policy", model, engine, config.trainer.optimizer().model_dump_json(), num_updates
+    )[0]
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
     if config.algorithm.kl_coef > 0:
         group.call("build_reference", model, engine)
     group.call("build_rollout", model, config.rollout.generation().model_dump_json(), config.engine.param_dtype)
     group.call("sync_weights", 0)
+    return num_parameters
 
 
 def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
@@ -167,6 +187,7 @@ def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
         "reward/max": MetricValue.max(float(rewards.max())),
+        "reward/failed": MetricValue.mean(sum(failed for group in groups for failed in group.failed), len(rewards)),
         "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
         "rollout/response_tokens_max": MetricValue.max(max(lengths)),
         "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
@@ -174,7 +195,7 @@ def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
     parts = [part for group in groups for part in group.reward_parts]
     for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]
-        metrics[f"reward/{name}"] = MetricValue.mean(sum(values), len(values))
+        metrics[f"reward_part/{name}"] = MetricValue.mean(sum(values), len(values))
     return metrics
 
 
@@ -190,14 +211,15 @@ def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]
             "ground_truth": group.example.ground_truth,
             "reward": reward,
             "reward_parts": parts,
+            "reward_failed": failed,
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
         }
         for group in groups
-        for completion, text, reward, parts in zip(
-            group.completions, group.texts, group.rewards, group.reward_parts, strict=True
+        for completion, text, reward, parts, failed in zip(
+            group.completions, group.texts, group.rewards, group.reward_parts, group.failed, strict=True
         )
     )
     return list(islice(rows, NUM_LOGGED_SAMPLES))

@@ -52,7 +52,8 @@ class Rollouter:
                 completions=group,
                 texts=group_texts,
                 rewards=[result.score for result in judged],
-                reward_parts=[{**result.parts, "failed": float(result.failure is not None)} for result in judged],
+                reward_parts=[result.parts for result in judged],
+                failed=[result.failure is not None for result in judged],
             )
             for example, group, group_texts, judged in zip(examples, completions, texts, results, strict=True)
         ]

@@ -1,26 +1,24 @@
 """What every training run does around its steps: the output folder, logs, progress and checkpoints."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from shardwise.config import Config, ConfigError, ModelConfig, TrainerConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.observability import Progress, RunLog, SampleLog, Spans, move_aside
+from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss")
-NUM_LOGGED_SAMPLES = 16
-"""Completions of each step that samples.jsonl keeps."""
 
 
 class Run:
     """A training run in `trainer.output_dir`. A context manager.
 
-    Writes config.yaml, metrics.jsonl, performance.jsonl, samples.jsonl, tensorboard/ and checkpoints/step_N/hf/. Files
-    of an earlier run in the same folder are moved aside, never overwritten.
+    Writes config.yaml, metrics.jsonl, performance.jsonl, tensorboard/ and checkpoints/step_N/hf/. Files of an earlier
+    run in the same folder are moved aside, never overwritten.
     """
 
     def __init__(
@@ -32,7 +30,9 @@ class Run:
         *,
         group: WorkerGroup,
         total_steps: int,
+        num_parameters: int,
     ) -> None:
+        self._num_parameters = num_parameters
         self._model = model
         self._trainer = trainer
         self._group = group
@@ -42,23 +42,31 @@ class Run:
         self.output_dir = Path(trainer.output_dir)
         self.spans = Spans()
         self._step_start = 0.0
+        self._newest: Path | None = None
 
     def __enter__(self) -> Self:
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            move_aside(self.output_dir / "checkpoints")
+            for name in ("checkpoints", "config.yaml"):
+                move_aside(self.output_dir / name)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
         with ExitStack() as stack:
             self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
-            self._samples = stack.enter_context(SampleLog(self.output_dir))
+            print(
+                f"{self._title}: {self._num_parameters / 1e6:,.1f}M parameters on {self._group.size} "
+                f"{'rank' if self._group.size == 1 else 'ranks'}, {self._total_steps} steps, into {self.output_dir}",
+                flush=True,
+            )
             self._progress = stack.enter_context(Progress(self._title, self._total_steps))
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
+        if self._newest is not None:
+            print(f"{self._title}: saved {self._newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields 1 .. total_steps; saves a checkpoint where the config asks for one, and after the last step."""
@@ -81,10 +89,6 @@ class Run:
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
-    def log_samples(self, rows: list[Mapping[str, Any]]) -> None:
-        """Appends to samples.jsonl."""
-        self._samples.append(rows)
-
     def _is_due(self, every: int, step: int) -> bool:
         return step == self._total_steps or (every > 0 and step % every == 0)
 
@@ -92,3 +96,4 @@ class Run:
         with self.spans("save"):
             path = self.output_dir / "checkpoints" / f"step_{step}" / "hf"
             self._group.call("export_hf", str(path), self._model.model_dump_json())
+        self._newest = path

@@ -22,15 +22,17 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         len(rows.rows), config.trainer.batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
     )
     total_steps = config.trainer.total_steps or loader.steps_per_epoch * config.trainer.num_epochs
-    group.call(
+    num_parameters: int = group.call(
         "build_policy",
-        config.model.model_dump_json(),
+        model.config.model_dump_json(),
         config.engine.model_dump_json(),
         config.trainer.optimizer().model_dump_json(),
         total_steps,
-    )
+    )[0]
     counts: Metrics = {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
-    with Run("sft", config, config.model, config.trainer, group=group, total_steps=total_steps) as run:
+    with Run(
+        "sft", config, model.config, config.trainer, group=group, total_steps=total_steps, num_parameters=num_parameters
+    ) as run:
         for step in run.steps():
             samples = [rows.rows[index] for index in loader.indices(step - 1)]
             with run.spans("train"):
@@ -42,12 +44,20 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
 
 
 def train_step(group: WorkerGroup, samples: Sequence[Sample], *, max_tokens: int) -> Metrics:
-    """Packs the samples, spreads them over the ranks and makes one optimizer step."""
+    """Packs the samples, spreads them over the ranks and makes one optimizer step.
+
+    Returns:
+        Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are means
+        over the steps.
+    """
     packed = pack(samples, num_shards=group.size, max_tokens=max_tokens)
     metrics = merge_metrics(group.scatter("train", packed.shards, packed.denominators))
-    metrics["train/num_tokens"] = MetricValue.sum(packed.denominators.num_tokens)
-    metrics["train/num_sequences"] = MetricValue.sum(packed.denominators.num_sequences)
-    return metrics
+    totals = {
+        "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
+        "train/num_tokens": packed.denominators.num_tokens,
+        "train/num_sequences": packed.denominators.num_sequences,
+    }
+    return metrics | {name: MetricValue.mean(total, 1) for name, total in totals.items()}
 
 
 def validate(group: WorkerGroup, samples: Sequence[Sample], *, max_tokens: int) -> Metrics:

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
 from shardwise.data import load_tokenizer
-from shardwise.engine import LossFn, TrainEngine, resolve_folder
+from shardwise.engine import LossFn, TrainEngine
 from shardwise.recipes.losses import policy_loss, sft_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
@@ -32,7 +32,7 @@ class Worker:
         """Builds the trained policy. Returns its number of parameters."""
         config = EngineConfig.model_validate_json(engine)
         self._policy = TrainEngine.build(
-            resolve_folder(ModelConfig.model_validate_json(model).path),
+            Path(ModelConfig.model_validate_json(model).path),
             config,
             device=self._device,
             optimizer=OptimizerConfig.model_validate_json(optimizer),
@@ -44,14 +44,14 @@ class Worker:
     def build_reference(self, model: str, engine: str) -> None:
         """Builds the frozen reference policy."""
         self._reference = TrainEngine.build(
-            resolve_folder(ModelConfig.model_validate_json(model).path),
+            Path(ModelConfig.model_validate_json(model).path),
             EngineConfig.model_validate_json(engine),
             device=self._device,
         )
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
-        folder = resolve_folder(ModelConfig.model_validate_json(model).path)
+        folder = Path(ModelConfig.model_validate_json(model).path)
         config = GenerationConfig.model_validate_json(rollout)
         match config.engine:
             case "embedded":

@@ -12,10 +12,16 @@ from typing import Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import LogitTransform, project_float32, repeated_projection
+from shardwise.ops import (
+    UNREGISTERED_ATTENTION,
+    LogitTransform,
+    project_float32,
+    repeated_projection,
+    unsupported_reason,
+)
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import sample, stream_key, uniforms
 from shardwise.types import Completion, GenerateRequest
@@ -40,20 +46,28 @@ class EmbeddedEngine:
         self._model = model
         self._max_rows = max_rows
         self._device = device
-        self._transform = LogitTransform.from_config(model.config)
+        text_config = model.config.get_text_config()
+        self._transform = LogitTransform.from_config(text_config)
+        self._layers = list(range(text_config.num_hidden_layers))
         self._stop_ids = _stop_ids(model)
         self._version = 0
 
     @classmethod
     def from_folder(cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device) -> Self:
-        """Loads a model folder. Raises ModelError where transformers cannot, or would make up weights."""
+        """Loads a model folder. Raises ModelError where transformers cannot or would make up weights, and for
+        families that cached attention cannot compute."""
         register_cached_attention()
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=CACHED_ATTENTION, output_loading_info=True
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+            if error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
+                family = AutoConfig.from_pretrained(folder).model_type
+                raise ModelError(f"{folder}: {family} is not supported: it {UNREGISTERED_ATTENTION}") from None
             raise ModelError(f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}") from None
+        if reason := unsupported_reason(model):
+            raise ModelError(f"{folder}: {reason}")
         if missing := sorted(report["missing_keys"]):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
@@ -91,8 +105,17 @@ class EmbeddedEngine:
         self._version = version
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
-        """input_ids, position_ids [B, L] -> [B, L, D]."""
+        """input_ids, position_ids [B, L] -> [B, L, D].
+
+        Raises:
+            ModelError: not every layer computed its attention through the cache.
+        """
         output = self._model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
+        if cache.layers_seen != self._layers:
+            raise ModelError(
+                f"{type(self._model).__name__} is not supported: its {len(self._layers)} layers called the cached "
+                f"attention {len(cache.layers_seen)} times instead of once each, in order"
+            )
         return output.last_hidden_state
 
     def projection(self) -> Tensor:

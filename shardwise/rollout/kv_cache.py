@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ModelError
-from shardwise.ops import attend
+from shardwise.ops import DROPS_KEYWORDS, attend
 
 CACHED_ATTENTION = "shardwise_cached"
 
@@ -36,24 +36,33 @@ class KVCache:
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._span = 0
         self._masks: dict[int | None, Tensor] = {}
+        self._layers_seen: list[int] = []
 
     def begin_prefill(self, *, prompt_of_row: Tensor, first_row: int) -> None:
         """The next forward pass reads right-padded prompts; row `first_row + i` gets the keys of prompt_of_row[i]."""
         rows = torch.arange(first_row, first_row + len(prompt_of_row), device=self._device)
         self._prefill = (rows, prompt_of_row)
+        self._layers_seen = []
 
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
+        self._layers_seen = []
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows, to close the gaps that finished rows leave."""
         for keys, values in self._layers.values():
             keys[target], values[target] = keys[source], values[source]
 
+    @property
+    def layers_seen(self) -> list[int]:
+        """The layers whose attention has run in this forward pass, in their order."""
+        return self._layers_seen
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value."""
+        self._layers_seen.append(layer)
         keys, values = self._storage(layer, key, value)
         if self._prefill is not None:
             rows, prompts = self._prefill
@@ -101,18 +110,22 @@ def _cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv_cache: KVCache,
+    kv_cache: KVCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, L, d] -> [B, L, H, dv]."""
+    if kv_cache is None:
+        raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
+    if attention_mask is not None:  # ours is always None: this one says more than who sees whom
+        raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
     if _kwargs.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = kv_cache.attend(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some families call view on it
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

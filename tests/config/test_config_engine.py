@@ -48,10 +48,21 @@ def test_optimizer_value_out_of_range_is_refused(key, value, path):
 
 def test_bounds_themselves_are_allowed():
     config = parse(
-        OptimizerConfig, learning_rate=0, min_lr_ratio=1, adam_betas=[0, 0.999], max_grad_norm=None, weight_decay=0
+        OptimizerConfig,
+        learning_rate=0,
+        min_lr_ratio=1,
+        lr_schedule="cosine",
+        adam_betas=[0, 0.999],
+        max_grad_norm=None,
+        weight_decay=0,
     )
     assert (config.learning_rate, config.min_lr_ratio, config.adam_betas) == (0, 1, (0, 0.999))
     assert parse(EngineConfig, fsdp_size=None).fsdp_size is None
+
+
+def test_floor_of_a_constant_schedule_is_refused():
+    with pytest.raises(ConfigError, match=r"min_lr_ratio=0\.1 has no effect with lr_schedule=constant"):
+        parse(OptimizerConfig, min_lr_ratio=0.1)
 
 
 def test_wsd_needs_decay_steps():

@@ -68,3 +68,9 @@ def test_scale_belongs_to_grpo(scale):
     assert str(error.value) == f"test: advantage_scale={scale} has no effect with advantage=rloo; remove it"
     assert AlgorithmConfig(advantage="rloo").advantage_scale is None
     assert AlgorithmConfig(advantage="grpo", advantage_scale=scale).advantage_scale == scale
+
+
+def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
+    with pytest.raises(ConfigError, match=r"failure_value=3\.0 has no effect with on_failure=abort"):
+        RewardConfig.parse({"function": "a:b", "failure_value": 3}, origin="test")
+    assert RewardConfig(function="a:b", failure_value=3, on_failure="value").failure_value == 3

@@ -53,13 +53,13 @@ class Worker:
 
 rank = Rank.from_environment()
 follow_lifeline()
-with process_group(rank, timeout_seconds=20) as control:
+with process_group(rank, device_type="cpu", timeout_seconds=20) as control:
     worker = Worker(rank.rank)
     if rank.rank != 0:
         serve(worker, control)
         open(sys.argv[2] + ".served", "w").write("left the loop")
     else:
-        group = RankGroup(worker, control)
+        group = RankGroup(worker, control, timeout_seconds=20)
         shards = [torch.tensor([1.5, 2.5]), torch.tensor([-3.0])]
         large = [torch.ones(1_000_000), torch.ones(2_000_000)]
         found = {

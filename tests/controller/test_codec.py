@@ -119,7 +119,12 @@ NOUNS = [
 def test_every_noun_of_a_run_comes_back(noun):
     assert same(noun, decode(encode(noun)))
     group = RolloutGroup(
-        example=NOUNS[0], completions=[NOUNS[2]], texts=["5"], rewards=[1.0], reward_parts=[{"acc": 1.0}]
+        example=NOUNS[0],
+        completions=[NOUNS[2]],
+        texts=["5"],
+        rewards=[1.0],
+        reward_parts=[{"acc": 1.0}],
+        failed=[False],
     )
     assert same({"groups": [group, noun]}, decode(encode({"groups": [group, noun]})))
 

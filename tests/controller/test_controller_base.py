@@ -24,8 +24,8 @@ class Recorder:
 
 @contextmanager
 def rank_group(worker: object) -> Iterator[WorkerGroup]:
-    with process_group(Rank(0, 1, 0), timeout_seconds=5) as control:
-        group = RankGroup(worker, control)
+    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=5) as control:
+        group = RankGroup(worker, control, timeout_seconds=20)
         yield group
         group.shutdown()
 

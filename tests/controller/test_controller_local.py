@@ -1,10 +1,17 @@
 """RankGroup on two real ranks; the commands are in conftest.py."""
 
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
+from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_call_gives_every_rank_the_same_arguments(two_rank_results):
@@ -44,8 +51,8 @@ class Counter:
 
 
 def test_a_group_of_one_calls_its_worker_directly():
-    with process_group(Rank(0, 1, 0), timeout_seconds=5) as control:
-        group = RankGroup(Counter(), control)
+    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=5) as control:
+        group = RankGroup(Counter(), control, timeout_seconds=20)
         assert group.size == 1
         assert group.call("add", 4) == [4]
         assert group.scatter("add", [5], 10) == [54]
@@ -53,3 +60,56 @@ def test_a_group_of_one_calls_its_worker_directly():
             group.scatter("add", [1, 2])
         group.shutdown()
     assert torch.distributed.is_initialized() is False
+
+
+HANGING = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch.distributed as dist
+from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.local import RankGroup, serve
+from shardwise.controller.process_group import Rank, process_group
+
+
+class Worker:
+    def hang(self):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hang_in_collective(self):
+        self.hang()
+        dist.all_reduce(torch.zeros(1))
+
+
+rank = Rank.from_environment()
+follow_lifeline()
+with process_group(rank, device_type="cpu", timeout_seconds=2) as control:
+    try:
+        if rank.rank != 0:
+            serve(Worker(), control)
+        else:
+            RankGroup(Worker(), control, timeout_seconds=2).call(sys.argv[2])
+    except Exception as error:
+        code = note_failure(error, rank.rank)
+        sys.stderr.flush()
+        os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("hang", "rank 1 did not answer `hang` within 2 s (engine.collective_timeout_seconds)"),
+        ("hang_in_collective", "rank 1 hangs: rank 0 waited in vain"),
+    ],
+)
+def test_a_rank_that_is_stopped_is_named_within_its_deadline(tmp_path, capfd, method, message):
+    script = tmp_path / "rank.py"
+    script.write_text(HANGING)
+    started = time.monotonic()
+    assert launch([sys.executable, str(script), str(ROOT), method], nproc=2) == 1
+    assert time.monotonic() - started < 30  # two seconds of waiting, five of grace, and starting torch twice
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

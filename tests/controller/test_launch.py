@@ -204,3 +204,5 @@ def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch
     assert capsys.readouterr().err == "error: rank 3: use 1, 2 or 4\n"
     assert note_failure(ZeroDivisionError("division by zero"), 3) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: rank 3: division by zero"
+    assert note_failure(RuntimeError("Connection closed by peer [127.0.0.1]:4"), 3) == 1
+    assert capsys.readouterr().err == "rank 3: another rank ended or hangs; its own message tells why\n"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.controller.process_group import Rank, process_group
+from shardwise.controller.process_group import Rank, backend_of, process_group
 
 
 def test_a_process_alone_is_rank_0_of_1(monkeypatch):
@@ -20,7 +20,7 @@ def test_ranks_are_read_from_what_torchrun_sets(monkeypatch):
 
 
 def test_group_of_one_computes_collectives_and_is_left_at_the_end():
-    with process_group(Rank(0, 1, 0), timeout_seconds=5) as control:
+    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=5) as control:
         assert dist.get_world_size() == dist.get_world_size(control) == 1
         value = torch.tensor([3.5])
         dist.all_reduce(value)
@@ -30,7 +30,7 @@ def test_group_of_one_computes_collectives_and_is_left_at_the_end():
 
 
 def test_group_is_left_after_an_error_too():
-    with pytest.raises(KeyError, match="inside"), process_group(Rank(0, 1, 0), timeout_seconds=5):
+    with pytest.raises(KeyError, match="inside"), process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=5):
         raise KeyError("inside")
     assert not dist.is_initialized()
 
@@ -39,6 +39,16 @@ def test_a_rank_that_never_comes_is_an_error_within_the_timeout(monkeypatch, tmp
     monkeypatch.setenv("SHARDWISE_STORE", str(tmp_path / "store"))
     expected = "rank 0 could not join the other ranks of 2 within 1 s: "
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=expected), process_group(Rank(0, 2, 0), timeout_seconds=1):
+    with (
+        pytest.raises(RuntimeError, match=expected),
+        process_group(Rank(0, 2, 0), device_type="cpu", timeout_seconds=1),
+    ):
         pytest.fail("joined a group of two alone")
     assert time.monotonic() - start < 10
+
+
+def test_backend_follows_the_device_and_not_the_build_of_torch(monkeypatch):
+    """A CUDA build of torch on a machine without a GPU knows NCCL, whose group cannot be made there."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert backend_of("cpu") == "gloo"
+    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"

@@ -338,3 +338,24 @@ def test_an_output_folder_that_is_a_file_is_named(sft, tmp_path):
     (tmp_path / "taken").write_text("mine")
     assert_one_line(sft(trainer__output_dir=tmp_path / "taken"), "trainer.output_dir=.*taken cannot be written to")
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_under_torchrun_a_mistake_is_told_by_one_rank_without_a_traceback(assets, shell, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="\n')
+    run = shell(
+        *["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardwise", "sft"],
+        *[f"model.path={assets.model}", f"data.train_files={bad}", "data.max_sequence_tokens=64"],
+        f"trainer.output_dir={tmp_path}",
+    )
+    assert run.code != 0
+    ours = [line for line in run.err.splitlines() if line.startswith(("error:", "rank "))]
+    assert sum("bad.jsonl line 1" in line for line in ours) == 1, run.err
+    assert "shardwise/recipes" not in run.err  # no frame of ours: no traceback
+
+
+def test_overrides_may_stand_before_and_after_options(sft):
+    done = sft(SFT_ROWS, "--dry-run", "trainer.seed=5")
+    assert done.code == 0, done.err
+    assert "seed: 5" in done.out
+    assert sft(SFT_ROWS, "--dry-run", "trainer").code == 2

@@ -65,7 +65,7 @@ def test_rewards_in_the_metrics_are_those_of_the_users_function(two_ranks, asset
         assert f"<|system|>Add.<|end|><|user|>{number}+{number}=" in sample["prompt"]
         expected = rules.compute_score("", sample["completion"], sample["ground_truth"], {"index": number})
         assert sample["reward"] == expected.pop("score")
-        assert sample["reward_parts"] == {**expected, "failed": 0.0}
+        assert sample["reward_parts"] == expected
     for row in metrics_of(two_ranks):
         rewards = [sample["reward"] for sample in samples if sample["step"] == row["step"]]
         assert row["reward/mean"] == pytest.approx(statistics.mean(rewards))
@@ -161,7 +161,7 @@ def test_settings_of_the_algorithm_change_what_they_should(two_ranks, assets, co
             assert first["train/grad_norm"] == pytest.approx(centred["train/grad_norm"] * ratio, rel=1e-4)
         case "minibatches":
             # Four optimizer steps, each over 8 of the 16 samples; the later ones are off-policy.
-            assert first["train/num_sequences"] == 32.0
+            assert first["train/num_sequences"] == 8.0
             assert first["policy/approx_kl"] > 1e-6
             assert base["policy/approx_kl"] == 0.0
             assert first["rollout/logprob_abs_diff"] < 1e-5

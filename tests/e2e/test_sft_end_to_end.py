@@ -42,7 +42,7 @@ def test_loss_falls_and_every_file_of_the_run_is_there(two_ranks, metrics_of):
     assert losses[-1] < losses[0] - 1.0
     assert all(row["train/num_sequences"] == 16 for row in metrics)
     assert {path.name for path in two_ranks.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "performance.jsonl", "samples.jsonl", "checkpoints",
+        "config.yaml", "metrics.jsonl", "performance.jsonl", "checkpoints",
     }  # fmt: skip
     assert [path.name for path in (two_ranks / "checkpoints").iterdir()] == [f"step_{STEPS}"]
 

@@ -32,7 +32,7 @@ def forward_packed(folder, versions, temperature, engine_config, max_tokens):
     results = []
     for samples in versions:
         step = pack(samples, num_shards=dist.get_world_size(), max_tokens=max_tokens)
-        outputs = engine.forward(step.shards[dist.get_rank()], temperature=temperature)
+        outputs = engine.forward(step.shards[dist.get_rank()], temperature=temperature, with_entropy=True)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, ([o.logprobs for o in outputs], [o.entropy for o in outputs]))
         results.append([unpack(step, [rank[field] for rank in everyone]) for field in (0, 1)])
@@ -166,7 +166,7 @@ def test_nan_on_one_rank_skips_the_update_on_all_ranks(run_ranks, folder):
     """Trap 24. The skipped step leaves Adam untouched too: the steps after it are those of a run without it."""
     healthy = run_ranks(poisoned_steps, 2, str(folder), [False, False])
     for rank, trail in enumerate(run_ranks(poisoned_steps, 2, str(folder), [False, True, False])):
-        assert [metrics.get("train/nonfinite_steps") for _, metrics in trail[1:]] == [0.0, 1.0, 0.0]
+        assert [metrics.get("train/nonfinite_fraction") for _, metrics in trail[1:]] == [0.0, 1.0, 0.0]
         assert trail[2][1]["train/grad_norm"] == 0.0
         for name, weight in trail[1][0].items():
             assert torch.equal(trail[2][0][name], weight), name

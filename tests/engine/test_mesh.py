@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
-from shardwise.engine import ParallelDims, device_of_rank
+from shardwise.engine import ParallelDims, take_device
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,15 @@ def test_neighbouring_ranks_share_a_copy_of_the_model(run_ranks):
     ]
 
 
-def test_device_of_rank_is_the_accelerator_of_that_number_or_the_cpu(monkeypatch):
+def test_take_device_is_the_accelerator_of_that_number_made_current_or_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert device_of_rank(3) == torch.device("cpu")
+    assert take_device(3) == torch.device("cpu")
+    current = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert device_of_rank(3) == torch.device("xpu", 3)
+    assert take_device(3) == torch.device("xpu", 3)
+    assert current == [3]
+    with pytest.raises(ConfigError, match="local rank 4 has no accelerator: this machine has 4; start at most 4 ranks"):
+        take_device(4)

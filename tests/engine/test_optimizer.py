@@ -135,7 +135,7 @@ def test_nonfinite_gradient_changes_nothing_but_the_counts(bad):
     assert torch.equal(optimizer._adamw.state[model.weight]["exp_avg"], moment)
     assert optimizer._adamw.state[model.weight]["step"].item() == 1
     assert optimizer.num_steps == 2
-    assert metrics["train/nonfinite_steps"].result() == 1.0
+    assert metrics["train/nonfinite_fraction"].result() == 1.0
     assert (metrics["train/grad_norm"].total, metrics["train/grad_norm"].count) == (0.0, 0.0)
     assert model.weight.grad is None
     model.weight.grad = torch.tensor([[bad, 1.0]])

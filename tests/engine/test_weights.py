@@ -137,6 +137,43 @@ def test_sharded_checkpoints_of_transformers_load(tmp_path):
         assert torch.equal(loaded.get_parameter(name), parameter), name
 
 
+def pythia(folder):
+    """Its output projection is lm_head in the model and embed_out in the files."""
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(vocab_size=101, **sizes))
+    model.save_pretrained(folder)
+    assert "embed_out.weight" in load_file(folder / SINGLE_NAME)
+    return model
+
+
+def test_renamed_weights_load_under_the_names_of_the_model(tmp_path):
+    model = pythia(tmp_path)
+    loaded, num_bytes = load_whole(tmp_path)
+    assert num_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_renamed_weights_are_sent_as_the_model_and_exported_as_the_files_name_them(run_ranks, tmp_path):
+    model = pythia(tmp_path / "in")
+    sent = run_ranks(export, 2, str(tmp_path / "in"), str(tmp_path / "out"), "float32", 2**30, 0)[0]
+    assert sent.keys() == model.state_dict().keys()
+    assert torch.equal(sent["lm_head.weight"], model.lm_head.weight)
+    ours, theirs = (load_file(tmp_path / name / SINGLE_NAME) for name in ("out", "in"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_weight_stored_under_both_names_is_refused(tmp_path):
+    pythia(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_NAME)
+    save_file(tensors | {"lm_head.weight": tensors["embed_out.weight"] + 1}, tmp_path / SINGLE_NAME)
+    with pytest.raises(ModelError, match=r"1 tensors are not part of the model \(embed_out\.weight\)$"):
+        load_whole(tmp_path)
+
+
 def test_half_precision_checkpoints_are_cast_to_the_masters(tmp_path):
     model = tiny_model("llama").half()
     model.save_pretrained(tmp_path)

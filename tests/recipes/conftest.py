@@ -26,8 +26,8 @@ def model_folder(tmp_path_factory):
 @pytest.fixture
 def group_of_one():
     """A RankGroup whose worker is the recipes' own, in this process."""
-    with process_group(Rank(0, 1, 0), timeout_seconds=60) as control:
-        yield RankGroup(Worker(torch.device("cpu")), control)
+    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=60) as control:
+        yield RankGroup(Worker(torch.device("cpu")), control, timeout_seconds=20)
 
 
 class FakeGroup:
@@ -59,7 +59,18 @@ def fake_group():
 def make_group():
     """A RolloutGroup from its rewards; token ids and logprobs tell completions apart."""
 
-    def make(rewards, *, prompt_ids=(7, 8), source="sums", texts=None, parts=None, lengths=None, reasons=None, uid="r"):
+    def make(
+        rewards,
+        *,
+        prompt_ids=(7, 8),
+        source="sums",
+        texts=None,
+        parts=None,
+        failed=None,
+        lengths=None,
+        reasons=None,
+        uid="r",
+    ):
         count = len(rewards)
         lengths = lengths or [2] * count
         reasons = reasons or ["stop"] * count
@@ -78,7 +89,8 @@ def make_group():
             ],
             texts=texts or [f"text {i}" for i in range(count)],
             rewards=list(rewards),
-            reward_parts=parts or [{"failed": 0.0} for _ in range(count)],
+            reward_parts=parts or [{} for _ in range(count)],
+            failed=failed or [False] * count,
         )
 
     return make

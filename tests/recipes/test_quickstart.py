@@ -26,7 +26,7 @@ def test_the_summary_holds_what_was_measured_and_the_final_policy_is_the_one_aft
     assert list(summary["accuracy"]) == ["untrained", "sft", "rl"]
     # A random model does not add; three steps do not teach it.
     assert set(summary["accuracy"].values()) == {0.0}
-    assert json.loads((finished / "eval" / "results.json").read_text())["all"]["num_prompts"] == 12
+    assert json.loads((finished / "eval" / "rl" / "results.json").read_text())["all"]["num_prompts"] == 12
     sft, rl = lines(finished / "sft" / "metrics.jsonl"), lines(finished / "metrics.jsonl")
     assert (len(sft), len(rl)) == (3, 1)
     assert sft[-1]["train/loss"] < sft[0]["train/loss"]

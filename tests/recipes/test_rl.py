@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.config import AlgorithmConfig, RLConfig
+from shardwise.config import AlgorithmConfig, ModelConfig, RLConfig
 from shardwise.recipes.rl import (
     build_engines,
     minibatches,
@@ -172,7 +172,8 @@ def test_rollout_metrics_by_hand(make_group):
             [1.0, 0.0, 0.25],
             lengths=[2, 5, 3],
             reasons=["stop", "length", "stop"],
-            parts=[{"failed": 0.0, "acc": 1.0}, {"failed": 1.0}, {"failed": 0.0, "acc": 0.5}],
+            parts=[{"acc": 1.0, "mean": 9.0}, {}, {"acc": 0.5}],
+            failed=[False, True, False],
         ),
         make_group([0.75], lengths=[10], reasons=["length"]),
     ]
@@ -183,8 +184,9 @@ def test_rollout_metrics_by_hand(make_group):
         "rollout/response_tokens": 5.0,
         "rollout/response_tokens_max": 10.0,
         "rollout/truncated": 0.5,
-        "reward/acc": 0.75,  # over the two that have it
         "reward/failed": 0.25,
+        "reward_part/acc": 0.75,  # over the two that have it
+        "reward_part/mean": 9.0,  # a name of the user's cannot hide one of ours
     }
 
 
@@ -201,7 +203,8 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "completion": "text 1",
         "ground_truth": "5",
         "reward": 1.0,
-        "reward_parts": {"failed": 0.0},
+        "reward_parts": {},
+        "reward_failed": False,
         "finish_reason": "stop",
         "policy_version": 4,
         "token_ids": [110, 111],
@@ -212,7 +215,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_reference_is_built_only_for_a_kl_term_and_the_schedule_counts_optimizer_steps(fake_group, kl_coef):
     group = fake_group()
-    build_engines(config(kl_coef=kl_coef, num_minibatches=2, num_epochs=3), group, 10)
+    build_engines(config(kl_coef=kl_coef, num_minibatches=2, num_epochs=3), ModelConfig(path="m"), group, 10)
     assert ("build_reference" in group.methods) == (kl_coef > 0)
     assert group.calls[0][0] == "build_policy"
     assert group.calls[0][-1] == 60

@@ -56,7 +56,8 @@ def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, siz
         assert found.example is examples[place]
         assert found.texts == [f"{p}1", f"{p}2", f"{p}3"]
         assert found.rewards == [-1.0, 10.0 * p + 2, -1.0]
-        assert found.reward_parts == [{"failed": 1.0}, {"half": (10 * p + 2) / 2, "failed": 0.0}, {"failed": 1.0}]
+        assert found.reward_parts == [{}, {"half": (10 * p + 2) / 2}, {}]
+        assert found.failed == [True, False, True]
         assert [c.token_ids for c in found.completions] == [[p, i, 0] for i in (1, 2, 3)]
         assert {c.policy_version for c in found.completions} == {place % size}
     ((_, shards),) = group.calls

@@ -25,7 +25,7 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def group():
-    with process_group(Rank(0, 1, 0), timeout_seconds=60):
+    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=60):
         yield
 
 

@@ -115,7 +115,33 @@ def test_layers_do_not_share_keys():
         torch.testing.assert_close(cache.attend(layer, *parts, **options)[0, :, 0], sequence.expected(3, None, None))
 
 
-def test_attention_sinks_are_refused():
-    """gpt_oss passes them as s_aux; leaving them out would give other numbers without a word."""
-    with pytest.raises(ModelError, match="Linear has attention sinks, which are not supported"):
-        _cached_attention(nn.Linear(1, 1), *(torch.zeros(1, 1, 1, 1),) * 3, None, kv_cache=None, s_aux=torch.zeros(1))
+def test_cache_tells_the_layers_of_the_forward_pass_that_began_last():
+    cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu"))
+    options = {**OPTIONS, "window": None}
+    sequence = Sequence(3, 0)
+    assert cache.layers_seen == []
+    cache.begin_prefill(prompt_of_row=torch.tensor([0]), first_row=0)
+    prompt = [x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)]
+    for layer in (0, 1, 1):
+        cache.attend(layer, *prompt, **options)
+    assert cache.layers_seen == [0, 1, 1]
+    cache.begin_decode(torch.tensor([3]), span=4)
+    assert cache.layers_seen == []
+    cache.attend(1, *(x[None, 3][:, :, None] for x in (sequence.query, sequence.key, sequence.value)), **options)
+    assert cache.layers_seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("has_cache", "mask", "options", "message"),
+    [
+        (True, None, {"s_aux": torch.zeros(1)}, "Linear has attention sinks, which are not supported"),
+        (True, torch.zeros(1, 1), {}, "Linear is not supported: it brings an attention mask of its own"),
+        (False, None, {}, "Linear is not supported: it does not pass keyword arguments on to its attention"),
+    ],
+    ids=["sinks", "mask", "no-cache"],
+)
+def test_what_the_cache_would_ignore_is_refused(has_cache, mask, options, message):
+    """gpt_oss passes sinks as s_aux; leaving them out would give other numbers without a word."""
+    cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu")) if has_cache else None
+    with pytest.raises(ModelError, match=message):
+        _cached_attention(nn.Linear(1, 1), *(torch.zeros(1, 1, 1, 1),) * 3, mask, kv_cache=cache, **options)
