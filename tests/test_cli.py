@@ -16,9 +16,14 @@ def _alone(monkeypatch):
 
 
 def test_dry_run_prints_the_resolved_config_and_starts_nothing(tmp_path, capsys):
-    """Neither the model nor the data exist; what is printed is a config file that gives the same config."""
+    """The model does not exist; what is printed is a config file that gives the same config."""
     file = tmp_path / "sft.yaml"
-    file.write_text("model: {path: nowhere}\ndata: {train_files: [t.jsonl]}\ntrainer: {seed: 3, batch_size: 8}\n")
+    file.write_text("model: {path: nowhere}\ndata: {train_files: [DATA]}\ntrainer: {seed: 3, batch_size: 8}\n")
+    data = tmp_path / "t.jsonl"
+    file.write_text(file.read_text().replace("DATA", str(data)))
+    assert main(["sft", "-c", str(file), "--dry-run"]) == 2
+    assert f"{data} does not exist" in capsys.readouterr().err
+    data.write_text("{}")
     assert main(["sft", "-c", str(file), "--dry-run", "trainer.seed=5", "--nproc", "2"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "resolved.yaml").write_text(printed)

@@ -151,7 +151,7 @@ def test_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
 
 
 def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():
-    with RewardPool(config(num_workers=1, on_failure="abort")) as pool:
+    with RewardPool(config(num_workers=1, on_failure="abort", failure_value=0.0)) as pool:
         (first,) = pool.score([job("pid")])
         os.kill(int(first.score), signal.SIGKILL)
         time.sleep(0.2)
@@ -166,7 +166,7 @@ def test_close_leaves_no_process_and_an_error_closes():
         assert all(is_alive(pid) for pid in pids)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
-    pool = RewardPool(config(on_failure="abort"))
+    pool = RewardPool(config(on_failure="abort", failure_value=0.0))
     pids = [worker.pid for worker in pool._workers]
     with pytest.raises(RewardError):
         pool.score([job("sleep 100"), job("raise")])
