@@ -21,8 +21,8 @@ FAILURE_VARIABLE = "SHARDWISE_FAILURE_FILE"
 """Where a rank writes why it failed."""
 LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
 """A pipe that closes when the launcher is gone; ranks then end themselves."""
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-"""Exit codes: a mistake of the user's, anything else, Ctrl-C."""
+USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+"""Exit codes: a mistake of the user's, anything else, Ctrl-C, SIGTERM."""
 _GRACE_SECONDS = 5.0
 _SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
@@ -36,6 +36,7 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
     Returns:
         0 when all ranks succeeded, else the exit code of the rank that failed first, after printing why.
     """
+    before = signal.signal(signal.SIGTERM, _leave)  # so that ranks end and the folder goes on that way out too
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         lifeline_read, lifeline_write = os.pipe()
         ranks = [_start(command, rank, nproc, Path(folder), lifeline_read) for rank in range(nproc)]
@@ -49,7 +50,12 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
         finally:
             _end(ranks)
             os.close(lifeline_write)
+            signal.signal(signal.SIGTERM, before)
         return _report(failed, nproc, Path(folder)) if failed else 0
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(TERMINATED)
 
 
 def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline: int) -> subprocess.Popen[bytes]:

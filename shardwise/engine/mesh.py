@@ -39,11 +39,6 @@ class ParallelDims:
             )
         return cls(world_size // size, size, 1)
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks, or groups of sequence-parallel ranks, that each get their own micro-batches."""
-        return self.dp_replicate * self.dp_shard
-
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh fully_shard takes: one axis shards; with a second, smaller copies are replicated (HSDP)."""
         if self.dp_replicate == 1:

