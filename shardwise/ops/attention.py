@@ -4,14 +4,20 @@ Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, 
 d head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from itertools import groupby
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
+"""From torch 2.12 on; before, keys and values are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +106,7 @@ def packed_attention(
         [H, T, dv].
     """
     if query.is_cuda and softcap is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
-        out = varlen_attn(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            layout.cu_seqlens,
-            layout.cu_seqlens,
-            layout.max_length,
-            layout.max_length,
-            scale=scaling,
-            window_size=(-1, 0) if window is None else (window - 1, 0),
-            enable_gqa=query.shape[0] != key.shape[0],
-        )
-        assert isinstance(out, Tensor)
-        return out.transpose(0, 1)
+        return _flash_attention(query, key, value, layout, scaling=scaling, window=window)
     sizes = [count * length for count, length in layout.runs]
     outputs = []
     for (count, length), q, k, v in zip(
@@ -123,3 +116,27 @@ def packed_attention(
         out = attend(*dense, scaling=scaling, causal=True, window=window, softcap=softcap)
         outputs.append(out.transpose(0, 1).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """`packed_attention` as one call of torch's variable-length FlashAttention; half precision on CUDA only."""
+    kernel: Callable[..., Any] = varlen_attn
+    if (num_groups := query.shape[0] // key.shape[0]) > 1:
+        if VARLEN_GROUPS_QUERIES:
+            kernel = partial(varlen_attn, enable_gqa=True)
+        else:
+            key, value = (x.repeat_interleave(num_groups, dim=0) for x in (key, value))
+    out: Tensor = kernel(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(-1, 0) if window is None else (window - 1, 0),  # the kernel does not count the token itself
+    )
+    return out.transpose(0, 1)

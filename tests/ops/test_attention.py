@@ -1,9 +1,10 @@
+import itertools
 import math
 
 import pytest
 import torch
 
-from shardwise.ops import PackedLayout, attend, packed_attention
+from shardwise.ops import PackedLayout, attend, attention, packed_attention
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
@@ -103,3 +104,34 @@ def test_bfloat16_stays_near_float64():
         out = packed_attention(*qkv(sum(LENGTHS), torch.bfloat16), layout_of(LENGTHS), scaling=None, **settings)
         assert out.dtype == torch.bfloat16
         assert (out.double() - exact).abs().max() < 0.03
+
+
+def stand_in_kernel(
+    query, key, value, cu_seqlens, _cu_seqlens_k, _max_q, _max_k, *, scale, window_size, enable_gqa=False
+):
+    """What the documentation of torch's kernel says, token by token: [T, H, d]; window_size = (left, right), -1 no end."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    group = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        for token in range(start, end):
+            first = start if window_size[0] < 0 else max(start, token - window_size[0])
+            assert window_size[1] == 0
+            for head in range(query.shape[1]):
+                keys, values = key[first : token + 1, head // group], value[first : token + 1, head // group]
+                out[token, head] = ((keys @ query[token, head]) * scale).softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("groups_queries", [True, False], ids=["torch 2.12 and newer", "torch 2.11"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_call_is_the_loop_over_sequences(monkeypatch, groups_queries, window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(heads, 11, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 6, 10, 11], dtype=torch.int32)
+    layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=torch.device("cpu"))
+    expected = packed_attention(query, key, value, layout, scaling=0.3, window=window)
+    monkeypatch.setattr(attention, "varlen_attn", stand_in_kernel)
+    monkeypatch.setattr(attention, "VARLEN_GROUPS_QUERIES", groups_queries)
+    found = attention._flash_attention(query, key, value, layout, scaling=0.3, window=window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
