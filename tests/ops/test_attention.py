@@ -109,7 +109,7 @@ def test_bfloat16_stays_near_float64():
 def stand_in_kernel(
     query, key, value, cu_seqlens, _cu_seqlens_k, _max_q, _max_k, *, scale, window_size, enable_gqa=False
 ):
-    """What the documentation of torch's kernel says, token by token: [T, H, d]; window_size = (left, right), -1 no end."""
+    """What torch documents, token by token: [T, H, d]; window_size = (left, right), -1 no end."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     group = query.shape[1] // key.shape[1]
     out = torch.empty_like(query)
