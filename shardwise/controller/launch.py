@@ -17,6 +17,8 @@ from typing import Any
 from shardwise.config import UserError
 from shardwise.controller.base import RankSilentError
 
+STORE_VARIABLE = "SHARDWISE_STORE"
+"""The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
 FAILURE_VARIABLE = "SHARDWISE_FAILURE_FILE"
 """Where a rank writes why it failed."""
 LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
@@ -68,7 +70,7 @@ def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "SHARDWISE_STORE": str(folder / "store"),
+        STORE_VARIABLE: str(folder / "store"),
         FAILURE_VARIABLE: str(folder / f"failure-{rank}.json"),
         LIFELINE_VARIABLE: str(lifeline),
     }

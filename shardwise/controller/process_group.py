@@ -9,8 +9,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-STORE_VARIABLE = "SHARDWISE_STORE"
-"""The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
+from shardwise.controller.launch import STORE_VARIABLE
+
 _CONTROL_TIMEOUT = timedelta(days=30)
 
 
