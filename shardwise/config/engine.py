@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from shardwise.config.base import Config
 
-DtypeName = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Config):
@@ -29,27 +29,201 @@ class ComputeConfig(Config):
     """A collective that waits longer than this for another rank ends the run with an error."""
 
 
-class EngineConfig(ComputeConfig):
-    """The layout of one sharded model."""
+class WrapPolicyConfig(Config):
+    """Which modules become FSDP units of their own: a unit's weights are gathered together, used, and freed together.
+
+    Whatever no unit takes belongs to the root unit, which stays gathered from the forward to the end of the backward.
+    """
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the modules to wrap, one unit each; null takes the model's own `_no_split_modules` and its
+    decoder layers."""
+    wrap_embeddings: bool = False
+    """The token embedding is a unit: freed after its forward, at the price of another gather. Not for models whose
+    embedding and output projection are one weight."""
+    wrap_lm_output: bool = False
+    """The output projection (or value head) is a unit, gathered only while it works. Not for tied weights either."""
+    moe_experts: list[str] = []
+    """Class names of expert modules (Qwen3MoeExperts) to wrap as units inside their layer."""
+
+
+class ModulePrecisionConfig(Config):
+    """Another precision for one module and everything below it; it becomes an FSDP unit of its own."""
+
+    module: str
+    """The module's name in the model (`model.layers.0.mlp.gate`), or a pattern with `*` for one part of a name
+    (`model.layers.*.mlp.gate`). A name that matches nothing is an error."""
+    param_dtype: DtypeName | None = None
+    """What the module computes in; null is engine.param_dtype."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs to param_dtype; false leaves them as they come."""
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (peft). The base is frozen in param_dtype; the adapters are float32 masters."""
+
+    rank: PositiveInt = 16
+    """The inner dimension of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank))."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0."""
+    target_modules: str | list[str] = "all-linear"
+    """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head."""
+    modules_to_save: list[str] = []
+    """Modules trained in full beside the adapters, and saved with them."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (DoRA): a trained magnitude for each output."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    save_merged: bool = True
+    """Checkpoints hold hf/, the merged model, beside adapter/; false writes the adapter only."""
+
+
+class LayoutConfig(ComputeConfig):
+    """How one model is spread over the ranks and computed, trained or frozen."""
 
     fsdp_size: PositiveInt | None = None
     """Ranks that share one copy of the model; null shards over all ranks. Smaller than the world size: HSDP, with
-    world_size / fsdp_size replicas."""
+    world_size / fsdp_size replicas; 1 is plain replication."""
     ulysses_size: PositiveInt = 1
-    """Ranks that share one sequence (Ulysses sequence parallelism). Only 1 is available in this version."""
+    """Ranks that share one sequence (Ulysses sequence parallelism). Divides fsdp_size and the attention heads."""
+    reshard_after_forward: StrictBool | Annotated[int, Field(strict=True, ge=2)] = True
+    """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
+    second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""
+    forward_prefetch: Annotated[int, Field(ge=0)] = 0
+    """Layers whose weights are gathered ahead in forward, beyond the one that FSDP already overlaps."""
+    offload_policy: bool = False
+    """Sharded weights, gradients and optimizer states live in host memory; layers are copied to the device one by one
+    (FSDP's CPUOffloadPolicy). The optimizer then steps on the CPU."""
+    param_offload: bool = False
+    """In reinforcement learning the sharded weights leave the device while other engines work."""
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+    module_precision: list[ModulePrecisionConfig] = []
+    """Modules that compute in another dtype than param_dtype."""
+    attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Packed attention. auto: varlen (torch's own FlashAttention) on CUDA in half precision, else loop (scaled dot
+    product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3."""
+    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
+    """How fused experts are computed; null leaves the choice to transformers. Only for mixture-of-experts models."""
+    apply_tiled_mlp: bool = False
+    """Compute every MLP in slices of the sequence and again in backward: its inner activations exist for one slice."""
+    tiled_num_shards: Annotated[int, Field(ge=2)] | None = None
+    """Slices of a tiled MLP; null is 4. Sequences shorter than this have fewer."""
+    compile_layers: bool = False
+    """torch.compile every decoder layer (attention itself stays as it is). Slow first steps, faster later ones."""
+    use_liger_kernels: bool = False
+    """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only."""
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    """The hard cap on the tokens of one packed micro-batch on one data-parallel rank."""
+
+    @model_validator(mode="after")
+    def _layout_keys_have_effect(self) -> Self:
+        if self.tiled_num_shards is not None and not self.apply_tiled_mlp:
+            raise ValueError(
+                f"tiled_num_shards={self.tiled_num_shards} has no effect without apply_tiled_mlp=true; set it or "
+                "remove the number"
+            )
+        if self.offload_policy and self.param_offload:
+            raise ValueError(
+                "offload_policy=true already keeps the weights in host memory, so param_offload=true has no effect; "
+                "remove one of them"
+            )
+        return self
+
+
+class FrozenEngineConfig(LayoutConfig):
+    """The layout of a model that is not trained: a reference, reward or teacher model. Weights in param_dtype."""
+
+    strategy: Literal["fsdp2_infer"] = "fsdp2_infer"
+    """A frozen engine has no optimizer."""
+
+
+class EngineConfig(LayoutConfig):
+    """The layout of the trained model, and what its backward pass costs."""
+
+    strategy: Literal["fsdp2_train"] = "fsdp2_train"
+    """A training engine; frozen ones (fsdp2_infer) have a section of their own."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of trained weights between steps. bfloat16 halves their memory; updates are rounded stochastically."""
     reduce_dtype: DtypeName = "float32"
     """The dtype that gradients are summed over ranks in."""
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass and gather them again in backward (less memory)."""
-    max_tokens_per_micro_batch: PositiveInt = 4096
-    """The hard cap on the tokens of one packed micro-batch on one rank."""
+    reduce_gradients: Literal["each_micro_batch", "last_micro_batch"] = "each_micro_batch"
+    """When gradients are reduced over ranks. each_micro_batch: a rank never holds more than its shard of them between
+    two. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
+    (reduce_dtype bytes times all trained parameters)."""
+    backward_prefetch: Annotated[int, Field(ge=0)] = 0
+    """Layers whose weights are gathered ahead in backward, beyond the one that FSDP already overlaps."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full: a layer keeps its input only and is computed again in backward. selective: every n-th layer, or, with
+    checkpoint_every_layers null, all layers but with attention and half of the matrix products kept."""
+    checkpoint_every_layers: Annotated[int, Field(ge=2)] | None = None
+    """With activation_checkpointing=selective: checkpoint every n-th layer instead of choosing by operation."""
+    activation_offload: bool = False
+    """The inputs of checkpointed layers wait for backward in host memory."""
+    optimizer_offload: bool = False
+    """In reinforcement learning the optimizer states leave the device between optimizer steps."""
+    freeze_module_prefix: list[str] = []
+    """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""
+
+    def frozen(self) -> FrozenEngineConfig:
+        """A frozen engine on the same layout."""
+        return FrozenEngineConfig(**{name: getattr(self, name) for name in LayoutConfig.model_fields})
+
+    @model_validator(mode="after")
+    def _training_keys_have_effect(self) -> Self:
+        if self.checkpoint_every_layers is not None and self.activation_checkpointing != "selective":
+            raise ValueError(
+                f"checkpoint_every_layers={self.checkpoint_every_layers} has no effect with "
+                f"activation_checkpointing={self.activation_checkpointing}; remove it or set "
+                "activation_checkpointing=selective"
+            )
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError(
+                "activation_offload=true moves the inputs of checkpointed layers, and "
+                "activation_checkpointing=none has none; set it to full or selective"
+            )
+        if self.lora is not None and self.freeze_module_prefix:
+            raise ValueError(
+                f"freeze_module_prefix={self.freeze_module_prefix} has no effect with lora, which freezes the whole "
+                "base; remove it"
+            )
+        if self.lora is not None and self.lora.dropout > 0 and self.apply_tiled_mlp:
+            raise ValueError(
+                f"lora.dropout={self.lora.dropout} with apply_tiled_mlp=true: a tiled MLP is computed twice and would "
+                "drop other elements the second time; set lora.dropout=0"
+            )
+        if self.master_dtype == "bfloat16" and self.param_dtype != "bfloat16":
+            raise ValueError(
+                f"master_dtype=bfloat16 with param_dtype={self.param_dtype} would compute on weights that are already "
+                "rounded; set param_dtype=bfloat16 or master_dtype=float32"
+            )
+        return self
 
 
 class OptimizerConfig(Config):
-    """AdamW, its schedule, and the guards around a step."""
+    """The optimizer, its schedule, and the guards around a step."""
 
+    optimizer: Literal["adamw", "adamw_cpu", "adamw_8bit", "muon"] = "adamw"
+    """adamw. adamw_cpu: its states live in host memory and the update is computed there. adamw_8bit: its states are
+    quantised (needs torchao or bitsandbytes). muon: orthogonalised momentum for the matrices of the layers, AdamW for
+    embeddings, output projection, norms and biases."""
+    adamw_implementation: Literal["fused", "foreach"] = "fused"
+    """The kernel of AdamW."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """The peak learning rate."""
+    module_learning_rates: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Peak learning rates of modules by the beginning of their name; the longest match counts. The schedule scales
+    them like learning_rate."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of Muon's momentum (Nesterov)."""
+    muon_num_iterations: PositiveInt = 5
+    """Newton-Schulz iterations that orthogonalise an update."""
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """How the learning rate of a matrix depends on its shape: original (Jordan et al. 2024), or scaled so that updates
+    are as large as AdamW's and one learning rate serves both (Moonshot AI 2025)."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """The shape after warm-up. wsd is warm-up, stable, then a linear decay over the last `lr_decay_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0

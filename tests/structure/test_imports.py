@@ -35,7 +35,8 @@ THIRD_PARTY = {"config": {"pydantic", "yaml"}, "types": {"torch"}, "ops": {"torc
 """All that these import beside the standard library."""
 
 TORCH_FREE = {"cli", "config", "rewards"}
-HEAVY = {"ray", "vllm", "sglang", "peft", "wandb", "mlflow"}
+HEAVY = {"ray": "ray", "vllm": "vllm", "sglang": "sglang", "peft": "lora", "wandb": "wandb", "mlflow": "mlflow"}
+"""Packages that only one file imports, by the name of that file."""
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -73,8 +74,8 @@ def broken_rule(layer: str, stem: str, name: str) -> str | None:
         target = rest.partition(".")[0]
         if target in MAY_IMPORT and target != layer and target not in MAY_IMPORT[layer]:
             return f"{layer} may import {', '.join(sorted(MAY_IMPORT[layer])) or 'no other folder'}"
-    elif top in HEAVY and stem != top:
-        return f"{top} belongs in a file named {top}.py"
+    elif top in HEAVY and stem != HEAVY[top]:
+        return f"{top} belongs in a file named {HEAVY[top]}.py"
     elif layer in TORCH_FREE and top in {"torch", "transformers"}:
         return f"{layer} is free of torch and transformers"
     elif layer in THIRD_PARTY and top not in THIRD_PARTY[layer] | sys.stdlib_module_names:
