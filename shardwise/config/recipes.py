@@ -28,7 +28,7 @@ class TrainerConfig(OptimizerConfig):
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
 
-    def optimizer(self) -> OptimizerConfig:
+    def optimizer_config(self) -> OptimizerConfig:
         """The part that an engine needs."""
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
 

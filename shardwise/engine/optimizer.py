@@ -56,6 +56,7 @@ class ShardedOptimizer:
             eps=config.adam_eps,
             fused=True,
         )
+        self.loss_scale = 1.0
         self.num_steps = 0
         """Steps asked for so far, skipped ones included."""
         self._num_nonfinite_in_a_row = 0

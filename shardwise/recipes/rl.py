@@ -93,7 +93,7 @@ def build_engines(config: RLConfig, model_config: ModelConfig, group: WorkerGrou
     model, engine = model_config.model_dump_json(), config.engine.model_dump_json()
     num_updates = total_steps * config.algorithm.num_minibatches * config.algorithm.num_epochs
     num_parameters: int = group.call(
-        "build_policy", model, engine, config.trainer.optimizer().model_dump_json(), num_updates
+        "build_policy", model, engine, config.trainer.optimizer_config().model_dump_json(), num_updates
     )[0]
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
     if config.algorithm.kl_coef > 0:

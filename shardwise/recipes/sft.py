@@ -26,7 +26,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         "build_policy",
         model.config.model_dump_json(),
         config.engine.model_dump_json(),
-        config.trainer.optimizer().model_dump_json(),
+        config.trainer.optimizer_config().model_dump_json(),
         total_steps,
     )[0]
     counts: Metrics = {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}

@@ -4,13 +4,20 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from shardwise.data import load_tokenizer
 from shardwise.engine import LossFn, TrainEngine
 from shardwise.recipes.losses import policy_loss, sft_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
-from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, TokenOutputs
 
 
 class Worker:
@@ -45,7 +52,7 @@ class Worker:
         """Builds the frozen reference policy."""
         self._reference = TrainEngine.build(
             Path(ModelConfig.model_validate_json(model).path),
-            EngineConfig.model_validate_json(engine),
+            FrozenEngineConfig.model_validate_json(engine),
             device=self._device,
         )
 
@@ -82,12 +89,12 @@ class Worker:
     def policy_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
         """[T] logprobs of every micro-batch under the current policy."""
         assert self._policy is not None
-        return [outputs.logprobs for outputs in self._policy.forward(batches, temperature=self._temperature)]
+        return _logprobs(self._policy.forward(batches, temperature=self._temperature))
 
     def reference_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
         """[T] logprobs of every micro-batch under the reference policy."""
         assert self._reference is not None
-        return [outputs.logprobs for outputs in self._reference.forward(batches, temperature=self._temperature)]
+        return _logprobs(self._reference.forward(batches, temperature=self._temperature))
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""
@@ -109,3 +116,7 @@ class Worker:
         """Drops every engine, so that another recipe can build its own."""
         self._policy = self._reference = self._rollout = None
         self._loss_fn, self._temperature = sft_loss, 1.0
+
+
+def _logprobs(outputs: list[TokenOutputs]) -> list[torch.Tensor]:
+    return [out.logprobs for out in outputs if out.logprobs is not None]
