@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
-from shardwise.config import EngineConfig, ModelError
+from shardwise.config import FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.ops import decoder_layers, unsupported_reason
@@ -147,7 +147,7 @@ def train_logprobs(folder: str) -> list[torch.Tensor] | str:
     samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(sequences())]
     step = pack(samples, num_shards=1, max_tokens=64)
     try:
-        engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU)
+        engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU)
         return unpack(step, [[output.logprobs for output in engine.forward(step.shards[0])]])
     except ModelError as error:
         return str(error)
