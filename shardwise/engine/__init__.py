@@ -2,4 +2,5 @@
 
 from shardwise.engine.engine import LossFn, TrainEngine
 from shardwise.engine.mesh import ParallelDims, take_device
+from shardwise.engine.offload import Part
 from shardwise.engine.weights import resolve_folder

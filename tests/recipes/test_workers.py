@@ -8,7 +8,14 @@ import pytest
 import torch
 from tiny_models import tiny_folder
 
-from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
 from shardwise.recipes.workers import Worker
@@ -34,7 +41,7 @@ def build(family, folder, *, param_dtype="float32", learning_rate=0.02) -> Worke
     engine = EngineConfig(param_dtype=param_dtype).model_dump_json()
     worker = Worker(torch.device("cpu"))
     worker.build_policy(model, engine, OptimizerConfig(learning_rate=learning_rate).model_dump_json(), 4)
-    worker.build_reference(model, engine)
+    worker.build_reference(model, FrozenEngineConfig(param_dtype=param_dtype).model_dump_json())
     worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), param_dtype)
     worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
     return worker
