@@ -1,6 +1,6 @@
 """From a model folder to a sharded model. The order of `build_sharded` is the documentation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def build_sharded(
         ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
             fit the model or the layout.
     """
+    sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name)
+    return replace(sharded, num_bytes_read=load_weights(sharded.model.hf_model, folder))
+
+
+def build_unloaded(
+    folder: Path, config: LayoutConfig, mesh: EngineMesh, *, device: torch.device, head_name: HeadName = "logprobs"
+) -> ShardedModel:
+    """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
     ulysses = None
     if mesh.sp_group is not None:
@@ -124,8 +132,7 @@ def build_sharded(
     model = ScoringModel(hf_model, make_head(hf_model, head_name))
     sharded = units.shard(model, hf_model, model.head, mesh)
     materialize(model, device, params_on_host=config.offload_policy)
-    num_bytes = load_weights(hf_model, folder)
-    return ShardedModel(model, sharded, backend, num_bytes)
+    return ShardedModel(model, sharded, backend, num_bytes_read=0)
 
 
 def build_on_meta(
