@@ -1,8 +1,8 @@
 """The model, how it is sharded, and how it is optimized."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
 from shardwise.config.base import Config
 
@@ -88,7 +88,7 @@ class LayoutConfig(ComputeConfig):
     world_size / fsdp_size replicas; 1 is plain replication."""
     ulysses_size: PositiveInt = 1
     """Ranks that share one sequence (Ulysses sequence parallelism). Divides fsdp_size and the attention heads."""
-    reshard_after_forward: StrictBool | Annotated[int, Field(strict=True, ge=2)] = True
+    reshard_after_forward: StrictBool | StrictInt = True
     """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
     second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
@@ -116,6 +116,13 @@ class LayoutConfig(ComputeConfig):
     """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """The hard cap on the tokens of one packed micro-batch on one data-parallel rank."""
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _reshards_over_some_ranks(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, int) and value >= 2):
+            return value
+        raise ValueError(f"{value!r} is neither true, false nor a number of ranks from 2 on; use one of them")
 
     @model_validator(mode="after")
     def _layout_keys_have_effect(self) -> Self:
