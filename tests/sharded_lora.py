@@ -7,13 +7,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_models import random_samples, reference_logprobs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import LoraConfig
 from shardwise.engine.adapters import init_adapters
 from shardwise.engine.lora import base_names, inject_lora
+from shardwise.engine.mesh import ParallelDims
 from shardwise.ops import decoder_layers
 
 SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
@@ -40,7 +40,7 @@ def meta_model(folder):
         ).train()
 
 
-def build(folder, lora: LoraConfig, *, dtype=torch.float32, mesh_shape=None, checkpointed=False, seed=0):
+def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, checkpointed=False, seed=0):
     """inject, wrap, shard, materialize, load, initialize."""
     model = meta_model(folder)
     inject_lora(model, lora, param_dtype=dtype)
@@ -48,7 +48,8 @@ def build(folder, lora: LoraConfig, *, dtype=torch.float32, mesh_shape=None, che
         layers = decoder_layers(model)
         for index, layer in enumerate(layers):
             model.model.layers[index] = checkpoint_wrapper(layer)
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
+    mesh = dims.mesh("cpu")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

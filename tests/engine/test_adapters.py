@@ -40,9 +40,9 @@ def lora_of(family, variant, *, saves):
     return VARIANTS[variant].model_copy(update={"modules_to_save": SAVED[family] if saves else []})
 
 
-def trained_run(folder, lora, adapter_folder, exported, mesh_shape, checkpointed):
+def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed):
     """Loss, gradients, then two SGD steps; what the engine then exports, merges and computes."""
-    model = build(folder, lora, mesh_shape=mesh_shape, checkpointed=checkpointed)
+    model = build(folder, lora, fsdp_size=fsdp_size, checkpointed=checkpointed)
     load_adapter(model, adapter_folder)
     losses, gradients = [], []
     in_file = adapter_names(model)
@@ -61,16 +61,16 @@ def trained_run(folder, lora, adapter_folder, exported, mesh_shape, checkpointed
     return losses, gradients, weights, logits(model), list(merged_weights(model, torch.bfloat16))
 
 
-@pytest.mark.parametrize(("world_size", "mesh_shape"), [(1, None), (2, None), (4, None), (4, (2, 2))])
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
 @pytest.mark.parametrize(("family", "variant", "saves"), CASES)
 def test_training_export_and_merge_equal_those_of_a_plain_peft_model(
-    run_ranks, folders, tmp_path, family, variant, saves, world_size, mesh_shape
+    run_ranks, folders, tmp_path, family, variant, saves, world_size, fsdp_size
 ):
     """Also: the exported folder loads into PeftModel.from_pretrained and gives the same logits."""
     lora = lora_of(family, variant, saves=saves)
     start = random_adapter(folders[family], lora, str(tmp_path / "start"))
     checkpointed = world_size == 2
-    runs = run_ranks(trained_run, world_size, folders[family], lora, start_path(start), tmp_path / "end", mesh_shape,
+    runs = run_ranks(trained_run, world_size, folders[family], lora, start_path(start), tmp_path / "end", fsdp_size,
                      checkpointed)  # fmt: skip
     plain = peft_model(folders[family], start)
     for step in range(2):
