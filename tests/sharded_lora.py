@@ -115,6 +115,7 @@ def peft_model(folder, adapter_folder):
 
 def random_adapter(folder, lora: LoraConfig, adapter_folder):
     """An adapter that peft made and wrote, every trained tensor of it random."""
+    torch.manual_seed(0)
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -134,6 +135,6 @@ def random_adapter(folder, lora: LoraConfig, adapter_folder):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(adapter_folder)
     return adapter_folder

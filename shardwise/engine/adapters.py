@@ -121,9 +121,13 @@ def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
 
 
 def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The full tensor on every rank; cast before it is gathered."""
+    """The full tensor on every rank; cast before it is gathered, on the mesh's device (an offloaded shard is not)."""
     cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if not isinstance(cast, DTensor):
+        return cast
+    on_mesh = cast.to(cast.device_mesh.device_type)
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 @torch.no_grad()
@@ -171,6 +175,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """
     try:
         stored_config = json.loads((folder / CONFIG_NAME).read_text())
+        if not isinstance(stored_config, dict):
+            raise ValueError(f"{CONFIG_NAME} is not a JSON object")
         file = safe_open(folder / WEIGHTS_NAME, "pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(

@@ -46,12 +46,24 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, *, param_dtype: torc
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
     )
-    with torch.device("meta"):
-        inject_adapter_in_model(peft_config, model, ADAPTER)
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(peft_config, model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(_refused_by_peft(model, config, str(error))) from None
     adapted = {path for path, _ in lora_layers(model)}
-    assert adapted == set(targets), f"peft adapted other modules: {sorted(adapted ^ set(targets))[:3]}"
+    if others := sorted(adapted ^ set(targets)):
+        raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else param_dtype)
+
+
+def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:
+    return (
+        f"engine.lora.target_modules={config.target_modules}: peft cannot adapt these layers of "
+        f"{type(model).__name__}: {problem}. Where experts are fused, peft takes names such as gate_proj for parts of "
+        "them, and experts get no adapter in this version; name other layers (q_proj, k_proj, v_proj, o_proj)"
+    )
 
 
 def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:

@@ -83,8 +83,8 @@ def test_only_adapters_and_modules_to_save_are_trained_in_float32(folders):
         ("llama", {"modules_to_save": ["layers"]}, "model.layers is a list of modules without a forward of its own; "
          "name its members (model.layers.0)"),
         ("llama", {"modules_to_save": ["mlp", "1.mlp.up_proj"]}, "model.layers.1.mlp.up_proj lies inside another"),
-        ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight (lm_head.weight = model.embed_tokens.we"),
-        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "model.embed_tokens shares its weight (lm_head.weight = mode"),
+        ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight (lm_head.weight = model."),
+        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "model.embed_tokens shares its weight (lm_head.weight = "),
     ],
 )  # fmt: skip
 def test_names_that_cannot_be_used_are_refused_with_what_can(folders, family, lora, message):
@@ -93,15 +93,19 @@ def test_names_that_cannot_be_used_are_refused_with_what_can(folders, family, lo
     assert message in str(error.value)
 
 
-def test_fused_experts_are_refused():
+def mixture_of_experts(**options):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4,
+        vocab_size=32, hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, num_experts=4, **options,
     )  # fmt: skip
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
+        return Qwen3MoeForCausalLM(config)
+
+
+def test_fused_experts_are_refused():
+    model = mixture_of_experts(num_hidden_layers=1)
     with pytest.raises(ConfigError, match="'gate_up_proj' is a bare parameter, such as fused experts have"):
         inject_lora(model, LoraConfig(target_modules=["gate_up_proj"]), param_dtype=torch.float32)
     with pytest.raises(ConfigError, match="experts is Qwen3MoeExperts; this version adapts linear layers"):
@@ -111,7 +115,16 @@ def test_fused_experts_are_refused():
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def part_of_a_module(model):
+@pytest.mark.filterwarnings("ignore:The following")  # peft's, of the mapping that is then refused
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_dense_layers_that_peft_takes_for_experts_are_refused(use_dora):
+    """peft maps gate_proj of such families to the fused experts, also where it is a dense layer's."""
+    model = mixture_of_experts(mlp_only_layers=[0], num_hidden_layers=2)
+    with pytest.raises(ConfigError, match=r"peft takes names such as gate_proj .* name other layers \(q_proj"):
+        inject_lora(model, LoraConfig(use_dora=use_dora), param_dtype=torch.float32)
+
+
+def randomize_adapters(model):
     """Random adapters, equal on every layout."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -130,7 +143,7 @@ def _own_rows(whole, like):
 def reference_and_back(folder, lora, dtype, fsdp_size):
     """Logits with adapters, without, and with them again; whether a switch leaves any flag or gradient behind."""
     model = build(folder, lora, dtype=dtype, fsdp_size=fsdp_size)
-    part_of_a_module(model)
+    randomize_adapters(model)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     before = logits(model)
     with adapters_off(model):
@@ -157,13 +170,22 @@ def test_adapters_off_is_the_base_exactly_and_adapters_come_back(
             assert (before - plain).abs().max() > 0.1
 
 
+def test_head_that_is_trained_whole_switches_with_the_adapters(folders):
+    """The engine reads the head's weight instead of calling it."""
+    model = injected(folders["llama"], modules_to_save=["lm_head"])
+    assert model.get_output_embeddings().weight is model.lm_head.modules_to_save["default"].weight
+    with adapters_off(model):
+        assert model.get_output_embeddings().weight is model.lm_head.original_module.weight
+    assert model.get_output_embeddings().weight.requires_grad
+
+
 def test_adapters_come_back_after_an_error(run_ranks, folders):
     assert run_ranks(error_inside, 1, folders["llama"]) == [True]
 
 
 def error_inside(folder):
     model = build(folder, VARIANTS["lora"])
-    part_of_a_module(model)
+    randomize_adapters(model)
     before = logits(model)
     with pytest.raises(KeyError), adapters_off(model):
         raise KeyError
@@ -191,7 +213,7 @@ class Collectives(TorchDispatchMode):
 def mixed_precision_step(folder, lora, off_first):
     """A bfloat16 step: what the collectives carried, the gradients, and the adapters after one SGD step."""
     model = build(folder, lora, dtype=torch.bfloat16)
-    part_of_a_module(model)
+    randomize_adapters(model)
     units = {frozenset(p.dtype for p in layer.parameters()) for layer in model.model.layers}
     if off_first:
         with adapters_off(model):
@@ -208,7 +230,7 @@ def test_unit_of_frozen_bfloat16_and_float32_adapters_gathers_one_dtype_and_redu
 ):
     """Trap 11. Also when the very first forward pass is one of the reference, without adapters."""
     lora = VARIANTS[variant].model_copy(update={"modules_to_save": SAVED["llama"]})
-    exact = sum(run[0] for run in run_ranks(float32_step, 2, folders["llama"], lora))
+    exact = sum(run_ranks(float32_loss, 2, folders["llama"], lora))
     direct, after_reference = (
         run_ranks(mixed_precision_step, 2, folders["llama"], lora, off_first) for off_first in (False, True)
     )
@@ -224,10 +246,10 @@ def test_unit_of_frozen_bfloat16_and_float32_adapters_gathers_one_dtype_and_redu
     assert sum(run[3] for run in direct) == pytest.approx(exact, rel=0.02)
 
 
-def float32_step(folder, lora):
+def float32_loss(folder, lora):
     model = build(folder, lora)
-    part_of_a_module(model)
-    return loss_and_gradients(model, dist.get_world_size(), dist.get_rank())
+    randomize_adapters(model)
+    return loss_and_gradients(model, dist.get_world_size(), dist.get_rank())[0]
 
 
 def bfloat16_training(folder, lora):
@@ -255,7 +277,7 @@ def test_training_in_bfloat16_lowers_the_loss_and_leaves_the_base(run_ranks, fol
 def dropped(folder):
     lora = LoraConfig(rank=3, alpha=12, dropout=0.5)
     model = build(folder, lora)
-    part_of_a_module(model)
+    randomize_adapters(model)
     token_ids = samples()[0].token_ids[None]
 
     def passes():
