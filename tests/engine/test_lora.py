@@ -170,6 +170,20 @@ def test_adapters_off_is_the_base_exactly_and_adapters_come_back(
             assert (before - plain).abs().max() > 0.1
 
 
+def fresh_in_bfloat16(folder, lora):
+    model = build(folder, lora, dtype=torch.bfloat16)
+    with_adapters = logits(model)
+    with adapters_off(model):
+        return with_adapters, logits(model)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_fresh_adapters_leave_the_policy_at_its_reference_in_bfloat16(run_ranks, folders, variant):
+    """DoRA's magnitudes are norms of the rounded weights that the forward pass sees, so they cancel."""
+    for run in run_ranks(fresh_in_bfloat16, 2, folders["llama"], VARIANTS[variant]):
+        assert all(torch.equal(with_adapters, without) for with_adapters, without in zip(*run, strict=True))
+
+
 def test_head_that_is_trained_whole_switches_with_the_adapters(folders):
     """The engine reads the head's weight instead of calling it."""
     model = injected(folders["llama"], modules_to_save=["lm_head"])
