@@ -10,10 +10,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.config import LoraConfig
+from shardwise.config import EngineConfig, LoraConfig
 from shardwise.engine.adapters import init_adapters
 from shardwise.engine.lora import base_names, inject_lora
 from shardwise.engine.mesh import ParallelDims
+from shardwise.engine.precision import Precision
 from shardwise.ops import decoder_layers
 
 SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
@@ -43,13 +44,14 @@ def meta_model(folder):
 def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, checkpointed=False, seed=0):
     """inject, wrap, shard, materialize, load, initialize."""
     model = meta_model(folder)
-    inject_lora(model, lora, param_dtype=dtype)
+    inject_lora(model, lora)
+    Precision(model, EngineConfig(param_dtype=str(dtype).removeprefix("torch."))).cast_parameters(model)
     if checkpointed:
         layers = decoder_layers(model)
         for index, layer in enumerate(layers):
             model.model.layers[index] = checkpoint_wrapper(layer)
     dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
-    mesh = dims.mesh("cpu")
+    mesh = dims.build("cpu").fsdp
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -16,20 +16,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig
+from shardwise.engine.names import plain_name
 
 ADAPTER = "default"
 """peft's name for an adapter that has no name; part of module paths, absent from files."""
 FILE_PREFIX = "base_model.model."
 """What a PeftModel puts before the base model's names, and so in front of every name in an adapter file."""
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-"""torch's activation checkpointing puts it into module paths; state_dict() leaves it out."""
 
 
-def inject_lora(model: PreTrainedModel, config: LoraConfig, *, param_dtype: torch.dtype) -> None:
+def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     """Puts adapters into a model on the meta device, before it is sharded. Nothing else is trained afterwards.
 
-    Adapters and modules_to_save become float32, everything frozen param_dtype. One FSDP unit may hold both: what it
-    gathers is cast to param_dtype first, and FSDP2 asks for one original dtype among trained parameters only.
+    The base then is kept in the compute dtype and the adapters are masters, like any frozen and trained parameters.
+    One FSDP unit may hold both: what it gathers is cast to the compute dtype first, and FSDP2 asks for one original
+    dtype among trained parameters only.
 
     Raises:
         ConfigError: a name matches no module, a module that is not a linear layer, or a weight tied to another.
@@ -54,8 +54,6 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, *, param_dtype: torc
     adapted = {path for path, _ in lora_layers(model)}
     if others := sorted(adapted ^ set(targets)):
         raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else param_dtype)
 
 
 def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:
@@ -187,13 +185,13 @@ def _wrapped_names(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
 def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, LoraLayer]]:
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            yield path.replace(CHECKPOINT_WRAPPER, ""), module
+            yield plain_name(path), module
 
 
 def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, ModulesToSaveWrapper]]:
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            yield path.replace(CHECKPOINT_WRAPPER, ""), module
+            yield plain_name(path), module
 
 
 def trained_copies(model: PreTrainedModel) -> dict[str, str]:

@@ -112,10 +112,7 @@ def build_unloaded(
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
     backend = AttentionBackend(config.attention_implementation, ulysses)
-    if isinstance(config, EngineConfig):
-        freeze(hf_model, config.freeze_module_prefix)
-    else:
-        hf_model.requires_grad_(False)
+    _choose_trained(hf_model, config)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
     units = Units(hf_model, config, precision)  # paths as they are before anything is wrapped
@@ -133,6 +130,17 @@ def build_unloaded(
     sharded = units.shard(model, hf_model, model.head, mesh)
     materialize(model, device, params_on_host=config.offload_policy)
     return ShardedModel(model, sharded, backend, num_bytes_read=0)
+
+
+def _choose_trained(model: PreTrainedModel, config: LayoutConfig) -> None:
+    if not isinstance(config, EngineConfig):
+        model.requires_grad_(False)
+    elif config.lora is not None:
+        from shardwise.engine.lora import inject_lora  # importing peft takes seconds
+
+        inject_lora(model, config.lora)
+    else:
+        freeze(model, config.freeze_module_prefix)
 
 
 def build_on_meta(

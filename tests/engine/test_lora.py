@@ -7,9 +7,10 @@ from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradient
 from tiny_models import tiny_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.config import ConfigError, LoraConfig
+from shardwise.config import ConfigError, EngineConfig, LoraConfig
 from shardwise.engine.adapters import adapter_weights
 from shardwise.engine.lora import adapter_names, adapters_off, base_names, inject_lora
+from shardwise.engine.precision import Precision
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
@@ -21,7 +22,8 @@ def folders(tmp_path_factory):
 
 def injected(folder, param_dtype=torch.float32, **lora):
     model = meta_model(folder)
-    inject_lora(model, LoraConfig(**lora), param_dtype=param_dtype)
+    inject_lora(model, LoraConfig(**lora))
+    Precision(model, EngineConfig(param_dtype=str(param_dtype).removeprefix("torch."))).cast_parameters(model)
     return model
 
 
@@ -107,10 +109,10 @@ def mixture_of_experts(**options):
 def test_fused_experts_are_refused():
     model = mixture_of_experts(num_hidden_layers=1)
     with pytest.raises(ConfigError, match="'gate_up_proj' is a bare parameter, such as fused experts have"):
-        inject_lora(model, LoraConfig(target_modules=["gate_up_proj"]), param_dtype=torch.float32)
+        inject_lora(model, LoraConfig(target_modules=["gate_up_proj"]))
     with pytest.raises(ConfigError, match="experts is Qwen3MoeExperts; this version adapts linear layers"):
-        inject_lora(model, LoraConfig(target_modules=["experts"]), param_dtype=torch.float32)
-    inject_lora(model, LoraConfig(), param_dtype=torch.float32)
+        inject_lora(model, LoraConfig(target_modules=["experts"]))
+    inject_lora(model, LoraConfig())
     adapted = {name.split(".lora_A.")[0].rpartition(".")[2] for name in adapter_names(model) if ".lora_A." in name}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -121,7 +123,7 @@ def test_dense_layers_that_peft_takes_for_experts_are_refused(use_dora):
     """peft maps gate_proj of such families to the fused experts, also where it is a dense layer's."""
     model = mixture_of_experts(mlp_only_layers=[0], num_hidden_layers=2)
     with pytest.raises(ConfigError, match=r"peft takes names such as gate_proj .* name other layers \(q_proj"):
-        inject_lora(model, LoraConfig(use_dora=use_dora), param_dtype=torch.float32)
+        inject_lora(model, LoraConfig(use_dora=use_dora))
 
 
 def randomize_adapters(model):
