@@ -31,10 +31,10 @@ def build_adamw_8bit(
     bitsandbytes = _import("bitsandbytes.optim") if device.type == "cuda" else None
     if bitsandbytes is not None:
         return _on_local_shards(bitsandbytes, groups, betas=betas, eps=eps)
+    packages = "torchao or bitsandbytes" if device.type == "cuda" else "torchao"
     raise ConfigError(
-        f"trainer.optimizer=adamw_8bit on {device.type} needs the package torchao"
-        + (" or bitsandbytes, and neither" if device.type == "cuda" else ", which")
-        + " can be imported here; pip install torchao, or set trainer.optimizer to adamw or adamw_cpu"
+        f"trainer.optimizer=adamw_8bit needs {packages} for weights on {device.type}, and cannot import it; "
+        "pip install torchao, or set trainer.optimizer to adamw or adamw_cpu"
     )
 
 

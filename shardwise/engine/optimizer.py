@@ -236,5 +236,6 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     names, _ = cast(Any, tensor).__tensor_flatten__()  # torch's protocol of wrapper subclasses
-    for name in names:
-        yield from _plain_tensors(getattr(tensor, name))
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, Tensor):  # a DTensor lists its mesh too
+            yield from _plain_tensors(inner)

@@ -3,75 +3,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from shardwise.config import OptimizerConfig, TrainingError
 from shardwise.engine import ParallelDims
-from shardwise.engine.optimizer import ShardedOptimizer, global_grad_norm, learning_rate_at, parameter_groups
-
-COSINE = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
-"""(1 + cos(pi k / 4)) / 2 for k = 0..4."""
-
-
-@pytest.mark.parametrize(
-    ("settings", "total_steps", "expected"),
-    [
-        ({}, 3, [1, 1, 1]),
-        ({"warmup_steps": 3}, 6, [0.25, 0.5, 0.75, 1, 1, 1]),
-        ({"lr_schedule": "linear"}, 5, [1, 0.75, 0.5, 0.25, 0]),
-        ({"lr_schedule": "linear", "min_lr_ratio": 0.2}, 5, [1, 0.8, 0.6, 0.4, 0.2]),
-        ({"lr_schedule": "linear", "warmup_steps": 1}, 6, [0.5, 1, 0.75, 0.5, 0.25, 0]),
-        ({"lr_schedule": "cosine"}, 5, COSINE),
-        ({"lr_schedule": "cosine", "warmup_steps": 2}, 7, [1 / 3, 2 / 3, *COSINE]),
-        ({"lr_schedule": "cosine", "min_lr_ratio": 0.5}, 5, [0.5 + x / 2 for x in COSINE]),
-        ({"lr_schedule": "wsd", "lr_decay_steps": 2}, 6, [1, 1, 1, 1, 0.5, 0]),
-        (
-            {"lr_schedule": "wsd", "lr_decay_steps": 4, "warmup_steps": 1, "min_lr_ratio": 0.2},
-            8,
-            [0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
-        ),
-        ({"lr_schedule": "linear"}, 1, [1]),
-        ({"lr_schedule": "cosine", "warmup_steps": 2}, 3, [1 / 3, 2 / 3, 1]),
-    ],
-)
-def test_learning_rates_worked_by_hand(settings, total_steps, expected):
-    config = OptimizerConfig(learning_rate=4e-3, **settings)
-    rates = [learning_rate_at(config, step, total_steps) for step in range(total_steps)]
-    assert rates == pytest.approx([4e-3 * share for share in expected], abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_learning_rate_stays_at_its_floor_after_the_last_step(schedule):
-    config = OptimizerConfig(
-        learning_rate=1.0, lr_schedule=schedule, min_lr_ratio=0.1, lr_decay_steps=2 if schedule == "wsd" else 0
-    )
-    assert learning_rate_at(config, 25, 10) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_only_matrices_outside_the_embedding_are_decayed(family):
-    """A tied output projection is the embedding and is not decayed; an untied one is a matrix like others."""
-    model = tiny_model(family)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, kept = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
-    decayed, kept = ([names[id(parameter)] for parameter in group["params"]] for group in (decayed, kept))
-    assert sorted(decayed + kept) == sorted(names.values())
-    assert {name.split(".")[-2] for name in kept} >= {"embed_tokens", "norm", "input_layernorm"}
-    assert all("norm" in name or "embed_tokens" in name for name in kept)
-    assert ("lm_head.weight" in decayed) == (family == "llama")
-
-
-def test_frozen_parameters_are_in_no_group():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    decayed, kept = parameter_groups(model, 0.1)
-    assert [id(p) for p in decayed["params"]] == [id(model[1].weight)]
-    assert [id(p) for p in kept["params"]] == [id(model[1].bias)]
-
+from shardwise.engine.optimizer import ShardedOptimizer, global_grad_norm
 
 def norm_of_sharded_gradients(fsdp_size):
     """Gradients whose dim 0 is 1, 3 and 7 rows: on four ranks some shards are empty."""
