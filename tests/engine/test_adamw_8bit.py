@@ -3,7 +3,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -74,14 +73,15 @@ NUM_STEPS = 20
 
 
 def gap_to_float32():
-    """Trains two layers of 64 x 128 on the ranks, in 8 bits and with AdamW on the whole model.
+    """Trains on the ranks in 8 bits what AdamW trains whole, from the same gradients; the last layer has one row.
 
     Returns:
-        the largest difference of weights, the largest movement, and the bytes of the states of a layer of 8192 on all
-        ranks in 8 bits.
+        the largest difference of weights, the largest movement, and the bytes of this rank's states in 8 bits and of
+        all states in float32.
     """
     torch.manual_seed(0)
-    model, reference = (nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128)) for _ in range(2))
+    sizes = [(128, 256), (256, 128), (128, 1)]
+    model, reference = (nn.Sequential(*(nn.Linear(*size) for size in sizes)) for _ in range(2))
     reference.load_state_dict(model.state_dict())
     start = [parameter.detach().clone() for parameter in reference.parameters()]
     fully_shard(model)
@@ -89,9 +89,7 @@ def gap_to_float32():
     ours = ShardedOptimizer(model, OptimizerConfig(optimizer="adamw_8bit", **settings), total_steps=NUM_STEPS)
     theirs = ShardedOptimizer(reference, OptimizerConfig(**settings), total_steps=NUM_STEPS)
     for step in range(NUM_STEPS):
-        inputs = torch.randn(32, 128, generator=torch.Generator().manual_seed(step))
-        for module in (model, reference):
-            (module(inputs) - inputs).square().mean().backward()
+        reference(torch.randn(32, 128, generator=torch.Generator().manual_seed(step))).sub(1).square().mean().backward()
         for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
             parameter.grad = distribute_tensor(whole.grad.clone(), parameter.device_mesh, parameter.placements)
         ours.step()
@@ -99,13 +97,15 @@ def gap_to_float32():
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     gap = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
     moved = max((q - first).abs().max().item() for (_, q), first in zip(pairs, start, strict=True))
-    num_bytes = sum(tensor.nbytes for tensor in ours.state_tensors())
-    return gap, moved, num_bytes * dist.get_world_size()
+    return gap, moved, *(sum(tensor.nbytes for tensor in o.state_tensors()) for o in (ours, theirs))
 
 
 @needs_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_torchaos_adamw_follows_float32_in_a_quarter_of_the_memory(run_ranks, world_size):
-    for gap, moved, num_bytes in run_ranks(gap_to_float32, world_size, timeout_seconds=300):
-        print(gap, moved, num_bytes)
+def test_torchaos_adamw_follows_float32_in_about_a_quarter_of_the_memory(run_ranks, world_size):
+    """Measured: weights that move by up to 0.010 differ by up to MEASURED."""
+    for gap, moved, num_bytes, num_float32_bytes in run_ranks(gap_to_float32, world_size, timeout_seconds=300):
+        print(gap, moved, num_bytes / num_float32_bytes)
+        assert gap < 0.1 * moved
+        assert num_bytes * world_size < 0.29 * num_float32_bytes

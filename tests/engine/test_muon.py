@@ -15,8 +15,8 @@ SHAPES = [(7, 5), (5, 9), (1, 6), (3, 4), (16, 6), (6, 16), (8, 8), (2, 3), (12,
 LEARNING_RATE, WEIGHT_DECAY = 0.02, 0.1
 NUM_STEPS = 5
 BOUND = 1e-7
-"""Measured: 3e-8 on weights up to 2.4, roundings of weight + step (torch may fuse its product and sum). Orthogonalising the shards instead of the
-matrices differs by 0.1 and more, as the test of that name shows."""
+"""Measured: 3e-8 on weights up to 2.4, roundings of weight + step (torch may fuse its product and sum). Orthogonalising
+the shards instead of the matrices differs by 0.1 and more, as the test of that name shows."""
 
 
 def small_model():
