@@ -226,7 +226,7 @@ class OptimizerConfig(Config):
     them like learning_rate."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay rate of Muon's momentum (Nesterov)."""
-    muon_num_iterations: PositiveInt = 5
+    muon_num_iterations: Annotated[int, Field(ge=1, le=99)] = 5
     """Newton-Schulz iterations that orthogonalise an update."""
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """How the learning rate of a matrix depends on its shape: original (Jordan et al. 2024), or scaled so that updates
@@ -263,5 +263,21 @@ class OptimizerConfig(Config):
             raise ValueError(
                 f"min_lr_ratio={self.min_lr_ratio} has no effect with lr_schedule=constant; remove it or set "
                 "lr_schedule=linear, cosine or wsd"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_optimizer(self) -> Self:
+        if self.optimizer != "muon":
+            for name in ("muon_momentum", "muon_num_iterations", "muon_adjust_lr"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no effect with optimizer={self.optimizer}; remove it or set "
+                        "optimizer=muon"
+                    )
+        if self.optimizer in ("adamw_cpu", "adamw_8bit") and self.adamw_implementation != "fused":
+            raise ValueError(
+                f"adamw_implementation={self.adamw_implementation} has no effect with optimizer={self.optimizer}, "
+                "which has one kernel; remove it or set optimizer=adamw"
             )
         return self

@@ -84,7 +84,9 @@ class TrainEngine:
         sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head)
         sharded_optimizer = None
         if optimizer is not None:
-            sharded_optimizer = ShardedOptimizer(sharded.model, optimizer, total_steps=total_steps)
+            sharded_optimizer = ShardedOptimizer(
+                sharded.model.hf_model, optimizer, total_steps=total_steps, loss_scaling=config.param_dtype == "float16"
+            )
         return cls(sharded, sharded_optimizer, config=config, device=device)
 
     @torch.no_grad()

@@ -1,117 +1,241 @@
-"""AdamW on sharded parameters: groups, learning-rate schedule, clipping, and the guard against non-finite gradients."""
+"""The optimizer of a sharded model: learning rates, clipping, loss scaling, the guard against non-finite gradients."""
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from operator import not_
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.config import OptimizerConfig, TrainingError
+from shardwise.config import ConfigError, OptimizerConfig, TrainingError
+from shardwise.engine.adamw import BFloat16AdamW, HostAdamW
+from shardwise.engine.adamw_8bit import build_adamw_8bit
+from shardwise.engine.loss_scale import LossScaler
+from shardwise.engine.muon import ShardedMuon
+from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
+from shardwise.engine.schedule import schedule_at
+from shardwise.engine.shards import local_shard
 from shardwise.types import Metrics, MetricValue
 
 
-def learning_rate_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) out of `total_steps`.
-
-    Warm-up rises as (step + 1) / (warmup_steps + 1), so that the first step already learns; linear and cosine then fall
-    to min_lr_ratio at the last step; wsd stays and falls linearly over the last lr_decay_steps (Hu et al. 2024).
-    """
-    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
-    if step < config.warmup_steps:
-        return peak * (step + 1) / (config.warmup_steps + 1)
-    match config.lr_schedule:
-        case "constant":
-            return peak
-        case "wsd":
-            progress = (step - (total_steps - 1 - config.lr_decay_steps)) / config.lr_decay_steps
-            return peak - (peak - floor) * min(1.0, max(0.0, progress))
-        case "linear" | "cosine":
-            progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-            progress = min(1.0, progress)
-            shape = progress if config.lr_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
-            return peak - (peak - floor) * shape
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices are decayed; embeddings, norms and biases are not."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [p for p in trained if p.dim() >= 2 and id(p) not in embeddings]
-    kept = [p for p in trained if p.dim() < 2 or id(p) in embeddings]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-
-
 class ShardedOptimizer:
-    """AdamW over the shards of a model, with everything that belongs to one step."""
+    """One or two torch optimizers over the shards of a model, with everything that belongs to one step."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        loss_scaling: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: its trained parameters are plain tensors, or DTensors that fully_shard sharded on dim 0; all float32,
+                or all bfloat16 for stochastic rounding.
+            total_steps: of the whole run, for the schedule.
+            loss_scaling: the loss is multiplied by `loss_scale` before backward, for float16.
+            seed: of the stochastic rounding of bfloat16 weights.
+        Raises:
+            ConfigError: nothing is trained, a key of module_learning_rates has no parameter, the optimizer does not
+                support the weights' dtype, finds no matrix, or needs a package that is missing.
+        """
         self._config = config
         self._total_steps = total_steps
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._adamw = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay),
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            eps=config.adam_eps,
-            fused=True,
-        )
-        self.loss_scale = 1.0
+        trained = trained_parameters(model, config.module_learning_rates)
+        self.parameters = [one.parameter for one in trained]
+        dtype = _common_dtype(trained, config)
+        for_muon = [config.optimizer == "muon" and one.is_hidden_matrix for one in trained]
+        self._muon_groups = group_parameters(list(compress(trained, for_muon)), config)
+        self._adamw_groups = group_parameters(list(compress(trained, map(not_, for_muon))), config)
+        self._muon = _build_muon(self._muon_groups, config) if config.optimizer == "muon" else None
+        self._adamw = _build_adamw(self._adamw_groups, config, dtype=dtype, seed=seed) if self._adamw_groups else None
+        self.scaler = LossScaler() if loss_scaling else None
+        """Of float16 training; its state belongs into a checkpoint."""
         self.num_steps = 0
         """Steps asked for so far, skipped ones included."""
         self._num_nonfinite_in_a_row = 0
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon's and AdamW's, those that have parameters."""
+        return [optimizer for optimizer in (self._muon, self._adamw) if optimizer is not None]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by before backward; gradients are divided by it in `step`."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def step(self) -> Metrics:
-        """Clips, updates unless a gradient is not finite on any rank, and clears the gradients.
+        """Collective. Clips, updates unless a gradient is not finite on any rank, and clears the gradients.
 
         Raises:
-            TrainingError: `max_nonfinite_steps` steps in a row were skipped.
+            TrainingError: `max_nonfinite_steps` steps in a row were skipped, overflows that a smaller loss scale may
+                cure not counted.
         """
-        learning_rate = learning_rate_at(self._config, self.num_steps, self._total_steps)
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        norm = global_grad_norm(self._parameters)
+        share = schedule_at(self._config, self.num_steps, self._total_steps)
+        self._set_learning_rates(share)
+        scale = self.loss_scale
+        norm = global_grad_norm(self.parameters) / scale
         finite = math.isfinite(norm)
         if finite:
-            self._clip(norm)
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+            self._unscale_and_clip(norm, scale)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
         self.num_steps += 1
-        self._num_nonfinite_in_a_row = 0 if finite else self._num_nonfinite_in_a_row + 1
+        self._count_nonfinite(norm)
+        metrics = {
+            "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
+            "train/learning_rate": MetricValue.max(self._config.learning_rate * share),
+            "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
+        }
+        for prefix, peak in self._config.module_learning_rates.items():
+            metrics[f"train/learning_rate/{prefix}"] = MetricValue.max(peak * share)
+        if self.scaler is not None:
+            metrics["train/loss_scale"] = MetricValue.max(scale)
+            self.scaler.update(finite=finite)
+        return metrics
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """The optimizer states that belong on the parameters' device, as plain tensors, each once.
+
+        Setting `.data` of one moves it. DTensors and quantised tensors are given as the plain ones inside; step
+        counters and the host memory of adamw_cpu are left out. Before the first update there are none.
+        """
+        if self._config.optimizer == "adamw_cpu":
+            return
+        states = (
+            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
+        )
+        tensors = (tensor for state in states if isinstance(state, Tensor) for tensor in _plain_tensors(state))
+        yield from {id(tensor): tensor for tensor in tensors if tensor.dim()}.values()
+
+    def _set_learning_rates(self, share: float) -> None:
+        for optimizer, groups in ((self._muon, self._muon_groups), (self._adamw, self._adamw_groups)):
+            for group, described in zip(optimizer.param_groups if optimizer else [], groups, strict=True):
+                learning_rate = described.peak_learning_rate * share
+                if isinstance(group["lr"], Tensor):  # torchao reads it inside a compiled kernel
+                    group["lr"].fill_(learning_rate)
+                else:
+                    group["lr"] = learning_rate
+
+    def _unscale_and_clip(self, norm: float, scale: float) -> None:
+        limit = self._config.max_grad_norm
+        factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
+        if factor != 1.0:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
+
+    def _count_nonfinite(self, norm: float) -> None:
+        if math.isfinite(norm):
+            self._num_nonfinite_in_a_row = 0
+        elif self.scaler is None or self.scaler.is_at_minimum:
+            self._num_nonfinite_in_a_row += 1
         if self._num_nonfinite_in_a_row >= self._config.max_nonfinite_steps:
             raise TrainingError(
                 f"the gradient norm was {norm} in {self._num_nonfinite_in_a_row} optimizer steps in a row "
                 f"(trainer.max_nonfinite_steps={self._config.max_nonfinite_steps}); no weight was changed by them. "
                 "Lower trainer.learning_rate, or look at the data of these steps"
             )
-        return {
-            "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
-            "train/learning_rate": MetricValue.max(learning_rate),
-            "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
-        }
-
-    def _clip(self, norm: float) -> None:
-        limit = self._config.max_grad_norm
-        if limit is not None and norm > limit:
-            local = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_mul_(local, limit / norm)
 
 
-def global_grad_norm(parameters: list[nn.Parameter]) -> float:
+def global_grad_norm(parameters: Sequence[nn.Parameter]) -> float:
     """Collective. The L2 norm of the whole gradient, the same number on every rank; not finite if any element is not.
 
-    One all-reduce over the axis that shards; replicas hold equal gradients already.
+    One all-reduce for each way of sharding (mesh and placements), over the axes that shard; replicas hold equal
+    gradients already. All ranks have gradients for the same parameters; without any the norm is 0.
     """
-    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32))
-    square = norms.double().square().sum()
-    sharded = parameters[0]
-    if isinstance(sharded, DTensor):
-        for axis, placement in enumerate(sharded.placements):
+    by_layout: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            by_layout.setdefault(layout, []).append(parameter)
+    squares = [_sum_of_squares(alike) for alike in by_layout.values()]
+    square = torch.stack(squares).sum().item() if squares else 0.0
+    return math.sqrt(square) if math.isfinite(square) else square
+
+
+def _sum_of_squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Collective. [] float64, over all gradients of parameters that are sharded alike and over all ranks."""
+    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum()
+    first = parameters[0]
+    if isinstance(first, DTensor):
+        square = square.to(first.device_mesh.device_type)  # gradients may be in host memory (CPU offload)
+        for axis, placement in enumerate(first.placements):
             if isinstance(placement, Shard):
-                dist.all_reduce(square, group=sharded.device_mesh.get_group(axis))
-    return math.sqrt(square.item()) if torch.isfinite(square) else square.sqrt().item()
+                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+    return square
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _common_dtype(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> torch.dtype:
+    """The dtype of all trained parameters, if the optimizer supports it."""
+    example = {one.parameter.dtype: one.name for one in trained}
+    if len(example) > 1:
+        given = ", ".join(f"{name} is {dtype}" for dtype, name in example.items())
+        raise ConfigError(f"trained weights have {len(example)} dtypes ({given}); the optimizer needs one for all")
+    (dtype,) = example
+    supported = [torch.float32, torch.bfloat16] if config.optimizer == "adamw" else [torch.float32]
+    if dtype not in supported:
+        raise ConfigError(
+            f"trainer.optimizer={config.optimizer} with weights in {dtype}: it supports "
+            f"{' and '.join(map(str, supported))}; set engine.master_dtype=float32"
+            + (" or trainer.optimizer=adamw" if dtype == torch.bfloat16 else "")
+        )
+    return dtype
+
+
+def _build_muon(groups: list[ParameterGroup], config: OptimizerConfig) -> ShardedMuon:
+    if not groups:
+        raise ConfigError(
+            "trainer.optimizer=muon finds no matrix among the trained weights (embeddings and output projections are "
+            "AdamW's); set trainer.optimizer=adamw"
+        )
+    return ShardedMuon(
+        _torch_groups(groups),
+        momentum=config.muon_momentum,
+        num_iterations=config.muon_num_iterations,
+        adjust_lr=config.muon_adjust_lr,
+    )
+
+
+def _build_adamw(
+    groups: list[ParameterGroup], config: OptimizerConfig, *, dtype: torch.dtype, seed: int
+) -> torch.optim.Optimizer:
+    torch_groups, betas, eps = _torch_groups(groups), config.adam_betas, config.adam_eps
+    fused = config.adamw_implementation == "fused"
+    if dtype == torch.bfloat16:
+        return BFloat16AdamW(torch_groups, betas=betas, eps=eps, fused=fused, seed=seed)
+    match config.optimizer:
+        case "adamw_cpu":
+            return HostAdamW(torch_groups, betas=betas, eps=eps)
+        case "adamw_8bit":
+            return build_adamw_8bit(torch_groups, betas=betas, eps=eps, device=groups[0].parameters[0].device)
+        case "adamw" | "muon":
+            return torch.optim.AdamW(torch_groups, betas=betas, eps=eps, fused=fused, foreach=not fused)
+
+
+def _torch_groups(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+    """As torch's optimizers take them. The learning rate is set before every step."""
+    return [
+        {"params": group.parameters, "lr": group.peak_learning_rate, "weight_decay": group.weight_decay}
+        for group in groups
+    ]
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors inside a wrapper subclass (DTensor, torchao's quantised states), or the tensor itself."""
+    if type(tensor) is Tensor:
+        yield tensor
+        return
+    names, _ = cast(Any, tensor).__tensor_flatten__()  # torch's protocol of wrapper subclasses
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, Tensor):  # a DTensor lists its mesh too
+            yield from _plain_tensors(inner)

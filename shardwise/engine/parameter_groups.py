@@ -1,0 +1,131 @@
+"""Which parameters are trained, and how: learning rate, weight decay, and whether Muon may take them."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.engine.names import plain_name
+
+OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
+"""What transformers' models call the layer that maps the last hidden state to logits or scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParameter:
+    """Example: `TrainedParameter(name="model.norm.weight", parameter=..., rate_prefix=None, is_decayed=False,
+    is_hidden_matrix=False)`"""
+
+    name: str
+    """In the model, free of what wrappers add to it."""
+    parameter: nn.Parameter
+    rate_prefix: str | None
+    """The key of module_learning_rates that applies; None: learning_rate."""
+    is_decayed: bool
+    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not."""
+    is_hidden_matrix: bool
+    """Two dimensions, and inside the decoder: see `hidden_matrices`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that share their learning rate and weight decay."""
+
+    parameters: list[nn.Parameter]
+    rate_prefix: str | None
+    peak_learning_rate: float
+    weight_decay: float
+
+
+def hidden_matrices(model: nn.Module) -> set[int]:
+    """The ids of the parameters that Muon is meant for: two-dimensional weights between embedding and output.
+
+    Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
+    here: whatever is not of two dimensions (fused experts have three), weights of an nn.Embedding (and so tied
+    projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA adapters are matrices.
+    """
+    embeddings = embedding_weights(model)
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2
+        and id(parameter) not in embeddings
+        and OUTPUT_PROJECTIONS.isdisjoint(plain_name(name).split("."))
+    }
+
+
+def embedding_weights(model: nn.Module) -> set[int]:
+    """The ids of the weights of every nn.Embedding."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> list[TrainedParameter]:
+    """The parameters that require a gradient, in the model's order.
+
+    Args:
+        rate_prefixes: the keys of module_learning_rates; the longest that a name is, or begins with before a dot,
+            counts, so that layers.1 does not take layers.10 with it.
+    Raises:
+        ConfigError: nothing is trained, or a prefix has no parameter.
+    """
+    embeddings, matrices = embedding_weights(model), hidden_matrices(model)
+    longest_first = sorted(rate_prefixes, key=len, reverse=True)
+    trained = []
+    for full_name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = plain_name(full_name)
+        trained.append(
+            TrainedParameter(
+                name=name,
+                parameter=parameter,
+                rate_prefix=next((prefix for prefix in longest_first if _is_below(name, prefix)), None),
+                is_decayed=parameter.dim() >= 2 and id(parameter) not in embeddings,
+                is_hidden_matrix=id(parameter) in matrices,
+            )
+        )
+    if not trained:
+        raise ConfigError("the optimizer has nothing to train: no parameter requires a gradient; freeze fewer modules")
+    for prefix in longest_first:
+        _check_takes_effect(prefix, trained)
+    return trained
+
+
+def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> list[ParameterGroup]:
+    """One group for each learning rate and decay that occurs, in the order of their first parameters."""
+    groups: dict[tuple[str | None, bool], list[nn.Parameter]] = {}
+    for one in trained:
+        groups.setdefault((one.rate_prefix, one.is_decayed), []).append(one.parameter)
+    return [
+        ParameterGroup(
+            parameters=parameters,
+            rate_prefix=prefix,
+            peak_learning_rate=config.learning_rate if prefix is None else config.module_learning_rates[prefix],
+            weight_decay=config.weight_decay if is_decayed else 0.0,
+        )
+        for (prefix, is_decayed), parameters in groups.items()
+    ]
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _check_takes_effect(prefix: str, trained: Sequence[TrainedParameter]) -> None:
+    if any(one.rate_prefix == prefix for one in trained):
+        return
+    if any(_is_below(one.name, prefix) for one in trained):
+        longer = sorted({one.rate_prefix for one in trained if _is_below(one.name, prefix) and one.rate_prefix})
+        raise ConfigError(
+            f"trainer.module_learning_rates.{prefix} has no effect: longer keys ({', '.join(longer)}) take all of its "
+            "parameters; remove it"
+        )
+    parts = [one.name.split(".") for one in trained]
+    modules = dict.fromkeys(".".join(path[:length]) for path in parts for length in range(1, len(path) + 1))
+    nearest = difflib.get_close_matches(prefix, modules, n=5, cutoff=0.0)
+    raise ConfigError(
+        f"trainer.module_learning_rates.{prefix}: no trained parameter is named so or lies in a module of this name; "
+        f"the nearest names are {', '.join(nearest)}"
+    )

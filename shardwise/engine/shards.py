@@ -1,0 +1,53 @@
+"""How the rows of one parameter are spread over ranks: what fully_shard does to dim 0."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its storage; a plain tensor is whole. Call it without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSharding:
+    """The ranks that share the rows of a parameter, in the order of their rows. HSDP replicas have groups of their own.
+
+    Example: 7 rows on 4 ranks are 2, 2, 2, 1; 5 rows are 2, 2, 1, 0.
+    """
+
+    group: dist.ProcessGroup | None
+    """None: the parameter is whole on this rank."""
+    num_ranks: int
+    rank: int
+    device: torch.device
+    """Where collectives of the group take their tensors; shards themselves may be in host memory (CPU offload)."""
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "RowSharding":
+        """Groups compare equal for parameters on the same mesh, so shardings do too."""
+        if not isinstance(parameter, DTensor):
+            return cls(None, 1, 0, parameter.device)
+        mesh = parameter.device_mesh
+        axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
+        if not axes:
+            return cls(None, 1, 0, local_shard(parameter).device)
+        sharded = [parameter.placements[axis] for axis in axes]
+        assert sharded == [Shard(0)], f"{parameter.placements}: expected dim 0 sharded over one axis, as by fully_shard"
+        device = torch.empty(0, device=mesh.device_type).device
+        return cls(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]), device)
+
+    def num_rows(self, total_rows: int, rank: int) -> int:
+        """Rows that `rank` holds of `total_rows`: equal chunks, the last ones smaller or empty (torch.chunk)."""
+        chunk = -(-total_rows // self.num_ranks)
+        return max(0, min(chunk, total_rows - rank * chunk))
+
+    def first_element(self, shape: torch.Size) -> int:
+        """The place of this rank's first element in the flattened whole of this shape."""
+        num_rows_before = sum(self.num_rows(shape[0], rank) for rank in range(self.rank))
+        return num_rows_before * math.prod(shape[1:])
