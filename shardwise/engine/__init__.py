@@ -2,4 +2,4 @@
 
 from shardwise.engine.engine import LossFn, TrainEngine
 from shardwise.engine.mesh import ParallelDims, take_device
-from shardwise.engine.weights import resolve_folder
+from shardwise.engine.model_folder import resolve_folder
