@@ -16,8 +16,8 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
 
     qwen3: tied, grouped queries, query and key norms. llama: untied, and no dimension divides by 4 (k and v even have
     fewer rows than 4 ranks). gemma2: tied, sliding window of 4, both softcaps low enough to bend scores and logits.
-    qwen3_moe and mixtral: untied, 6 fused experts in each layer (the second keeps its hub checkpoints under other names),
-    which 4 ranks do not share evenly.
+    qwen3_moe and mixtral: untied, 6 fused experts in each layer, which 4 ranks do not share evenly; mixtral has other
+    names in its hub checkpoints.
     """
     from transformers import (
         AutoModelForCausalLM,

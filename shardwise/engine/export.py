@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def export_folder(
         ExportError: on every rank, if a rank could not write; names it and the cause.
     """
     staging = path.with_name(f".{path.name}.partial")
-    with raised_on_every_rank(ExportError):
+    with raised_on_every_rank(ExportError), _named_failures(staging):
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -59,13 +61,23 @@ def export_folder(
     for block in blocks:
         full = [gathered(state[name], block.dtypes[name]) for name in block.runtime_names]
         writers.write(block, full)
-    with raised_on_every_rank(ExportError):
+    with raised_on_every_rank(ExportError), _named_failures(staging):
         writers.finish()
-    with raised_on_every_rank(ExportError):
+    with raised_on_every_rank(ExportError), _named_failures(path):
         if dist.get_rank() == 0:
             plan.write_index(staging, num_parameters=model.num_parameters())
             shutil.rmtree(path, ignore_errors=True)
             os.replace(staging, path)
+
+
+@contextmanager
+def _named_failures(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(
+            f"{folder} cannot be written: {error}; free space there, or choose a folder that every rank can write to"
+        ) from None
 
 
 def _write_configs(model: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -155,5 +167,5 @@ class _RankWriters:
         if self._error is not None:
             for writer in self._open.values():
                 writer.abandon()
-            raise OSError(f"{self._folder} cannot be written: {self._error}; all ranks must see the folder")
+            raise self._error
         assert not self._open, f"{sorted(self._open)} lack tensors"

@@ -110,7 +110,9 @@ def test_truncated_files_are_refused_wherever_the_cut_is(tmp_path):
 
 
 def test_a_tensor_is_written_once_and_as_announced(tmp_path):
-    writer = SafetensorsWriter(tmp_path / "file", {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.int8, ())})
+    writer = SafetensorsWriter(
+        tmp_path / "file", {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.int8, ())}
+    )
     with pytest.raises(AssertionError, match="a: TensorSpec"):
         writer.write("a", torch.zeros(3))
     writer.write("a", torch.ones(2))
