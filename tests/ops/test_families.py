@@ -97,17 +97,15 @@ GOOD |= {
     "glm4_moe": ROUTED,
     "dots1": ROUTED,
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
-    "minimax_m2": {"num_local_experts": 4, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2},
     "exaone_moe": ROUTED | {"num_experts": 4, "num_shared_experts": 1},
     "solar_open": ROUTED,
     "afmoe": EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48},
     "hy_v3": EXPERTS | {"num_experts": 4, "num_shared_experts": 1},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "mellum": EXPERTS | {"num_experts": 4},
-    "deepseek_v2": ROUTED,
 }
 
 RECURRENT = "carries a recurrent state"
@@ -133,6 +131,10 @@ BAD = {
             **LINEAR,
         },
         RECURRENT,
+    ),
+    "llama4_text": (
+        {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
+        "layers of type chunked_attention",
     ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has layers of type conv; supported are full_attention, sl"),
     "bloom": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}, UNREGISTERED),
