@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.engine.export import export_folder
 from shardwise.engine.heads import HeadName
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.token_slice import TokenSlice
-from shardwise.engine.weights import export_folder, full_weights, num_parameters
+from shardwise.engine.weights import full_weights, num_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]

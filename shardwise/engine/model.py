@@ -21,12 +21,12 @@ from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, Packe
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
 from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, make_head
+from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.precision import Precision
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
-from shardwise.engine.weights import load_weights
 from shardwise.engine.wrap import Units
 from shardwise.ops import UNREGISTERED_ATTENTION, unsupported_reason
 

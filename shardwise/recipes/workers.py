@@ -14,6 +14,7 @@ from shardwise.config import (
 )
 from shardwise.data import load_tokenizer
 from shardwise.engine import LossFn, Part, TrainEngine
+from shardwise.recipes.export import convert
 from shardwise.recipes.losses import policy_loss, sft_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
@@ -127,6 +128,10 @@ class Worker:
         assert self._policy is not None
         self._policy.onload("params")
         self._policy.export_hf(Path(path), load_tokenizer(ModelConfig.model_validate_json(model)))
+
+    def export_model(self, source: str, target: str, dtype: str, max_shard_size: str) -> None:
+        """Loads a model folder and writes it in `dtype`; no engine is built."""
+        convert(Path(source), Path(target), getattr(torch, dtype), max_shard_size=max_shard_size, device=self._device)
 
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""

@@ -106,7 +106,7 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
     worker = build(family, tmp_path)
     worker.sync_weights(1)
     before = [c.logprobs for group in worker.generate(REQUESTS) for c in group]
-    weight = worker._policy._model.causal_lm.get_output_embeddings().weight.to_local()
+    weight = worker._policy._model.hf_model.get_output_embeddings().weight.to_local()
     with torch.no_grad():
         weight[77, 5] += 3.0
     worker.sync_weights(2)
@@ -186,5 +186,5 @@ def test_num_parameters_count_tied_weights_once(tmp_path):
     model = ModelConfig(path=str(folder)).model_dump_json()
     worker = Worker(torch.device("cpu"))
     assert (
-        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1) == expected
+        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1)[0] == expected
     )
