@@ -76,6 +76,9 @@ class LoraConfig(Config):
     """Weight-decomposed adapters (DoRA): a trained magnitude for each output."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    adapter_path: str | None = None
+    """A folder with an adapter of this form to go on from (`checkpoints/step_N/adapter` of a run); null starts with a
+    new one, which changes nothing at first."""
     save_merged: bool = True
     """Checkpoints hold hf/, the merged model, beside adapter/; false writes the adapter only."""
 

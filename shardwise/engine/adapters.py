@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.lora import ADAPTER, adapter_names, base_names, lora_layers, trained_copies
+from shardwise.engine.weights import gathered
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -74,31 +75,34 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.to_local(), offset[0] if offset else 0
 
 
-def merged_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (name in model files, full tensor) of the model that base and adapters make together, one at
-    a time, tied copies left out."""
-    for name, tensor in merged_shards(model):
-        yield name, _gathered(tensor, dtype)
+class MergedState(Mapping[str, Tensor]):
+    """Name in the transformers class -> the tensor that base and adapters make together.
 
-
-@torch.no_grad()
-def merged_shards(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (name in model files, sharded tensor), adapters merged into it in float32, one at a time.
-
-    Every rank merges its own rows; only A [rank, in] is gathered for it.
+    Sharded like the base's; float32 where an adapter is merged into it. Looking one up is collective: every rank merges
+    its own rows, and A [rank, in] is gathered for it.
     """
-    state = model.state_dict()
-    scalings = {f"{path}.base_layer.weight": (path, layer.scaling[ADAPTER]) for path, layer in lora_layers(model)}
-    copies = trained_copies(model)
-    tied = set(model.get_expanded_tied_weights_keys())
-    for name, base_name in base_names(model).items():
-        if base_name is None or base_name in tied:
-            continue
-        if name in scalings:
-            path, scaling = scalings[name]
-            yield base_name, _merged(state, path, scaling)
-        else:
-            yield base_name, state[copies.get(name, name)]
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._state: dict[str, Tensor] = model.state_dict()
+        self._names = {base: name for name, base in base_names(model).items() if base is not None}
+        self._copies = trained_copies(model)
+        self._scalings = {
+            f"{path}.base_layer.weight": (path, layer.scaling[ADAPTER]) for path, layer in lora_layers(model)
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, base_name: str) -> Tensor:
+        name = self._names[base_name]
+        if name not in self._scalings:
+            return self._state[self._copies.get(name, name)]
+        path, scaling = self._scalings[name]
+        return _merged(self._state, path, scaling)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
@@ -107,7 +111,7 @@ def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
     W [out, in], B [out, rank] and the magnitudes [out] are sharded alike, by rows, so a row's norm is local.
     """
     base = state[f"{path}.base_layer.weight"]
-    lora_a = _gathered(state[f"{path}.lora_A.{ADAPTER}.weight"], torch.float32)
+    lora_a = gathered(state[f"{path}.lora_A.{ADAPTER}.weight"], torch.float32)
     lora_b, _ = _rows(state[f"{path}.lora_B.{ADAPTER}.weight"])
     rows = torch.addmm(_rows(base)[0].float(), lora_b.float(), lora_a.to(lora_b.device), alpha=scaling)
     magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
@@ -120,22 +124,12 @@ def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
     )
 
 
-def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The full tensor on every rank; cast before it is gathered, on the mesh's device (an offloaded shard is not)."""
-    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    if not isinstance(cast, DTensor):
-        return cast
-    on_mesh = cast.to(cast.device_mesh.device_type)
-    assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
-
-
 @torch.no_grad()
 def adapter_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time."""
     state = model.state_dict()
     for name, in_file in adapter_names(model).items():
-        yield in_file, _gathered(state[name], dtype)
+        yield in_file, gathered(state[name], dtype)
 
 
 def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> None:

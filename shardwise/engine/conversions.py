@@ -28,6 +28,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from shardwise.engine.runtime_state import runtime_state
+
 
 @dataclass(frozen=True, slots=True)
 class ExportBlock:
@@ -132,14 +134,14 @@ def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
         else dtype
         if tensor.is_floating_point()
         else tensor.dtype
-        for name, tensor in model.state_dict().items()
+        for name, tensor in runtime_state(model).items()
         if name not in tied
     }
 
 
 def export_blocks(model: PreTrainedModel, dtype: torch.dtype) -> list[ExportBlock]:
     """What `save_pretrained` of the model in `dtype` writes, in its order; tied copies left out."""
-    state = model.state_dict()
+    state = runtime_state(model)
     dtypes = stored_dtypes(model, dtype)
     ignored = set(model._keys_to_ignore_on_save or ())
     runtime = {
@@ -179,7 +181,7 @@ def import_blocks(model: PreTrainedModel, stored_names: Iterable[str]) -> tuple[
     Returns:
         The blocks, and the names that become nothing in this model, each with the name that renaming gave it.
     """
-    targets = model.state_dict()
+    targets = runtime_state(model)
     prefix = model.base_model_prefix
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

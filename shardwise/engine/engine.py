@@ -1,6 +1,7 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,12 +66,14 @@ class TrainEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         head: HeadName = "logprobs",
+        seed: int = 0,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
         Args:
             optimizer: belongs to the strategy fsdp2_train (EngineConfig) and only to it.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            seed: of new adapters, and of the rounding of bfloat16 masters.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
@@ -82,22 +85,36 @@ class TrainEngine:
         dims = ParallelDims.from_sizes(
             world_size=dist.get_world_size(), fsdp_size=config.fsdp_size, ulysses_size=config.ulysses_size
         )
-        sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head)
+        sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head, seed=seed)
         sharded_optimizer = None
         if optimizer is not None:
             sharded_optimizer = ShardedOptimizer(
-                sharded.model.hf_model, optimizer, total_steps=total_steps, loss_scaling=config.param_dtype == "float16"
+                sharded.model.hf_model,
+                optimizer,
+                total_steps=total_steps,
+                loss_scaling=config.param_dtype == "float16",
+                seed=seed,
             )
         return cls(sharded, sharded_optimizer, config=config, device=device)
 
     @torch.no_grad()
     def forward(
-        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batches: Sequence[TokenBatch],
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_adapters: bool = True,
     ) -> list[TokenOutputs]:
-        """What the head says about every micro-batch, on the host; entropy (else 0) costs another pass over the
-        logits."""
+        """What the head says about every micro-batch, on the host.
+
+        Args:
+            with_entropy: False leaves it at 0 and saves a pass over the logits.
+            with_adapters: False is the model as it was before its adapters: the reference policy.
+        """
         self._model.eval()
-        outputs = [self._run(batch, temperature, with_entropy).to(torch.device("cpu")) for batch in batches]
+        with nullcontext() if with_adapters else self._adapters_off():
+            outputs = [self._run(batch, temperature, with_entropy).to(torch.device("cpu")) for batch in batches]
         for unit in self._units:
             unit.reshard()  # those that stay gathered for a backward pass, which does not follow
         return outputs
@@ -135,11 +152,24 @@ class TrainEngine:
         return self._optimizer.step()
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere."""
+        """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;
+        adapters are merged."""
         return full_weights(self._model.hf_model, dtype)
 
+    def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, of everything that an adapter file holds, under peft's names."""
+        from shardwise.engine.adapters import adapter_weights
+
+        return adapter_weights(self._model.hf_model, dtype)
+
+    def export_adapter(self, path: Path, base_model: str) -> None:
+        """Writes a folder that `PeftModel.from_pretrained` loads; `base_model` is the folder or name it belongs to."""
+        from shardwise.engine.adapters import export_adapter
+
+        export_adapter(self._model.hf_model, path, base_model)
+
     def export_hf(self, path: Path, tokenizer: Any) -> None:
-        """Writes a folder that `from_pretrained` loads, in the compute dtype."""
+        """Writes a folder that `from_pretrained` loads, in the compute dtype, adapters merged."""
         export_folder(self._model.hf_model, tokenizer, path, self._export_dtype)
 
     def offload(self, *parts: Part) -> None:
@@ -170,6 +200,11 @@ class TrainEngine:
         self._root.set_is_last_backward(is_last)
         self._root.set_requires_gradient_sync(self._reduces_each or is_last)
         self._root.set_requires_all_reduce(is_last)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        from shardwise.engine.lora import adapters_off  # importing peft takes seconds
+
+        return adapters_off(self._model.hf_model)
 
     def _run(self, batch: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
         ulysses, head = self._backend.ulysses, self._model.head

@@ -19,6 +19,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.model_folder import INDEX_NAME
+from shardwise.engine.runtime_state import merged_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.weights import gathered
 
@@ -57,7 +58,7 @@ def export_folder(
     blocks = export_blocks(model, dtype)
     plan = _FilePlan.of(blocks, max_shard_size)
     writers = _RankWriters(staging, plan)
-    state = model.state_dict()
+    state = merged_state(model)
     for block in blocks:
         full = [gathered(state[name], block.dtypes[name]) for name in block.runtime_names]
         writers.write(block, full)

@@ -20,6 +20,10 @@ HeadName = Literal["logprobs", "token_values", "sequence_scores"]
 it. sequence_scores: a reward model, one score for each sequence, from its last state."""
 
 
+OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
+"""What transformers' models call the layer that maps the last hidden state to logits or scores."""
+
+
 class LogprobHead(nn.Module):
     """The output projection of a causal language model, applied in chunks to the states that are scored."""
 
@@ -77,7 +81,14 @@ def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead
             return ValueHead(model.score, ScoredTokens.LAST)
 
 
-@torch.no_grad()
-def initial_projection(shape: tuple[int, int], std: float) -> Tensor:
-    """A fresh value head, float32 on the host: the same on every layout."""
-    return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(0))
+def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | None:
+    """What a value head starts from where the model folder has none: whole tensors on the host by name, the same on
+    every layout. None for a language model, whose head is part of it."""
+    if name == "logprobs":
+        return None
+    std = model.config.get_text_config().initializer_range
+    weight = torch.empty(model.score.weight.shape, device="cpu")
+    fresh = {"score.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
+    if model.score.bias is not None:
+        fresh["score.bias"] = torch.zeros(model.score.bias.shape, device="cpu")
+    return fresh

@@ -1,6 +1,7 @@
 """Weights from a model folder into a sharded model: every rank reads what its own shards need."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,19 +14,23 @@ from transformers import PreTrainedModel
 from shardwise.config import ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
+from shardwise.engine.heads import OUTPUT_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
+from shardwise.engine.runtime_state import buffer_names, runtime_state
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path) -> int:
+def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
 
     The peak on the host is the sources of one block: one tensor's slice, or the matrices of this rank's experts of one
     layer. Conversions that do not join experts along dim 0 read their sources whole.
 
+    Args:
+        fresh: whole tensors for a head that the folder may lack, by name; the head it has instead is left out.
     Returns:
         The bytes this rank read.
     Raises:
@@ -33,8 +38,12 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
             no weight's, or a file cannot be read.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
-        blocks = _checked_blocks(model, source)
-        targets = model.state_dict()
+        blocks = _checked_blocks(model, source, fresh)
+        targets = runtime_state(model)
+        found = {block.first_target for block in blocks}
+        for name, whole in (fresh or {}).items():
+            if name not in found:
+                _local(targets[name]).copy_(whole[tuple(local_box(targets[name]))])
         return sum(_load_block(block, source, targets) for block in blocks)
 
 
@@ -99,12 +108,14 @@ class _Misfits:
             raise ModelError(f"{folder} does not fit its config.json ({type(model).__name__}): {'; '.join(problems)}")
 
 
-def _checked_blocks(model: PreTrainedModel, source: ModelFolder) -> list[ImportBlock]:
+def _checked_blocks(
+    model: PreTrainedModel, source: ModelFolder, fresh: Mapping[str, Tensor] | None
+) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
     blocks, unused = import_blocks(model, source.specs)
     tied = set(model.get_expanded_tied_weights_keys())
     missing, expected = _expected_tensors(model, {block.first_target: block for block in blocks})
-    misfits = _Misfits(missing=sorted(missing))
+    misfits = _Misfits(missing=sorted(set(missing) - set(fresh or ())))
     for name, tensor in sorted(expected.items()):
         spec = source.specs[name]
         if spec.shape != tuple(tensor.shape):
@@ -112,11 +123,12 @@ def _checked_blocks(model: PreTrainedModel, source: ModelFolder) -> list[ImportB
         if spec.dtype != tensor.dtype and not (tensor.is_floating_point() and spec.dtype in LOADABLE_DTYPES):
             misfits.wrong_dtype.append(f"{name} is {str(spec.dtype).removeprefix('torch.')}")
     left_over = unused | {name: block.first_target for block in blocks for name in block.stored_names()}
-    ignored = tied | {name for name, _ in model.named_buffers()}
+    ignored = tied | buffer_names(model)
     misfits.extra = sorted(
         name
         for name, target in left_over.items()
         if name not in expected and target not in ignored and not _is_ignored(model, name)
+        if fresh is None or name.split(".")[0] not in OUTPUT_PROJECTIONS
     )
     misfits.raise_if_any(model, source.folder)
     return [block for block in blocks if block.first_target not in tied]
@@ -127,7 +139,7 @@ def _expected_tensors(model: PreTrainedModel, found: dict[str, ImportBlock]) -> 
 
     A checkpoint may also hold runtime tensors (fused experts) under their runtime names.
     """
-    targets = model.state_dict()
+    targets = runtime_state(model)
     exports = export_blocks(model, torch.float32)
     places = _places(import_blocks(model, [name for export in exports for name in export.hub_tensors])[0])
     missing: list[str] = []

@@ -6,6 +6,7 @@ layer and is sharded like it. What is drawn, merged, read and written is in adap
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -15,7 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.config import ConfigError, LoraConfig
+from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.names import plain_name
 
 ADAPTER = "default"
@@ -54,6 +55,27 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     adapted = {path for path, _ in lora_layers(model)}
     if others := sorted(adapted ^ set(targets)):
         raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
+
+
+def stored_lora(folder: Path) -> LoraConfig:
+    """The form of the adapter in a folder.
+
+    Raises:
+        ModelError: there is none, or it is no LoRA adapter.
+    """
+    try:
+        stored = PeftLoraConfig.from_pretrained(str(folder))
+    except (ValueError, OSError, TypeError) as error:
+        raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
+    targets = stored.target_modules
+    return LoraConfig(
+        rank=stored.r,
+        alpha=stored.lora_alpha,
+        target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+        modules_to_save=list(stored.modules_to_save or ()),
+        use_dora=stored.use_dora,
+        use_rslora=stored.use_rslora,
+    )
 
 
 def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:

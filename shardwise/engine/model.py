@@ -15,12 +15,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModelError
+from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
-from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, make_head
+from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, fresh_head, make_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.precision import Precision
@@ -90,16 +90,37 @@ class ShardedModel:
 
 
 def build_sharded(
-    folder: Path, config: LayoutConfig, mesh: EngineMesh, *, device: torch.device, head_name: HeadName = "logprobs"
+    folder: Path,
+    config: LayoutConfig,
+    mesh: EngineMesh,
+    *,
+    device: torch.device,
+    head_name: HeadName = "logprobs",
+    seed: int = 0,
 ) -> ShardedModel:
     """Builds, shards and loads a model, trained if the config is an EngineConfig, else frozen.
 
+    Args:
+        seed: of a new adapter.
     Raises:
         ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
             fit the model or the layout.
     """
     sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name)
-    return replace(sharded, num_bytes_read=load_weights(sharded.model.hf_model, folder))
+    hf_model = sharded.model.hf_model
+    num_bytes = load_weights(hf_model, folder, fresh=fresh_head(hf_model, head_name))
+    if isinstance(config, EngineConfig) and config.lora is not None:
+        _fill_adapters(hf_model, config.lora, seed)
+    return replace(sharded, num_bytes_read=num_bytes)
+
+
+def _fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    from shardwise.engine.adapters import init_adapters, load_adapter
+
+    if config.adapter_path is None:
+        init_adapters(model, seed)
+    else:
+        load_adapter(model, Path(config.adapter_path))
 
 
 def build_unloaded(

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.engine.heads import OUTPUT_PROJECTIONS
 from shardwise.engine.names import plain_name
-
-OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
-"""What transformers' models call the layer that maps the last hidden state to logits or scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.conversions import export_blocks, stored_dtypes
+from shardwise.engine.runtime_state import merged_state
 
 
 @torch.no_grad()
 def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (runtime name, full tensor), one at a time, tied copies left out.
+    """Collective. Yields (runtime name, full tensor), one at a time, adapters merged, tied copies left out.
 
     Runtime names are those of the transformers class: what another instance of that class takes without conversion.
     The shard is cast before it is gathered: half the bytes for bfloat16. The peak is the largest tensor.
     """
-    dtypes = stored_dtypes(model, dtype)
-    for name, tensor in model.state_dict().items():
-        if name in dtypes:
-            yield name, gathered(tensor, dtypes[name])
+    state = merged_state(model)
+    for name, stored_dtype in stored_dtypes(model, dtype).items():
+        yield name, gathered(state[name], stored_dtype)
 
 
 @torch.no_grad()
@@ -29,15 +29,20 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
 
     Fused experts are taken apart. The peak is the largest block (the experts of one layer) and its parts.
     """
-    state = model.state_dict()
+    state = merged_state(model)
     for block in export_blocks(model, dtype):
         yield from block.convert([gathered(state[name], block.dtypes[name]) for name in block.runtime_names]).items()
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Collective for a DTensor. The full tensor, cast before it is gathered."""
+    """Collective for a DTensor. The full tensor, cast before it is gathered, on the mesh's device (where a shard that
+    is kept in host memory is not)."""
     cast = tensor.to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if not isinstance(cast, DTensor):
+        return cast
+    on_mesh = cast.to(cast.device_mesh.device_type)
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, EngineConfig, ModelConfig, ModelError, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, ModelConfig, ModelError, TrainerConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
@@ -61,15 +61,16 @@ class BuiltPolicy:
 
 
 def build_policy(
-    group: WorkerGroup, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig, total_steps: int
+    group: WorkerGroup, model: ModelConfig, engine: EngineConfig, trainer: TrainerConfig, total_steps: int
 ) -> BuiltPolicy:
     """Builds the policy's training engine on every rank; `total_steps` are optimizer steps of the whole run."""
     built = group.call(
         "build_policy",
         model.model_dump_json(),
         engine.model_dump_json(),
-        optimizer.model_dump_json(),
+        trainer.optimizer_config().model_dump_json(),
         total_steps,
+        trainer.seed,
     )
     num_parameters, _ = built[0]
     return BuiltPolicy(num_parameters, {"load/bytes_read": MetricValue.max(max(num_bytes for _, num_bytes in built))})

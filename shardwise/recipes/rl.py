@@ -87,10 +87,10 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
 def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, total_steps: int) -> BuiltPolicy:
     """Policy, reference where a KL term needs one, and rollout engines that serve the policy's weights, verified."""
     num_updates = total_steps * config.algorithm.num_minibatches * config.algorithm.num_epochs
-    policy = build_policy(group, model, config.engine, config.trainer.optimizer_config(), num_updates)
+    policy = build_policy(group, model, config.engine, config.trainer, num_updates)
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
     folder = model.model_dump_json()
-    if config.algorithm.kl_coef > 0:
+    if config.algorithm.kl_coef > 0 and config.engine.lora is None:  # the reference is the policy without its adapter
         group.call("build_reference", folder, config.reference_layout().model_dump_json())
     group.call("build_rollout", folder, config.rollout.generation().model_dump_json(), config.engine.param_dtype)
     group.call("sync_weights", 0)

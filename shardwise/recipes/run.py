@@ -94,6 +94,6 @@ class Run:
 
     def _save(self, step: int) -> None:
         with self.spans("save"):
-            path = self.output_dir / "checkpoints" / f"step_{step}" / "hf"
-            self._group.call("export_hf", str(path), self._model.model_dump_json())
+            path = self.output_dir / "checkpoints" / f"step_{step}"
+            self._group.call("save_weights", str(path), self._model.model_dump_json())
         self._newest = path

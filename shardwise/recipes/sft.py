@@ -23,7 +23,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         len(rows.rows), config.trainer.batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
     )
     total_steps = config.trainer.total_steps or loader.steps_per_epoch * config.trainer.num_epochs
-    policy = build_policy(group, model.config, config.engine, config.trainer.optimizer_config(), total_steps)
+    policy = build_policy(group, model.config, config.engine, config.trainer, total_steps)
     counts = policy.metrics | {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
     with Run(
         "sft",

@@ -9,12 +9,12 @@ from shardwise.config import (
     EngineConfig,
     FrozenEngineConfig,
     GenerationConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import LossFn, Part, TrainEngine
-from shardwise.recipes.export import convert
+from shardwise.engine import LossFn, Part, TrainEngine, convert_folder
 from shardwise.recipes.losses import policy_loss, sft_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
@@ -33,12 +33,13 @@ class Worker:
         self._reference: TrainEngine | None = None
         self._rollout: RolloutEngine | None = None
         self._policy_parts: list[Part] = []
+        self._lora: LoraConfig | None = None
         self._reference_parts: list[Part] = []
         self._loss_fn: LossFn = sft_loss
         self._dtype = torch.float32
         self._temperature = 1.0
 
-    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int) -> tuple[int, int]:
+    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int, seed: int) -> tuple[int, int]:
         """Builds the trained policy. Returns its number of parameters, and the bytes of weights this rank read."""
         config = EngineConfig.model_validate_json(engine)
         self._policy = TrainEngine.build(
@@ -47,9 +48,11 @@ class Worker:
             device=self._device,
             optimizer=OptimizerConfig.model_validate_json(optimizer),
             total_steps=total_steps,
+            seed=seed,
         )
         self._dtype = getattr(torch, config.param_dtype)
         self._policy_parts = _parts_to_offload(config)
+        self._lora = config.lora
         return self._policy.num_parameters, self._policy.num_bytes_read
 
     def build_reference(self, model: str, engine: str) -> None:
@@ -99,8 +102,12 @@ class Worker:
         return _logprobs(self._policy.forward(batches, temperature=self._temperature))
 
     def reference_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
-        """[T] logprobs of every micro-batch under the reference policy."""
-        assert self._reference is not None
+        """[T] logprobs of every micro-batch under the reference policy: an engine of its own, or the policy without its
+        adapters."""
+        if self._reference is None:
+            assert self._policy is not None
+            self._policy.onload("params")
+            return _logprobs(self._policy.forward(batches, temperature=self._temperature, with_adapters=False))
         self._reference.onload("params")
         logprobs = _logprobs(self._reference.forward(batches, temperature=self._temperature))
         self._reference.offload(*self._reference_parts)
@@ -123,15 +130,28 @@ class Worker:
         self._policy.offload(*self._policy_parts)
         return receipt.num_bytes
 
-    def export_hf(self, path: str, model: str) -> None:
-        """Writes the policy as a Hugging Face folder."""
+    def save_weights(self, checkpoint: str, model: str) -> None:
+        """Writes the policy into a checkpoint folder: hf/, and adapter/ where it has one."""
         assert self._policy is not None
         self._policy.onload("params")
-        self._policy.export_hf(Path(path), load_tokenizer(ModelConfig.model_validate_json(model)))
+        config, folder = ModelConfig.model_validate_json(model), Path(checkpoint)
+        if self._lora is None or self._lora.save_merged:
+            self._policy.export_hf(folder / "hf", load_tokenizer(config))
+        if self._lora is not None:
+            self._policy.export_adapter(folder / "adapter", config.path)
 
-    def export_model(self, source: str, target: str, dtype: str, max_shard_size: str) -> None:
-        """Loads a model folder and writes it in `dtype`; no engine is built."""
-        convert(Path(source), Path(target), getattr(torch, dtype), max_shard_size=max_shard_size, device=self._device)
+    def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
+        """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
+        config = ModelConfig.model_validate_json(model)
+        convert_folder(
+            Path(config.path),
+            Path(target),
+            load_tokenizer(config),
+            getattr(torch, dtype),
+            max_shard_size=max_shard_size,
+            device=self._device,
+            adapter=Path(adapter) if adapter else None,
+        )
 
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""

@@ -19,8 +19,9 @@ from sharded_lora import (
 from tiny_models import tiny_folder
 
 from shardwise.config import LoraConfig
-from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter, merged_weights
+from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter
 from shardwise.engine.lora import adapter_names
+from shardwise.engine.weights import full_weights
 
 CASES = [
     ("qwen3", "lora", True),
@@ -58,8 +59,8 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
                     parameter -= 0.02 * parameter.grad
                     parameter.grad = None
     export_adapter(model, exported, "the/base")
-    weights = dict(merged_weights(model, torch.float32)), dict(adapter_weights(model, torch.float32))
-    return losses, gradients, weights, logits(model), list(merged_weights(model, torch.bfloat16))
+    weights = dict(full_weights(model, torch.float32)), dict(adapter_weights(model, torch.float32))
+    return losses, gradients, weights, logits(model), list(full_weights(model, torch.bfloat16))
 
 
 @pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
@@ -112,7 +113,7 @@ def peft_file_name(name):
 
 def initial(folder, lora, seed, *, fsdp_size=None, checkpointed=False):
     model = build(folder, lora, seed=seed, fsdp_size=fsdp_size, checkpointed=checkpointed)
-    return dict(adapter_weights(model, torch.float32)), dict(merged_weights(model, torch.float32)), logits(model)
+    return dict(adapter_weights(model, torch.float32)), dict(full_weights(model, torch.float32)), logits(model)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])

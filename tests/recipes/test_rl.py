@@ -219,7 +219,7 @@ def test_a_reference_is_built_only_for_a_kl_term_and_the_schedule_counts_optimiz
     assert ("build_reference" in group.methods) == (kl_coef > 0)
     assert group.calls[0][0] == "build_policy"
     assert (policy.num_parameters, policy.metrics["load/bytes_read"].result()) == (7, 101)
-    assert group.calls[0][-1] == 60
+    assert group.calls[0][-2:] == (60, 0)
     assert group.calls[1][0] == "use_policy_loss"
     assert group.calls[1][-1] == 0.6
     method, _model, rollout, param_dtype = group.calls[-2]

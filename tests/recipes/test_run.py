@@ -44,7 +44,7 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, capsys):
         assert row["seconds/train"] <= row["seconds/step"]
     assert validated == [3, 5]
     assert [call[:2] for call in group.calls] == [
-        ("export_hf", str(tmp_path / "checkpoints" / f"step_{step}" / "hf")) for step in (2, 4, 5)
+        ("save_weights", str(tmp_path / "checkpoints" / f"step_{step}")) for step in (2, 4, 5)
     ]
     written = SFTConfig.parse(yaml.safe_load((tmp_path / "config.yaml").read_text()), origin="config.yaml")
     assert written == config(tmp_path, save_every_steps=2, validate_every_steps=3)
@@ -55,7 +55,7 @@ def test_zero_means_only_at_the_end(tmp_path, fake_group):
     group = fake_group()
     with run_of(tmp_path, group) as run:
         assert [step for step in run.steps() if run.should_validate(step)] == [5]
-    assert [call[1] for call in group.calls] == [str(tmp_path / "checkpoints" / "step_5" / "hf")]
+    assert [call[1] for call in group.calls] == [str(tmp_path / "checkpoints" / "step_5")]
 
 
 def test_an_earlier_run_in_the_folder_is_moved_aside_whole(tmp_path, fake_group):

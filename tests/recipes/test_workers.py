@@ -40,7 +40,7 @@ def build(family, folder, *, param_dtype="float32", learning_rate=0.02) -> Worke
     model = ModelConfig(path=str(tiny_folder(family, folder / family))).model_dump_json()
     engine = EngineConfig(param_dtype=param_dtype).model_dump_json()
     worker = Worker(torch.device("cpu"))
-    worker.build_policy(model, engine, OptimizerConfig(learning_rate=learning_rate).model_dump_json(), 4)
+    worker.build_policy(model, engine, OptimizerConfig(learning_rate=learning_rate).model_dump_json(), 4, 0)
     worker.build_reference(model, FrozenEngineConfig(param_dtype=param_dtype).model_dump_json())
     worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), param_dtype)
     worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
@@ -154,7 +154,7 @@ def test_the_reference_stays_where_the_policy_started(tmp_path):
 def test_supervised_training_is_the_default_and_at_temperature_one(tmp_path):
     worker = Worker(torch.device("cpu"))
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path))).model_dump_json()
-    worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1)
+    worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1, 0)
     samples = [
         Sample(uid="a", token_ids=torch.tensor([4, 9, 30, 2]), loss_mask=torch.tensor([False, False, True, True])),
         Sample(uid="b", token_ids=torch.tensor([50, 9]), loss_mask=torch.tensor([False, True])),
@@ -186,5 +186,6 @@ def test_num_parameters_count_tied_weights_once(tmp_path):
     model = ModelConfig(path=str(folder)).model_dump_json()
     worker = Worker(torch.device("cpu"))
     assert (
-        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1)[0] == expected
+        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1, 0)[0]
+        == expected
     )

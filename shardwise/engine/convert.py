@@ -1,0 +1,74 @@
+"""A model folder written again in another dtype, adapters merged; no rank needs more memory than its shard of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from shardwise.config import ModelError
+from shardwise.engine.conversions import stored_dtypes
+from shardwise.engine.export import export_folder
+from shardwise.engine.loading import load_weights
+
+
+def convert_folder(
+    source: Path,
+    target: Path,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    *,
+    max_shard_size: str,
+    device: torch.device,
+    adapter: Path | None = None,
+) -> None:
+    """Collective. Loads a model folder (and an adapter folder) over all ranks and writes it in `dtype`.
+
+    No engine is built: a model that cannot be trained here can be converted all the same.
+
+    Raises:
+        ModelError: source or adapter cannot be loaded. ExportError: target cannot be written.
+    """
+    model = _on_meta(source, dtype)
+    if adapter is not None:
+        from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
+
+        inject_lora(model, stored_lora(adapter))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
+    model.requires_grad_(False).to_empty(device=device)
+    load_weights(model, source)
+    if adapter is not None:
+        from shardwise.engine.adapters import load_adapter
+
+        load_adapter(model, adapter)
+    export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
+
+
+def _on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Every parameter in the dtype it will be stored in."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = _model_class(folder, config.architectures)._from_config(config, dtype=dtype)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, stored in stored_dtypes(model, dtype).items():
+        tensors[name].data = tensors[name].data.to(stored)
+    return model
+
+
+def _model_class(folder: Path, architectures: list[str] | None) -> type[PreTrainedModel]:
+    for name in architectures or []:
+        if hasattr(transformers, name):
+            found: type[PreTrainedModel] = getattr(transformers, name)
+            return found
+    raise ModelError(
+        f"{folder / 'config.json'} names the architectures {architectures}, none of which transformers "
+        f"{transformers.__version__} knows; models with code of their own cannot be exported"
+    )

@@ -1,0 +1,37 @@
+"""The tensors of a model under the names of its transformers class, whatever has been put into its module tree."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.engine.names import plain_name
+
+
+def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Name -> parameter or persistent buffer. Of a model with adapters, the base alone."""
+    state: dict[str, Tensor] = model.state_dict()
+    if not has_adapters(model):
+        return state
+    from shardwise.engine.lora import base_names  # importing peft takes seconds
+
+    return {base: state[name] for name, base in base_names(model).items() if base is not None}
+
+
+def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """As `runtime_state`; adapters are merged into a tensor (sharded, float32) when it is asked for."""
+    if not has_adapters(model):
+        return runtime_state(model)
+    from shardwise.engine.adapters import MergedState
+
+    return MergedState(model)
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """peft leaves its configuration on the models it changes."""
+    return hasattr(model, "peft_config")
+
+
+def buffer_names(model: PreTrainedModel) -> set[str]:
+    """All of them, also those that no checkpoint holds."""
+    return {plain_name(name) for name, _ in model.named_buffers()}
