@@ -6,11 +6,14 @@ Exit codes: 0 done, 1 the run failed, 2 a mistake in what was given, 130 interru
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 from shardwise import __version__
 from shardwise.config import EvalConfig, RLConfig, SFTConfig, UserError
+from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
 from shardwise.controller.launch import USER_ERROR, is_launched, launch
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run_quickstart(options, arguments)
             case "generate":
                 return _generate(options)
+            case "export":
+                return _export(options, arguments)
             case _:
                 print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
@@ -84,6 +89,16 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     return 0
+
+
+def _export(options: argparse.Namespace, arguments: list[str]) -> int:
+    if not _is_rank() and options.nproc > 1:
+        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    from shardwise.recipes.entry import run_export
+
+    return run_export(
+        source=options.source, target=options.target, dtype=options.dtype, max_shard_size=options.max_shard_size
+    )
 
 
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
@@ -147,6 +162,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--num-completions", type=int, default=1, help="default: %(default)s")
     generate.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
     generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    export = commands.add_parser("export", help="write a model as a Hugging Face folder, in another dtype")
+    export.add_argument("source", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
+    export.add_argument("target", help="a new or empty folder")
+    export.add_argument("--dtype", choices=get_args(DtypeName), help="default: the one that the source's config names")
+    export.add_argument(
+        "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
+    )
+    _add_nproc(export, default=1)
     schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
     schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
     schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")
@@ -168,3 +191,9 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of ranks; use 1 or more")
     return value
+
+
+def _file_size(text: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a size; give a number and a unit, such as 500MB or 5GB")
+    return text

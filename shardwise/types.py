@@ -107,6 +107,11 @@ class RolloutGroup:
     """Where there is no score: the reward function raised, hung or returned something else than a number."""
 
 
+def _moved(instance: Any, device: torch.device) -> Any:
+    tensors = {f.name: v for f in fields(instance) if isinstance(v := getattr(instance, f.name), Tensor)}
+    return replace(instance, **{k: v.to(device, non_blocking=device.type != "cpu") for k, v in tensors.items()})
+
+
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 """The optional per-token arrays that a Sample and a TokenBatch have in common."""
 
@@ -137,19 +142,26 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """A copy with every tensor on `device`."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        return type(self)(**values | moved)
+        moved: Self = _moved(self, device)
+        return moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What a forward pass gives for a TokenBatch; 0 where not trained."""
+    """What a forward pass gives for a TokenBatch: logprobs and entropy of a language model, or values of a critic or
+    reward model. 0 where nothing is scored."""
 
-    logprobs: Tensor
+    logprobs: Tensor | None = None
     """[T] float32, nats, temperature applied."""
-    entropy: Tensor
+    entropy: Tensor | None = None
     """[T] float32, nats, of the distribution that predicts the token; carries no gradient."""
+    values: Tensor | None = None
+    """[T] float32."""
+
+    def to(self, device: torch.device) -> Self:
+        """A copy with every tensor on `device`; to the host it waits, to a device it does not."""
+        moved: Self = _moved(self, device)
+        return moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

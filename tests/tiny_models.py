@@ -8,6 +8,7 @@ from torch import Tensor
 from shardwise.types import Sample
 
 FAMILIES = ("qwen3", "llama", "gemma2")
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides):
@@ -15,8 +16,17 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
 
     qwen3: tied, grouped queries, query and key norms. llama: untied, and no dimension divides by 4 (k and v even have
     fewer rows than 4 ranks). gemma2: tied, sliding window of 4, both softcaps low enough to bend scores and logits.
+    qwen3_moe and mixtral: untied, 6 fused experts in each layer, which 4 ranks do not share evenly; mixtral has other
+    names in its hub checkpoints.
     """
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        Gemma2Config,
+        LlamaConfig,
+        MixtralConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     common = {
         "num_hidden_layers": 2,
@@ -70,6 +80,37 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
             }
             | overrides
         ),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **common
+            | {
+                "vocab_size": 107,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "moe_intermediate_size": 12,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "tie_word_embeddings": False,
+            }
+            | overrides
+        ),
+        "mixtral": lambda: MixtralConfig(
+            **common
+            | {
+                "vocab_size": 103,
+                "hidden_size": 16,
+                "intermediate_size": 10,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 2,
+                "tie_word_embeddings": False,
+            }
+            | overrides
+        ),
     }[family]()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -84,6 +125,27 @@ def tiny_folder(family: str, folder: Path, **overrides) -> Path:
     """Saves a tiny model in the Hugging Face layout."""
     tiny_model(family, **overrides).save_pretrained(folder)
     return folder
+
+
+def empty_model(folder: Path, *, dtype: torch.dtype = torch.float32, dim: int | None = None, mesh=None):
+    """The model of a folder with its weights never written: whole, or with every parameter sharded along `dim` (along 0
+    where it has no such dimension), each decoder layer an FSDP unit."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if dim is not None:
+        root = torch.nn.Sequential(model)  # fully_shard renames the class of what it shards
+        for unit in (*model.base_model.layers, root):
+            fully_shard(unit, mesh=mesh, shard_placement_fn=lambda p: Shard(min(dim, p.dim() - 1)))
+    model.to_empty(device="cpu")
+    if dim is None:
+        model.tie_weights()  # without sharding, to_empty gives the tied projection memory of its own
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 0)
+    return model
 
 
 def random_samples(lengths, *, vocab: int = 100, seed: int = 0, prompt_tokens: int = 2) -> list[Sample]:

@@ -13,6 +13,14 @@ from shardwise.config.engine import (
     OptimizerConfig,
     WrapPolicyConfig,
 )
-from shardwise.config.errors import ConfigError, DataError, ModelError, RewardError, TrainingError, UserError
+from shardwise.config.errors import (
+    ConfigError,
+    DataError,
+    ExportError,
+    ModelError,
+    RewardError,
+    TrainingError,
+    UserError,
+)
 from shardwise.config.recipes import EvalConfig, EvalSettings, RLConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
 from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig

@@ -1,8 +1,8 @@
 """The model, how it is sharded, and how it is optimized."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
 from shardwise.config.base import Config
 
@@ -43,7 +43,7 @@ class WrapPolicyConfig(Config):
     embedding and output projection are one weight."""
     wrap_lm_output: bool = False
     """The output projection (or value head) is a unit, gathered only while it works. Not for tied weights either."""
-    moe_experts: list[str] = []
+    moe_experts: list[str] = Field(default_factory=list)
     """Class names of expert modules (Qwen3MoeExperts) to wrap as units inside their layer."""
 
 
@@ -70,7 +70,7 @@ class LoraConfig(Config):
     """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0."""
     target_modules: str | list[str] = "all-linear"
     """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head."""
-    modules_to_save: list[str] = []
+    modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full beside the adapters, and saved with them."""
     use_dora: bool = False
     """Weight-decomposed adapters (DoRA): a trained magnitude for each output."""
@@ -88,18 +88,18 @@ class LayoutConfig(ComputeConfig):
     world_size / fsdp_size replicas; 1 is plain replication."""
     ulysses_size: PositiveInt = 1
     """Ranks that share one sequence (Ulysses sequence parallelism). Divides fsdp_size and the attention heads."""
-    reshard_after_forward: StrictBool | Annotated[int, Field(strict=True, ge=2)] = True
+    reshard_after_forward: StrictBool | StrictInt = True
     """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
     second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead in forward, beyond the one that FSDP already overlaps."""
+    """Layers whose weights are gathered ahead of their forward; 0 leaves it to FSDP."""
     offload_policy: bool = False
     """Sharded weights, gradients and optimizer states live in host memory; layers are copied to the device one by one
     (FSDP's CPUOffloadPolicy). The optimizer then steps on the CPU."""
     param_offload: bool = False
     """In reinforcement learning the sharded weights leave the device while other engines work."""
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
-    module_precision: list[ModulePrecisionConfig] = []
+    module_precision: list[ModulePrecisionConfig] = Field(default_factory=list)
     """Modules that compute in another dtype than param_dtype."""
     attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
     """Packed attention. auto: varlen (torch's own FlashAttention) on CUDA in half precision, else loop (scaled dot
@@ -116,6 +116,13 @@ class LayoutConfig(ComputeConfig):
     """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """The hard cap on the tokens of one packed micro-batch on one data-parallel rank."""
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _reshards_over_some_ranks(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, int) and value >= 2):
+            return value
+        raise ValueError(f"{value!r} is neither true, false nor a number of ranks from 2 on; use one of them")
 
     @model_validator(mode="after")
     def _layout_keys_have_effect(self) -> Self:
@@ -153,7 +160,7 @@ class EngineConfig(LayoutConfig):
     two. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
     (reduce_dtype bytes times all trained parameters)."""
     backward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead in backward, beyond the one that FSDP already overlaps."""
+    """Layers whose weights are gathered ahead of their backward; 0 leaves it to FSDP (one)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: a layer keeps its input only and is computed again in backward. selective: every n-th layer, or, with
     checkpoint_every_layers null, all layers but with attention and half of the matrix products kept."""
@@ -163,7 +170,7 @@ class EngineConfig(LayoutConfig):
     """The inputs of checkpointed layers wait for backward in host memory."""
     optimizer_offload: bool = False
     """In reinforcement learning the optimizer states leave the device between optimizer steps."""
-    freeze_module_prefix: list[str] = []
+    freeze_module_prefix: list[str] = Field(default_factory=list)
     """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
@@ -214,7 +221,7 @@ class OptimizerConfig(Config):
     """The kernel of AdamW."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """The peak learning rate."""
-    module_learning_rates: dict[str, Annotated[float, Field(ge=0)]] = {}
+    module_learning_rates: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Peak learning rates of modules by the beginning of their name; the longest match counts. The schedule scales
     them like learning_rate."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95

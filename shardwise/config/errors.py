@@ -17,6 +17,10 @@ class ModelError(UserError):
     """A model folder that cannot be loaded, or that does not fit its tokenizer."""
 
 
+class ExportError(UserError):
+    """Weights that could not be written; names the rank and the cause."""
+
+
 class TrainingError(UserError):
     """A run that cannot go on, although every input was valid: the numbers diverged."""
 

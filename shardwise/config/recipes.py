@@ -6,7 +6,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from shardwise.config.base import Config
 from shardwise.config.data import EvalDataConfig, PromptDataConfig, SupervisedDataConfig
-from shardwise.config.engine import ComputeConfig, EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.config.engine import ComputeConfig, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
 
 
@@ -28,7 +28,7 @@ class TrainerConfig(OptimizerConfig):
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
 
-    def optimizer(self) -> OptimizerConfig:
+    def optimizer_config(self) -> OptimizerConfig:
         """The part that an engine needs."""
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
 
@@ -57,6 +57,12 @@ class SFTConfig(Config):
                 f"engine.max_tokens_per_micro_batch={self.engine.max_tokens_per_micro_batch}, and a sequence is never "
                 "split over micro-batches; lower the first or raise the second"
             )
+        for key in ("param_offload", "optimizer_offload"):
+            if getattr(self.engine, key):
+                raise ValueError(
+                    f"engine.{key}=true has no effect in supervised fine-tuning, where nothing else needs the device; "
+                    "remove it (engine.offload_policy=true keeps everything in host memory)"
+                )
         return self
 
 
@@ -66,6 +72,8 @@ class RLConfig(Config):
     model: ModelConfig
     data: PromptDataConfig = PromptDataConfig()
     engine: EngineConfig = EngineConfig()
+    reference: FrozenEngineConfig | None = None
+    """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -75,13 +83,20 @@ class RLConfig(Config):
     def _sequences_fit(self) -> Self:
         _require_train_files(self.data.train_files)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if longest > self.engine.max_tokens_per_micro_batch:
+        layouts = {"engine": self.engine, "reference": self.reference_layout()}
+        for name, layout in layouts.items():
+            if longest > layout.max_tokens_per_micro_batch:
+                raise ValueError(
+                    f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
+                    f"rollout.max_response_tokens={self.rollout.max_response_tokens} = {longest} is more than "
+                    f"{name}.max_tokens_per_micro_batch={layout.max_tokens_per_micro_batch}, and a sequence is never "
+                    "split over micro-batches; lower the first two or raise the last"
+                )
+        if self.reference is not None and self.algorithm.kl_coef == 0:
             raise ValueError(
-                f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
-                f"rollout.max_response_tokens={self.rollout.max_response_tokens} = {longest} is more than "
-                f"engine.max_tokens_per_micro_batch={self.engine.max_tokens_per_micro_batch}, and a sequence is never "
-                "split over micro-batches; lower the first two or raise the last"
+                "reference has no effect with algorithm.kl_coef=0, which needs no reference policy; remove one of them"
             )
+        self._require_fit_for_sampling()
         if self.rollout.group_size == 1:
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage={self.algorithm.advantage} without a baseline "
@@ -94,6 +109,23 @@ class RLConfig(Config):
                 "a step (rollout.num_prompts x rollout.group_size)"
             )
         return self
+
+    def reference_layout(self) -> FrozenEngineConfig:
+        """How the reference policy is laid out."""
+        return self.engine.frozen() if self.reference is None else self.reference
+
+    def _require_fit_for_sampling(self) -> None:
+        lora = self.engine.lora
+        if lora is not None and lora.dropout:
+            raise ValueError(
+                f"engine.lora.dropout={lora.dropout} would make the logprobs of two passes over the same tokens "
+                "differ, and their ratio noise; reinforcement learning needs 0"
+            )
+        if lora is not None and self.reference is not None:
+            raise ValueError(
+                "reference has no effect with engine.lora: the reference policy is the policy without its adapter; "
+                "remove it"
+            )
 
 
 class EvalSettings(Config):

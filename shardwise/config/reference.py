@@ -1,5 +1,6 @@
 """The config reference as Markdown, made from the classes themselves."""
 
+import json
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -19,23 +20,26 @@ def _rows(cls: type[Config], prefix: str) -> list[str]:
     for name, field in cls.model_fields.items():
         group = _group(field.annotation)
         if group is not None:
-            rows += _rows(group, f"{prefix}{name}.")
+            in_list = get_origin(field.annotation) is list
+            if group is not field.annotation:
+                rows.append(f"| `{prefix}{name}` | {_default(field)} | {_one_line(field.description or '')} |")
+            rows += _rows(group, f"{prefix}{name}{'[]' if in_list else ''}.")
         else:
             rows.append(f"| `{prefix}{name}` | {_default(field)} | {_one_line(field.description or '')} |")
     return rows
 
 
 def _group(annotation: Any) -> type[Config] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation
-    return None
+    """The config class of a group of keys, also of an optional group and of a list of them."""
+    parts = (annotation, *get_args(annotation))
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Config)), None)
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    shown = {None: "null", True: "true", False: "false"}.get(value, value) if not isinstance(value, list) else value
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else value
     choices = _choices(field.annotation)
     return f"`{shown}`" + (f" of {', '.join(f'`{choice}`' for choice in choices)}" if len(choices) > 1 else "")
 

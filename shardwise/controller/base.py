@@ -18,7 +18,11 @@ class WorkerGroup(Protocol):
         """Calls `worker.method(*args)` on every rank; returns the results by rank."""
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
-        """Calls `worker.method(shards[rank], *args)` on every rank; returns the results by rank."""
+        """Calls `worker.method(shard, *args)` on every rank; returns one result for each shard.
+
+        Where there are fewer shards than ranks, as many neighbouring ranks get the same one (they work on it together),
+        and the first of them gives the result.
+        """
 
     def shutdown(self) -> None:
         """Ends the serving loop of every other rank."""

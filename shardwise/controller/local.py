@@ -43,10 +43,12 @@ class RankGroup:
         return self._run(method, [message] * self.size, args)
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
-        """Calls the method with shards[rank] as its first argument. Results by rank. Raises as `call`."""
-        assert len(shards) == self.size, (len(shards), self.size)
-        messages = [encode([method, [shard, *args]]) for shard in shards]
-        return self._run(method, messages, (shards[0], *args))
+        """Calls the method with a shard as its first argument, neighbouring ranks with the same one where there are
+        fewer shards than ranks. Results by shard. Raises as `call`."""
+        assert self.size % len(shards) == 0, (len(shards), self.size)
+        num_sharing = self.size // len(shards)
+        messages = [encode([method, [shard, *args]]) for shard in shards for _ in range(num_sharing)]
+        return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
     def shutdown(self) -> None:
         """Lets the other ranks return from `serve`."""

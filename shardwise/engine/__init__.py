@@ -1,5 +1,9 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
+from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.engine import LossFn, TrainEngine
+from shardwise.engine.export import export_folder
+from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims, take_device
-from shardwise.engine.weights import resolve_folder
+from shardwise.engine.model_folder import resolve_folder
+from shardwise.engine.offload import Part

@@ -1,21 +1,114 @@
 """Packed attention, registered with transformers under a name of its own. No model code is changed."""
 
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from shardwise.config import ModelError
-from shardwise.ops import DROPS_KEYWORDS, PackedLayout, packed_attention
+from shardwise.config import ConfigError, ModelError
+from shardwise.engine.ulysses import Ulysses
+from shardwise.ops import DROPS_KEYWORDS, PackedKernel, PackedLayout, packed_attention, varlen_attention
 
 PACKED_ATTENTION = "shardwise_packed"
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+"""Of each implementation: the module that holds its kernel, and the package to install."""
+
+
+class AttentionBackend:
+    """How packed attention is computed, the same for every layer and batch of an engine."""
+
+    def __init__(self, implementation: str, ulysses: Ulysses | None) -> None:
+        """
+        Raises:
+            ConfigError: the implementation needs a package that is not installed.
+        """
+        self.ulysses = ulysses
+        self._implementation = implementation
+        self._kernel: PackedKernel = varlen_attention
+        if implementation in FLASH_PACKAGES:
+            self._kernel = _flash_kernel(implementation)
+
+    def kernel(
+        self, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
+    ) -> PackedKernel | None:
+        """The kernel that computes these tensors, None for the loop.
+
+        Raises:
+            ModelError: the implementation that was asked for cannot compute them.
+        """
+        if self._implementation == "loop":
+            return None
+        problems = {
+            "tensors on the CPU": not query.is_cuda,
+            "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
+            "attention sinks": sinks is not None,
+            "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
+            "soft-capped scores": softcap is not None and self._implementation in ("auto", "varlen"),
+        }
+        found = [problem for problem, is_present in problems.items() if is_present]
+        if not found:
+            return self._kernel
+        if self._implementation == "auto":
+            return None
+        raise ModelError(
+            f"engine.attention_implementation={self._implementation} cannot compute {found[0]}; set it to auto or loop"
+        )
+
+
+def _flash_kernel(implementation: str) -> PackedKernel:
+    module, package = FLASH_PACKAGES[implementation]
+    try:
+        function = import_module(module).flash_attn_varlen_func
+    except ImportError:
+        raise ConfigError(
+            f"engine.attention_implementation={implementation} needs the package {package}, which is not installed; "
+            "install it, or use varlen, torch's own FlashAttention"
+        ) from None
+    return partial(_flash_attention, function)
+
+
+def _flash_attention(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """A PackedKernel: the variable-length function of flash-attn 2 or 3."""
+    out = function(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        cu_seqlens_q=layout.cu_seqlens,
+        cu_seqlens_k=layout.cu_seqlens,
+        max_seqlen_q=layout.max_length,
+        max_seqlen_k=layout.max_length,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),  # the token itself is not counted
+        softcap=0.0 if softcap is None else softcap,
+    )
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first.transpose(0, 1)
 
 
 class PackedCall:
     """What one forward pass hands to the attention of every layer, and how many layers have used it."""
 
-    def __init__(self, layout: PackedLayout) -> None:
+    def __init__(self, layout: PackedLayout, backend: AttentionBackend) -> None:
         self.layout = layout
+        self.backend = backend
         self.num_attention_calls = 0
 
 
@@ -25,6 +118,7 @@ def register_packed_attention() -> None:
     AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 
 
+@torch.compiler.disable
 def _packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -37,20 +131,37 @@ def _packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, dv]."""
+    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank.
+
+    A compiled layer calls it as it is: the layout changes with every batch, and each would be compiled anew.
+    """
     assert dropout == 0.0  # build_on_meta refuses models with dropout
     if packed is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if attention_mask is not None:  # ours is always None: this one says more than who sees whom
         raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
-    if _kwargs.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which this version does not support")
     packed.num_attention_calls += 1
+    query, key, value, sinks = query[0], key[0], value[0], s_aux
+    ulysses = packed.backend.ulysses
+    if ulysses is not None:
+        query, key, value = ulysses.heads_of_all_tokens(query, key, value)
+        sinks = None if sinks is None else ulysses.own_heads(sinks)
     out = packed_attention(
-        query[0], key[0], value[0], packed.layout, scaling=scaling, window=sliding_window, softcap=softcap
+        query,
+        key,
+        value,
+        packed.layout,
+        scaling=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        kernel=packed.backend.kernel(query, value, softcap=softcap, sinks=sinks),
     )
+    if ulysses is not None:
+        out = ulysses.tokens_of_all_heads(out)
     return out.transpose(0, 1).contiguous().unsqueeze(0), None  # some families call view on it
 
 

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.engine.export import export_folder
+from shardwise.engine.heads import HeadName
 from shardwise.engine.mesh import ParallelDims
-from shardwise.engine.model import PolicyModel, build_sharded
+from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.weights import export_folder, full_weights, num_parameters
-from shardwise.ops import PackedLayout
+from shardwise.engine.token_slice import TokenSlice
+from shardwise.engine.weights import full_weights, num_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
@@ -22,72 +24,82 @@ LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metric
 
 
 class TrainEngine:
-    """A sharded causal language model. Without an optimizer it is a frozen engine (a reference or a reward model).
+    """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
-    Every method is collective: all ranks of the mesh call it with the same number of micro-batches.
+    Every method is collective: all ranks of the mesh call it with the same number of micro-batches. Ranks that share
+    sequences (engine.ulysses_size) are given the same batches and return the same results.
     """
 
     def __init__(
         self,
-        model: PolicyModel,
+        sharded: ShardedModel,
         optimizer: ShardedOptimizer | None,
         *,
+        config: EngineConfig | FrozenEngineConfig,
         device: torch.device,
-        export_dtype: torch.dtype,
-        num_bytes_read: int,
     ) -> None:
-        self._model = model
-        self._root_unit = cast(FSDPModule, model)
-        """The same object: fully_shard adds methods to it that its class does not show."""
+        self._model = sharded.model
+        self._units = sharded.units
+        self._root = sharded.units[-1]
+        self._backend = sharded.backend
         self._optimizer = optimizer
         self._device = device
-        self._export_dtype = export_dtype
-        self.num_bytes_read = num_bytes_read
+        self._export_dtype: torch.dtype = getattr(torch, config.param_dtype)
+        self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
+        self._on_host: dict[Part, HostCopies] = {
+            "params": HostCopies(),
+            "grads": HostCopies(),
+            "optimizer": HostCopies(),
+        }
+        self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
-        self.num_parameters = num_parameters(model)
+        self.num_parameters = num_parameters(self._model)
 
     @classmethod
     def build(
         cls,
         folder: Path,
-        config: EngineConfig,
+        config: EngineConfig | FrozenEngineConfig,
         *,
         device: torch.device,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
+        head: HeadName = "logprobs",
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
         Args:
-            optimizer: None builds a frozen engine.
+            optimizer: belongs to the strategy fsdp2_train (EngineConfig) and only to it.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         Raises:
-            ConfigError: the layout does not fit the world size. ModelError: the folder cannot be loaded.
+            ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
+        if (config.strategy == "fsdp2_train") != (optimizer is not None):
+            raise ConfigError(
+                f"strategy={config.strategy} {'needs an' if optimizer is None else 'takes no'} optimizer; trained "
+                "engines are fsdp2_train, frozen ones fsdp2_infer"
+            )
         dims = ParallelDims.from_sizes(
             world_size=dist.get_world_size(), fsdp_size=config.fsdp_size, ulysses_size=config.ulysses_size
         )
-        model, num_bytes = build_sharded(
-            folder, config, dims.mesh(device.type), device=device, trainable=optimizer is not None
-        )
-        return cls(
-            model,
-            ShardedOptimizer(model, optimizer, total_steps=total_steps) if optimizer is not None else None,
-            device=device,
-            export_dtype=getattr(torch, config.param_dtype),
-            num_bytes_read=num_bytes,
-        )
+        sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head)
+        sharded_optimizer = None
+        if optimizer is not None:
+            sharded_optimizer = ShardedOptimizer(
+                sharded.model.hf_model, optimizer, total_steps=total_steps, loss_scaling=config.param_dtype == "float16"
+            )
+        return cls(sharded, sharded_optimizer, config=config, device=device)
 
     @torch.no_grad()
     def forward(
         self, batches: Sequence[TokenBatch], *, temperature: float = 1.0, with_entropy: bool = False
     ) -> list[TokenOutputs]:
-        """Logprobs of every micro-batch, on the host; entropy (else 0) costs another pass over the logits."""
-        outputs = []
-        for batch in batches:
-            result = self._run(batch, batch.to(self._device), temperature, with_entropy)
-            outputs.append(TokenOutputs(logprobs=result.logprobs.cpu(), entropy=result.entropy.cpu()))
-        self._root_unit.reshard()  # the root keeps its weights gathered for a backward pass that does not follow
+        """What the head says about every micro-batch, on the host; entropy (else 0) costs another pass over the
+        logits."""
+        self._model.eval()
+        outputs = [self._run(batch, temperature, with_entropy).to(torch.device("cpu")) for batch in batches]
+        for unit in self._units:
+            unit.reshard()  # those that stay gathered for a backward pass, which does not follow
         return outputs
 
     def forward_backward(
@@ -99,22 +111,21 @@ class TrainEngine:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Metrics:
-        """Accumulates the gradient of one optimizer step.
+        """Accumulates the gradient of one optimizer step, reduced over ranks as engine.reduce_gradients says.
 
-        Gradients are reduced over ranks after every micro-batch, so that a rank never holds more than its shard of them
-        between two; waiting for the last one would spare communication at the price of the whole gradient on each rank.
         A batch without samples still runs forward and backward: every rank must enter every collective.
 
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
         """
+        assert self._optimizer is not None, "a frozen engine has no gradients"
+        self._model.train()
         parts: list[Metrics] = []
         for index, batch in enumerate(batches):
-            self._root_unit.set_is_last_backward(index == len(batches) - 1)
-            on_device = batch.to(self._device)
-            outputs = self._run(batch, on_device, temperature, with_entropy)
-            loss, metrics = loss_fn(outputs, on_device, denominators)
-            loss.backward()
+            self._set_reduction(is_last=index == len(batches) - 1)
+            outputs = self._run(batch, temperature, with_entropy)
+            loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+            (loss * self._optimizer.loss_scale).backward()
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         return {name: value.host() for name, value in merge_metrics(parts).items()}
 
@@ -125,21 +136,44 @@ class TrainEngine:
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere."""
-        return full_weights(self._model.causal_lm, dtype)
+        return full_weights(self._model.hf_model, dtype)
 
     def export_hf(self, path: Path, tokenizer: Any) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute dtype."""
-        export_folder(self._model.causal_lm, tokenizer, path, self._export_dtype)
+        """Writes a folder that `from_pretrained` loads, in the compute dtype."""
+        export_folder(self._model.hf_model, tokenizer, path, self._export_dtype)
 
-    def _run(self, batch: TokenBatch, on_device: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
-        """`batch` is the host's copy: what is counted is counted there, so that nothing waits for the device."""
-        scored = batch.loss_mask.nonzero()[:, 0]
-        logprobs, entropy = self._model(
-            on_device.input_ids,
-            on_device.position_ids,
-            PackedLayout.from_cu_seqlens(batch.cu_seqlens, device=self._device),
-            scored.to(self._device, non_blocking=True),
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
-        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+    def offload(self, *parts: Part) -> None:
+        """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.
+
+        The engine must not compute with a part that is away.
+        """
+        for part in parts:
+            self._on_host[part].take(self._tensors(part))
+
+    def onload(self, *parts: Part) -> None:
+        """Brings parts back to the device they came from. What is there already stays."""
+        for part in parts:
+            self._on_host[part].give_back()
+
+    def _tensors(self, part: Part) -> list[Tensor]:
+        match part:
+            case "params":
+                return list(self._model.parameters())
+            case "grads":
+                return [p.grad for p in self._model.parameters() if p.grad is not None]
+            case "optimizer":
+                return [] if self._optimizer is None else list(self._optimizer.state_tensors())
+
+    def _set_reduction(self, *, is_last: bool) -> None:
+        """Reduced each time, gradients are scattered over the shards after every micro-batch; replicas of them are
+        summed once, after the last."""
+        self._root.set_is_last_backward(is_last)
+        self._root.set_requires_gradient_sync(self._reduces_each or is_last)
+        self._root.set_requires_all_reduce(is_last)
+
+    def _run(self, batch: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
+        ulysses, head = self._backend.ulysses, self._model.head
+        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device)
+        results = self._model(tokens, self._backend, temperature=temperature, with_entropy=with_entropy)
+        whole = [tokens.assemble(result, ulysses) for result in results]
+        return head.outputs(*whole)

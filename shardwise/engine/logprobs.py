@@ -1,6 +1,6 @@
-"""Logprobs and entropy from hidden states. The one place that shifts: hidden state t - 1 predicts token t.
+"""Logprobs and entropy from hidden states, without ever holding all logits.
 
-Shapes: T packed tokens, N scored tokens, D hidden size, V vocabulary, C vocabulary chunk.
+Shapes: N scored tokens, D hidden size, V vocabulary, C vocabulary chunk.
 """
 
 from typing import Any
@@ -15,31 +15,27 @@ CHUNK_ELEMENTS = 8 * 2**20
 """Logits that exist at a time: 32 MiB of float32, whatever the vocabulary and the batch."""
 
 
-def scored_logprobs(
-    hidden: Tensor,
+def selected_logprobs(
+    states: Tensor,
     weight: Tensor,
-    input_ids: Tensor,
-    scored: Tensor,
+    targets: Tensor,
     *,
     temperature: float,
     transform: LogitTransform,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the scored tokens of a pack, and the entropy of the distributions that predict them.
+    """Logprobs of the tokens that states predict, and the entropy of the distributions they come from.
 
     Args:
-        hidden: [T, D], the last hidden states. weight: [V, D], the output projection.
-        input_ids: [T]. scored: [N] int64, positions >= 1 of the tokens to score; no other logits are computed.
+        states: [N, D], hidden states; no other logits are computed. weight: [V, D], the output projection.
+        targets: [N] int64, the token after each state.
         temperature: logits are divided by it, after the family's own transform.
         with_entropy: False leaves entropy at 0 and saves a pass over the logits.
     Returns:
-        logprobs [T] float32 (differentiable) and entropy [T] float32 (not), 0 where not scored.
+        logprobs [N] float32 (differentiable) and entropy [N] float32 (not).
     """
-    states = hidden.index_select(0, scored - 1)
-    targets = input_ids.index_select(0, scored)
     logprobs, entropy = _VocabularyLogprobs.apply(states, weight, targets, temperature, transform, with_entropy)
-    blank = torch.zeros(input_ids.shape[0], dtype=torch.float32, device=hidden.device)
-    return blank.index_copy(0, scored, logprobs), blank.index_copy(0, scored, entropy)
+    return logprobs, entropy
 
 
 class _VocabularyLogprobs(torch.autograd.Function):

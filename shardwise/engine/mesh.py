@@ -1,9 +1,11 @@
 """The layout of the ranks: dp_replicate x dp_shard x sp."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import ConfigError
@@ -13,7 +15,10 @@ from shardwise.config import ConfigError
 class ParallelDims:
     """How many ranks each axis has; the product is the world size.
 
-    Example: 8 ranks with fsdp_size=4: dp_replicate=2, dp_shard=4, sp=1 (HSDP: two replicas, each sharded over four).
+    Weights are sharded over dp_shard x sp together: a sequence's ranks share weights like any others.
+
+    Example: 8 ranks with fsdp_size=4 and ulysses_size=2: dp_replicate=2, dp_shard=2, sp=2. Ranks 0-3 hold one copy of
+    the model; ranks 0 and 1 share their sequences.
     """
 
     dp_replicate: int
@@ -25,27 +30,66 @@ class ParallelDims:
         """Checks the sizes a user gave.
 
         Raises:
-            ConfigError: the sizes do not divide the world size; lists the ones that do.
+            ConfigError: the sizes do not divide each other; lists the ones that do.
         """
-        if ulysses_size != 1:
-            raise ConfigError(f"engine.ulysses_size={ulysses_size}: sequence parallelism is not in this version; use 1")
         size = world_size if fsdp_size is None else fsdp_size
         if world_size % size:
-            divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
-            allowed = divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"
             raise ConfigError(
                 f"engine.fsdp_size={size} does not divide the world size {world_size}; "
-                f"use {allowed} ({world_size} = shard over all ranks)"
+                f"use {_any_of(divisors(world_size))} ({world_size} = shard over all ranks)"
             )
-        return cls(world_size // size, size, 1)
+        if size % ulysses_size:
+            multiples = [d for d in divisors(world_size) if d % ulysses_size == 0]
+            ways = [f"engine.ulysses_size={_any_of(divisors(size))}"]
+            if multiples:
+                ways.append(f"engine.fsdp_size={_any_of(multiples)}")
+            raise ConfigError(
+                f"engine.ulysses_size={ulysses_size} does not divide the {size} ranks that share one copy of the model "
+                f"({'engine.fsdp_size' if fsdp_size else 'the world size'}); use {', or '.join(ways)}"
+            )
+        return cls(world_size // size, size // ulysses_size, ulysses_size)
 
-    def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh fully_shard takes: one axis shards; with a second, smaller copies are replicated (HSDP)."""
+    @property
+    def num_data_shards(self) -> int:
+        """Ranks (or groups of them that share sequences) with data of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    def build(self, device_type: str) -> "EngineMesh":
+        """Collective. Makes the process groups."""
+        fsdp_size = self.dp_shard * self.sp
         if self.dp_replicate == 1:
-            return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=("dp_shard",))
-        return init_device_mesh(
-            device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
+            fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
+        else:
+            fsdp = init_device_mesh(
+                device_type, (self.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp")
+            )
+        if self.sp == 1:
+            return EngineMesh(self, fsdp, None, 0)
+        whole = fsdp._unflatten(fsdp.ndim - 1, (self.dp_shard, self.sp), ("dp_shard", "sp"))
+        return EngineMesh(self, fsdp, whole.get_group("sp"), whole.get_local_rank("sp"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMesh:
+    """The process groups of one engine, and this rank's place in them."""
+
+    dims: ParallelDims
+    fsdp: DeviceMesh
+    """What fully_shard takes: (fsdp) or (dp_replicate, fsdp), fsdp being dp_shard x sp."""
+    sp_group: dist.ProcessGroup | None
+    """The ranks that share this rank's sequences; None where it has them alone."""
+    sp_rank: int
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _any_of(numbers: Iterable[int]) -> str:
+    """1, 2 or 4."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def take_device(local_rank: int) -> torch.device:

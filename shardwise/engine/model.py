@@ -1,115 +1,193 @@
 """From a model folder to a sharded model. The order of `build_sharded` is the documentation."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
-from shardwise.config import EngineConfig, ModelError
-from shardwise.engine.attention import PACKED_ATTENTION, PackedCall, register_packed_attention
-from shardwise.engine.logprobs import scored_logprobs
-from shardwise.engine.weights import load_weights
-from shardwise.ops import UNREGISTERED_ATTENTION, LogitTransform, PackedLayout, decoder_layers, unsupported_reason
+from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModelError
+from shardwise.engine.activations import checkpoint_layers
+from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
+from shardwise.engine.compile import compile_layers, use_liger_kernels
+from shardwise.engine.freeze import freeze
+from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, make_head
+from shardwise.engine.loading import load_weights
+from shardwise.engine.mesh import EngineMesh
+from shardwise.engine.precision import Precision
+from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
+from shardwise.engine.token_slice import TokenSlice
+from shardwise.engine.ulysses import Ulysses, check_heads
+from shardwise.engine.wrap import Units
+from shardwise.ops import UNREGISTERED_ATTENTION, unsupported_reason
+
+MODEL_CLASSES = {
+    "logprobs": AutoModelForCausalLM,
+    "token_values": AutoModelForTokenClassification,
+    "sequence_scores": AutoModelForSequenceClassification,
+}
+"""What transformers calls the model that goes with each head."""
 
 
-class PolicyModel(nn.Module):
-    """A causal language model that returns logprobs instead of logits.
+class ScoringModel(nn.Module):
+    """A transformers model that returns what its head says about the scored tokens, instead of logits.
 
     It is the root FSDP unit: whatever the root owns (embedding, final norm, output projection) is gathered while this
     forward runs, so the projection can be applied in chunks without a call to the model's own head.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, hf_model: PreTrainedModel, head: LogprobHead | ValueHead) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        text_config = causal_lm.config.get_text_config()
-        self._num_layers: int = text_config.num_hidden_layers
-        self._transform = LogitTransform.from_config(text_config)
+        self.hf_model = hf_model
+        self.head = head
+        self._num_layers: int = hf_model.config.get_text_config().num_hidden_layers
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        packed: PackedLayout,
-        scored: Tensor,
-        *,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """input_ids, position_ids [T]; scored [N] positions to score -> logprobs [T], entropy [T], both float32.
+        self, tokens: TokenSlice, backend: AttentionBackend, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """This rank's tokens -> what the head gives for the scored ones among them, each [n] float32.
 
         Raises:
             ModelError: not every layer computed its attention through the packed one.
         """
-        call = PackedCall(packed)
-        hidden = self.causal_lm.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=call
+        call = PackedCall(tokens.layout, backend)
+        hidden = self.hf_model.base_model(
+            input_ids=tokens.input_ids[None],
+            position_ids=tokens.position_ids[None],
+            use_cache=False,
+            packed=call,
         ).last_hidden_state[0]
         if call.num_attention_calls != self._num_layers:
             raise ModelError(
-                f"{type(self.causal_lm).__name__} is not supported: its {self._num_layers} layers called the packed "
+                f"{type(self.hf_model).__name__} is not supported: its {self._num_layers} layers called the packed "
                 f"attention {call.num_attention_calls} times instead of once each"
             )
-        return scored_logprobs(
-            hidden,
-            self.causal_lm.get_output_embeddings().weight,
-            input_ids,
-            scored,
-            temperature=temperature,
-            transform=self._transform,
-            with_entropy=with_entropy,
+        out: tuple[Tensor, ...] = self.head(
+            hidden, tokens.states, tokens.targets, temperature=temperature, with_entropy=with_entropy
         )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """What an engine runs."""
+
+    model: ScoringModel
+    units: list[FSDPModule]
+    """The root is the last."""
+    backend: AttentionBackend
+    num_bytes_read: int
+    """Bytes of weights that this rank read from disk."""
 
 
 def build_sharded(
-    folder: Path, config: EngineConfig, mesh: DeviceMesh, *, device: torch.device, trainable: bool
-) -> tuple[PolicyModel, int]:
-    """Builds, shards and loads a model. Parameters are float32 masters if trainable, else in the compute dtype.
+    folder: Path, config: LayoutConfig, mesh: EngineMesh, *, device: torch.device, head_name: HeadName = "logprobs"
+) -> ShardedModel:
+    """Builds, shards and loads a model, trained if the config is an EngineConfig, else frozen.
 
-    Returns:
-        The model and the bytes of weights that this rank read.
     Raises:
-        ModelError: not a causal language model, or the weights do not fit the config.
+        ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
+            fit the model or the layout.
     """
-    compute_dtype = getattr(torch, config.param_dtype)
-    model = PolicyModel(build_on_meta(folder, torch.float32 if trainable else compute_dtype))
-    shard(model, config, mesh)
-    model.to_empty(device=device)
-    initialize_buffers(model.causal_lm)
-    num_bytes = load_weights(model.causal_lm, folder)
-    if not trainable:
+    sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name)
+    return replace(sharded, num_bytes_read=load_weights(sharded.model.hf_model, folder))
+
+
+def build_unloaded(
+    folder: Path, config: LayoutConfig, mesh: EngineMesh, *, device: torch.device, head_name: HeadName = "logprobs"
+) -> ShardedModel:
+    """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it."""
+    hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
+    ulysses = None
+    if mesh.sp_group is not None:
+        check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
+        ulysses = Ulysses(mesh.sp_group)
+    backend = AttentionBackend(config.attention_implementation, ulysses)
+    _choose_trained(hf_model, config)
+    precision = Precision(hf_model, config)
+    precision.cast_parameters(hf_model)
+    units = Units(hf_model, config, precision)  # paths as they are before anything is wrapped
+    if config.use_liger_kernels:
+        use_liger_kernels(hf_model, device)
+    if config.apply_tiled_mlp:
+        paths = mlp_paths(hf_model, units.layers)
+        units.require_whole(paths, "engine.apply_tiled_mlp=true")
+        tile_mlps(hf_model, paths, config.tiled_num_shards)
+    if config.compile_layers:
+        compile_layers(hf_model, units.layers)
+    if isinstance(config, EngineConfig):
+        checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
+    model = ScoringModel(hf_model, make_head(hf_model, head_name))
+    sharded = units.shard(model, hf_model, model.head, mesh)
+    materialize(model, device, params_on_host=config.offload_policy)
+    return ShardedModel(model, sharded, backend, num_bytes_read=0)
+
+
+def _choose_trained(model: PreTrainedModel, config: LayoutConfig) -> None:
+    if not isinstance(config, EngineConfig):
         model.requires_grad_(False)
-    return model, num_bytes
+    elif config.lora is not None:
+        from shardwise.engine.lora import inject_lora  # importing peft takes seconds
+
+        inject_lora(model, config.lora)
+    else:
+        freeze(model, config.freeze_module_prefix)
 
 
-def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without memory behind its parameters.
+def build_on_meta(
+    folder: Path, head_name: HeadName = "logprobs", *, experts_implementation: str | None = None
+) -> PreTrainedModel:
+    """The model without memory behind its parameters, float32.
 
     Raises:
-        ModelError: not a causal language model, of a family that packed attention cannot compute, or with dropout.
+        ModelError: not a model of this kind, of a family that packed attention cannot compute, or with dropout.
+        ConfigError: experts_implementation for a model without fused experts.
     """
     register_packed_attention()
+    options: dict[str, Any] = {} if head_name == "logprobs" else {"num_labels": 1}
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+            model = MODEL_CLASSES[head_name].from_config(
+                config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+            )
     except (ValueError, OSError, KeyError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
-        raise ModelError(f"{folder} cannot be built as a causal language model: {error}") from None
-    if reason := unsupported_reason(model):
+        kind = MODEL_CLASSES[head_name].__name__.removeprefix("AutoModelFor")
+        raise ModelError(f"{folder} cannot be built as a model for {kind}: {error}") from None
+    if reason := unsupported_reason(model, has_projection=head_name == "logprobs"):
         raise ModelError(f"{folder}: {reason}")
     _refuse_dropout(model)
-    model.train()
+    if experts_implementation is not None:
+        _set_experts(model, experts_implementation)
     return model
+
+
+def _set_experts(model: PreTrainedModel, implementation: str) -> None:
+    try:
+        model.set_experts_implementation(implementation)
+    except ValueError:
+        raise ConfigError(
+            f"engine.experts_implementation={implementation} has no effect on {type(model).__name__}, which has no "
+            "experts that can be computed in several ways; remove it"
+        ) from None
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
     """With dropout two passes over the same tokens would give two sets of logprobs, and their ratio would be noise."""
-    active = [f"{name}={part.p}" for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p]
+    active = [
+        f"{name}={part.p}" for name, part in model.base_model.named_modules() if isinstance(part, nn.Dropout) and part.p
+    ]
     attention_dropout = getattr(model.config, "attention_dropout", 0.0)
     if attention_dropout:
         active.insert(0, f"attention_dropout={attention_dropout}")
@@ -120,25 +198,11 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def shard(model: PolicyModel, config: EngineConfig, mesh: DeviceMesh) -> None:
-    """One FSDP unit per decoder layer, then the root with what is left.
-
-    Gradients are plain sums over ranks: the loss is already divided by the global denominators.
-    """
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
-    )
-    for layer in decoder_layers(model.causal_lm):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def initialize_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers that no checkpoint holds (rotary frequencies, embedding scales)."""
+def materialize(model: ScoringModel, device: torch.device, *, params_on_host: bool) -> None:
+    """Memory for every parameter, and the buffers that no checkpoint holds (rotary frequencies, embedding scales)."""
+    model.to_empty(device="cpu" if params_on_host else device)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers skips marked tensors
-    model.initialize_weights()
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips marked tensors
+    model.hf_model.initialize_weights()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)

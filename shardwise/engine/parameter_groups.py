@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.engine.names import plain_name
 
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-"""What torch's activation-checkpointing wrapper adds to names."""
-ROOT_PREFIX = "hf_model."
-"""The attribute of the root FSDP unit that holds the model."""
 OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
 """What transformers' models call the layer that maps the last hidden state to logits or scores."""
 
@@ -40,11 +37,6 @@ class ParameterGroup:
     rate_prefix: str | None
     peak_learning_rate: float
     weight_decay: float
-
-
-def plain_name(name: str) -> str:
-    """`hf_model.model.layers.0._checkpoint_wrapped_module.mlp.weight` -> `model.layers.0.mlp.weight`."""
-    return name.replace(CHECKPOINT_WRAPPER, "").removeprefix(ROOT_PREFIX)
 
 
 def hidden_matrices(model: nn.Module) -> set[int]:

@@ -1,5 +1,5 @@
 """Tensor operations that both the engine and the rollout need. Imports torch only."""
 
-from shardwise.ops.attention import PackedLayout, attend, packed_attention
+from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, varlen_attention
 from shardwise.ops.families import DROPS_KEYWORDS, UNREGISTERED_ATTENTION, decoder_layers, unsupported_reason
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection

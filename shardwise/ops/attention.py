@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,22 @@ class PackedLayout:
         return cls(cu_seqlens.to(device, non_blocking=True), runs, max(lengths))
 
 
+class PackedKernel(Protocol):
+    """Packed attention in one call, on the tensors of `packed_attention`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -50,6 +66,7 @@ def attend(
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Dense attention with grouped queries.
@@ -60,6 +77,7 @@ def attend(
         causal: query i sees keys 0..i; needs Q == L.
         window: with causal, query i sees only its last `window` keys, itself included.
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2).
+        sinks: [H], one more score of each head that takes part in the softmax and points at nothing (gpt-oss).
         mask: bool, broadcastable to [B, H, Q, L], True = seen; instead of causal.
     Returns:
         [B, H, Q, dv].
@@ -70,19 +88,23 @@ def attend(
         distance = position[:, None] - position[None, :]
         mask, causal = (distance >= 0) & (distance < window), False
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=num_heads != num_kv_heads
         )
     key = key.repeat_interleave(num_heads // num_kv_heads, dim=1)
     value = value.repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(dim=-1).to(value.dtype) @ value
+    if sinks is None:
+        return scores.softmax(dim=-1).to(value.dtype) @ value
+    scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
 def packed_attention(
@@ -94,34 +116,46 @@ def packed_attention(
     scaling: float | None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: PackedKernel | None = None,
 ) -> Tensor:
     """Causal attention inside every sequence of a pack; sequences never see each other.
 
-    On CUDA one variable-length FlashAttention call. Elsewhere a loop over runs of equal length, which beats a dense
+    With a kernel one variable-length call. Without, a loop over runs of equal length, which beats a dense
     block-diagonal mask (no score outside a sequence is ever computed).
 
     Args:
-        query: [H, T, d]. key, value: [K, T, d].
+        query: [H, T, d]. key, value: [K, T, d]; the value's head dim may differ.
+        window, softcap, sinks: as in `attend`.
+        kernel: computes what `attend` would, given neither sinks nor another head dim of the value.
     Returns:
         [H, T, dv].
     """
-    if query.is_cuda and softcap is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
-        return _flash_attention(query, key, value, layout, scaling=scaling, window=window)
+    if kernel is not None:
+        return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap)
     sizes = [count * length for count, length in layout.runs]
     outputs = []
     for (count, length), q, k, v in zip(
         layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True
     ):
         dense = [x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v)]
-        out = attend(*dense, scaling=scaling, causal=True, window=window, softcap=softcap)
+        out = attend(*dense, scaling=scaling, causal=True, window=window, softcap=softcap, sinks=sinks)
         outputs.append(out.transpose(0, 1).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, scaling: float | None, window: int | None
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """`packed_attention` as one call of torch's variable-length FlashAttention; half precision on CUDA only."""
+    """A PackedKernel: torch's own variable-length FlashAttention; half precision on CUDA, without softcap."""
+    assert softcap is None
     kernel: Callable[..., Any] = varlen_attn
     if (num_groups := query.shape[0] // key.shape[0]) > 1:
         if VARLEN_GROUPS_QUERIES:

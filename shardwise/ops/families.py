@@ -16,21 +16,23 @@ UNREGISTERED_ATTENTION = "does not support attention implementations that are re
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
 
 
-def unsupported_reason(model: Any) -> str | None:
-    """What the class and the config of a causal language model (transformers' PreTrainedModel) say against it.
+def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None:
+    """What the class and the config of a model (transformers' PreTrainedModel) say against it.
 
     The flags are what a family claims. That every layer really calls the registered attention shows in the forward
     pass, where engine and rollout count the calls.
 
+    Args:
+        has_projection: False for a model with a value head, which needs no output projection.
     Returns:
         A sentence that names the model and what is not supported about it, or None.
     """
-    if (reason := _reason(model)) is None:
+    if (reason := _reason(model, has_projection)) is None:
         return None
     return f"{type(model).__name__} (model_type {model.config.model_type}) is not supported: it {reason}"
 
 
-def _reason(model: Any) -> str | None:
+def _reason(model: Any, has_projection: bool) -> str | None:
     config = model.config.get_text_config()
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     parameters = inspect.signature(model.base_model.forward).parameters
@@ -43,7 +45,7 @@ def _reason(model: Any) -> str | None:
         return UNREGISTERED_ATTENTION
     if config.is_encoder_decoder:
         return "is an encoder-decoder model"
-    if head is None:
+    if has_projection and head is None:
         return "has no output projection"
     if getattr(head, "bias", None) is not None:
         return "has a bias on its output projection"

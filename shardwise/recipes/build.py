@@ -5,10 +5,12 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.config import ConfigError, EngineConfig, ModelConfig, ModelError, OptimizerConfig
+from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.types import Metrics, MetricValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,27 @@ def open_model(config: ModelConfig) -> OpenedModel:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
     return OpenedModel(resolved, folder, tokenizer, getattr(text_config, "max_position_embeddings", None))
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPolicy:
+    """The trained policy on all ranks."""
+
+    num_parameters: int
+    metrics: Metrics
+    """load/bytes_read: the bytes of weights that the rank with the most of them read from disk."""
+
+
+def build_policy(
+    group: WorkerGroup, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig, total_steps: int
+) -> BuiltPolicy:
+    """Builds the policy's training engine on every rank; `total_steps` are optimizer steps of the whole run."""
+    built = group.call(
+        "build_policy",
+        model.model_dump_json(),
+        engine.model_dump_json(),
+        optimizer.model_dump_json(),
+        total_steps,
+    )
+    num_parameters, _ = built[0]
+    return BuiltPolicy(num_parameters, {"load/bytes_read": MetricValue.max(max(num_bytes for _, num_bytes in built))})

@@ -12,6 +12,7 @@ from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import take_device
 from shardwise.recipes.evaluate import evaluate
+from shardwise.recipes.export import export
 from shardwise.recipes.quickstart import quickstart
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
@@ -37,6 +38,14 @@ def run_quickstart(*, output_dir: str, seed: int) -> int:
     """Runs the quickstart on this rank. Returns the exit code of this process."""
     return run_rank(
         lambda group: quickstart(Path(output_dir), group, seed=seed),
+        timeout_seconds=EngineConfig().collective_timeout_seconds,
+    )
+
+
+def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: str) -> int:
+    """Exports a model on this rank. Returns the exit code of this process."""
+    return run_rank(
+        lambda group: export(source, target, group, dtype=dtype, max_shard_size=max_shard_size),
         timeout_seconds=EngineConfig().collective_timeout_seconds,
     )
 

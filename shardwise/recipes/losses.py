@@ -11,6 +11,7 @@ from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
     """Cross-entropy, token-mean over the whole step."""
+    assert outputs.logprobs is not None
     losses = cross_entropy(outputs.logprobs, batch.loss_mask)
     loss = aggregate(
         losses,
@@ -27,6 +28,8 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
     """The policy loss of reinforcement learning, with the KL term where it belongs to the loss."""
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.logprobs is not None
+        assert outputs.entropy is not None
         assert batch.advantages is not None
         assert batch.rollout_logprobs is not None
         # With one optimizer step per rollout batch the policy is the one that sampled: the ratio is 1, not a constant.

@@ -11,13 +11,13 @@ from torch import Tensor
 from shardwise.algorithms import group_metrics, grpo, kl_divergence, outcome_token_rewards, rloo
 from shardwise.config import AlgorithmConfig, ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import BatchLoader, pack, prompt_examples, unpack
+from shardwise.data import BatchLoader, prompt_examples
 from shardwise.observability import SampleLog
-from shardwise.recipes.build import open_model
+from shardwise.recipes.build import BuiltPolicy, build_policy, open_model
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
-from shardwise.recipes.sft import train_step
+from shardwise.recipes.steps import token_logprobs, train_step
 from shardwise.rewards import RewardPool
 from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample, merge_metrics
 
@@ -40,8 +40,8 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         held_out = prompt_examples(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
     loader = BatchLoader(len(examples.rows), config.rollout.num_prompts, seed=config.trainer.seed, shuffle=data.shuffle)
     total_steps = config.trainer.total_steps or loader.steps_per_epoch * config.trainer.num_epochs
-    num_parameters = build_engines(config, model.config, group, total_steps)
-    counts: Metrics = {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
+    policy = build_engines(config, model.config, group, total_steps)
+    counts = policy.metrics | {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         RewardPool(config.reward) as rewards,
         Run(
@@ -51,7 +51,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             config.trainer,
             group=group,
             total_steps=total_steps,
-            num_parameters=num_parameters,
+            num_parameters=policy.num_parameters,
         ) as run,
         SampleLog(run.output_dir) as sample_log,
     ):
@@ -71,7 +71,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             samples, metrics = with_advantages(samples, config.algorithm)
             with run.spans("train"):
                 metrics |= merge_metrics(
-                    train_step(group, minibatch, max_tokens=config.engine.max_tokens_per_micro_batch)
+                    train_step(group, minibatch, config.engine)
                     for minibatch in minibatches(samples, config.algorithm, seed=config.trainer.seed, step=step)
                 )
             with run.spans("sync"):
@@ -84,23 +84,17 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             run.report(step, metrics, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
-def build_engines(config: RLConfig, model_config: ModelConfig, group: WorkerGroup, total_steps: int) -> int:
-    """Policy, reference where a KL term needs one, and rollout engines that serve the policy's weights, verified.
-
-    Returns:
-        The policy's number of parameters.
-    """
-    model, engine = model_config.model_dump_json(), config.engine.model_dump_json()
+def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, total_steps: int) -> BuiltPolicy:
+    """Policy, reference where a KL term needs one, and rollout engines that serve the policy's weights, verified."""
     num_updates = total_steps * config.algorithm.num_minibatches * config.algorithm.num_epochs
-    num_parameters: int = group.call(
-        "build_policy", model, engine, config.trainer.optimizer().model_dump_json(), num_updates
-    )[0]
+    policy = build_policy(group, model, config.engine, config.trainer.optimizer_config(), num_updates)
     group.call("use_policy_loss", config.algorithm.model_dump_json(), config.rollout.temperature)
+    folder = model.model_dump_json()
     if config.algorithm.kl_coef > 0:
-        group.call("build_reference", model, engine)
-    group.call("build_rollout", model, config.rollout.generation().model_dump_json(), config.engine.param_dtype)
+        group.call("build_reference", folder, config.reference_layout().model_dump_json())
+    group.call("build_rollout", folder, config.rollout.generation().model_dump_json(), config.engine.param_dtype)
     group.call("sync_weights", 0)
-    return num_parameters
+    return policy
 
 
 def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
@@ -132,17 +126,12 @@ def score(samples: list[Sample], config: RLConfig, group: WorkerGroup) -> list[S
     another minibatch has moved the policy), reference logprobs where there is a KL term."""
     algorithm = config.algorithm
     if algorithm.num_minibatches * algorithm.num_epochs > 1:
-        logprobs = _logprobs(samples, config, group, "policy_logprobs")
+        logprobs = token_logprobs(group, samples, config.engine, method="policy_logprobs")
         samples = [replace(s, old_logprobs=values) for s, values in zip(samples, logprobs, strict=True)]
     if algorithm.kl_coef > 0:
-        logprobs = _logprobs(samples, config, group, "reference_logprobs")
+        logprobs = token_logprobs(group, samples, config.reference_layout(), method="reference_logprobs")
         samples = [replace(s, ref_logprobs=values) for s, values in zip(samples, logprobs, strict=True)]
     return samples
-
-
-def _logprobs(samples: list[Sample], config: RLConfig, group: WorkerGroup, method: str) -> list[Tensor]:
-    packed = pack(samples, num_shards=group.size, max_tokens=config.engine.max_tokens_per_micro_batch)
-    return unpack(packed, group.scatter(method, packed.shards))
 
 
 def with_advantages(samples: list[Sample], config: AlgorithmConfig) -> tuple[list[Sample], Metrics]:

@@ -4,13 +4,21 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from shardwise.data import load_tokenizer
-from shardwise.engine import LossFn, TrainEngine
+from shardwise.engine import LossFn, Part, TrainEngine
+from shardwise.recipes.export import convert
 from shardwise.recipes.losses import policy_loss, sft_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
-from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, TokenOutputs
 
 
 class Worker:
@@ -24,12 +32,14 @@ class Worker:
         self._policy: TrainEngine | None = None
         self._reference: TrainEngine | None = None
         self._rollout: RolloutEngine | None = None
+        self._policy_parts: list[Part] = []
+        self._reference_parts: list[Part] = []
         self._loss_fn: LossFn = sft_loss
         self._dtype = torch.float32
         self._temperature = 1.0
 
-    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int) -> int:
-        """Builds the trained policy. Returns its number of parameters."""
+    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int) -> tuple[int, int]:
+        """Builds the trained policy. Returns its number of parameters, and the bytes of weights this rank read."""
         config = EngineConfig.model_validate_json(engine)
         self._policy = TrainEngine.build(
             Path(ModelConfig.model_validate_json(model).path),
@@ -39,15 +49,17 @@ class Worker:
             total_steps=total_steps,
         )
         self._dtype = getattr(torch, config.param_dtype)
-        return self._policy.num_parameters
+        self._policy_parts = _parts_to_offload(config)
+        return self._policy.num_parameters, self._policy.num_bytes_read
 
     def build_reference(self, model: str, engine: str) -> None:
         """Builds the frozen reference policy."""
+        config = FrozenEngineConfig.model_validate_json(engine)
         self._reference = TrainEngine.build(
-            Path(ModelConfig.model_validate_json(model).path),
-            EngineConfig.model_validate_json(engine),
-            device=self._device,
+            Path(ModelConfig.model_validate_json(model).path), config, device=self._device
         )
+        self._reference_parts = _parts_to_offload(config)
+        self._reference.offload(*self._reference_parts)
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
@@ -70,6 +82,7 @@ class Worker:
     def train(self, batches: list[TokenBatch], denominators: Denominators) -> Metrics:
         """One optimizer step on this rank's micro-batches."""
         assert self._policy is not None
+        self._policy.onload("params", "optimizer")
         metrics = self._policy.forward_backward(
             batches,
             self._loss_fn,
@@ -82,12 +95,16 @@ class Worker:
     def policy_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
         """[T] logprobs of every micro-batch under the current policy."""
         assert self._policy is not None
-        return [outputs.logprobs for outputs in self._policy.forward(batches, temperature=self._temperature)]
+        self._policy.onload("params")
+        return _logprobs(self._policy.forward(batches, temperature=self._temperature))
 
     def reference_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
         """[T] logprobs of every micro-batch under the reference policy."""
         assert self._reference is not None
-        return [outputs.logprobs for outputs in self._reference.forward(batches, temperature=self._temperature)]
+        self._reference.onload("params")
+        logprobs = _logprobs(self._reference.forward(batches, temperature=self._temperature))
+        self._reference.offload(*self._reference_parts)
+        return logprobs
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""
@@ -95,17 +112,38 @@ class Worker:
         return self._rollout.generate(requests)
 
     def sync_weights(self, version: int) -> int:
-        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
+        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank.
+
+        Training ends with it: what engine.param_offload and engine.optimizer_offload name leaves the device.
+        """
         assert self._policy is not None
         assert self._rollout is not None
-        return sync_local(self._policy, self._rollout, version=version, dtype=self._dtype).num_bytes
+        self._policy.onload("params")
+        receipt = sync_local(self._policy, self._rollout, version=version, dtype=self._dtype)
+        self._policy.offload(*self._policy_parts)
+        return receipt.num_bytes
 
     def export_hf(self, path: str, model: str) -> None:
         """Writes the policy as a Hugging Face folder."""
         assert self._policy is not None
+        self._policy.onload("params")
         self._policy.export_hf(Path(path), load_tokenizer(ModelConfig.model_validate_json(model)))
+
+    def export_model(self, source: str, target: str, dtype: str, max_shard_size: str) -> None:
+        """Loads a model folder and writes it in `dtype`; no engine is built."""
+        convert(Path(source), Path(target), getattr(torch, dtype), max_shard_size=max_shard_size, device=self._device)
 
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
         self._policy = self._reference = self._rollout = None
         self._loss_fn, self._temperature = sft_loss, 1.0
+
+
+def _parts_to_offload(config: EngineConfig | FrozenEngineConfig) -> list[Part]:
+    """What leaves the device while another engine works."""
+    parts: list[Part] = ["params"] if config.param_offload else []
+    return [*parts, "optimizer"] if isinstance(config, EngineConfig) and config.optimizer_offload else parts
+
+
+def _logprobs(outputs: list[TokenOutputs]) -> list[torch.Tensor]:
+    return [out.logprobs for out in outputs if out.logprobs is not None]

@@ -134,7 +134,7 @@ def sharded_gradients(folder, engine_config, samples, orders, caps):
                     temperature=TEMPERATURE,
                     with_entropy=True,
                 )
-                named = engine._model.causal_lm.named_parameters()
+                named = engine._model.hf_model.named_parameters()
                 gradients = {n: torch.as_tensor(p.grad.full_tensor()).clone() for n, p in named}
                 engine._model.zero_grad()
                 shape = len(batches), sum(len(batch.sample_index) for batch in batches)

@@ -38,7 +38,9 @@ def train(model, steps, **settings):
 
 def trained_on_mesh(fsdp_size, dtype, settings):
     """Eight steps on the ranks; the whole weights as float64."""
-    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1).mesh("cpu")
+    mesh = (
+        ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1).build("cpu").fsdp
+    )
     model = layers(dtype)
     fully_shard(model, mesh=mesh)
     train(model, 8, **settings)

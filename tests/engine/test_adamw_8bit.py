@@ -41,7 +41,7 @@ class PlainSGD(torch.optim.SGD):
 def moved_through_aliases():
     """Two ranks, one of them without a row of the second weight: the weights after a step, and after one that follows a
     move to new memory."""
-    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).mesh("cpu")
+    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).build("cpu").fsdp
     model = nn.ParameterList([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(1, 2))])
     fully_shard(model, mesh=mesh)
     optimizer = adamw_8bit.on_local_shards(PlainSGD, [{"params": list(model), "lr": 0.5}], lr=0.0)

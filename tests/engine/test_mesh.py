@@ -49,7 +49,7 @@ def test_sequence_parallelism_is_refused():
 
 def neighbours(fsdp_size):
     dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
-    mesh = dims.mesh("cpu")
+    mesh = dims.build("cpu").fsdp
     return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
 
 

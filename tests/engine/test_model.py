@@ -39,7 +39,7 @@ def test_initialized_buffers_equal_those_of_from_pretrained(folder, dtype):
 
 def describe(folder, trainable, engine_config):
     config = EngineConfig(**engine_config)
-    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=config.fsdp_size, ulysses_size=1).mesh("cpu")
+    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=config.fsdp_size, ulysses_size=1).build("cpu").fsdp
     model, _ = build_sharded(Path(folder), config, mesh, device=torch.device("cpu"), trainable=trainable)
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     rows = {name: (p.shape[0], p.to_local().shape[0]) for name, p in model.named_parameters()}

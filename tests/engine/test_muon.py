@@ -70,7 +70,7 @@ def weights_by_ours(fsdp_size, adjust_lr, settings):
     model = small_model()
     if fsdp_size != "plain":
         size = dist.get_world_size()
-        mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).mesh("cpu")
+        mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).build("cpu").fsdp
         for layer in model["layers"]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model["embed"], mesh=mesh)

@@ -15,7 +15,7 @@ from shardwise.engine.optimizer import ShardedOptimizer, global_grad_norm
 def norm_of_sharded_gradients(fsdp_size):
     """Gradients whose dim 0 is 1, 3 and 7 rows: on four ranks some shards are empty."""
     size = dist.get_world_size()
-    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).mesh("cpu")
+    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).build("cpu").fsdp
     model = nn.ParameterDict({str(rows): nn.Parameter(torch.zeros(rows, 2)) for rows in (1, 3, 7)})
     fully_shard(model, mesh=mesh)
     torch.manual_seed(3)
@@ -101,7 +101,7 @@ def norm_over_two_meshes():
     """Parameters on the whole mesh, on each half of it, replicated and plain: each counts its elements once."""
     size = dist.get_world_size()
     meshes = [
-        ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).mesh("cpu")
+        ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).build("cpu").fsdp
         for fsdp_size in (None, 2)
     ]
     torch.manual_seed(3)

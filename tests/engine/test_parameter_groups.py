@@ -5,22 +5,22 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.config import ConfigError, OptimizerConfig
-from shardwise.engine.parameter_groups import group_parameters, plain_name, trained_parameters
+from shardwise.engine.names import plain_name
+from shardwise.engine.parameter_groups import group_parameters, trained_parameters
 
 
 def wrapped(family):
-    """A model under a root's attribute hf_model, with its layers in activation-checkpointing wrappers."""
-    root = nn.Module()
-    root.hf_model = tiny_model(family)
-    layers = root.hf_model.model.layers
+    """A model with its layers in activation-checkpointing wrappers."""
+    model = tiny_model(family)
+    layers = model.model.layers
     for index, layer in enumerate(layers):
         layers[index] = checkpoint_wrapper(layer)
-    return root
+    return model
 
 
 def test_names_are_free_of_wrappers():
     names = [name for name, _ in wrapped("llama").named_parameters()]
-    assert "hf_model.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight" in names
+    assert "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight" in names
     assert [plain_name(name) for name in names] == [name for name, _ in tiny_model("llama").named_parameters()]
 
 
@@ -103,7 +103,7 @@ def test_prefix_without_a_parameter_names_the_nearest():
 
 def test_prefix_of_a_frozen_module_is_refused():
     model = wrapped("llama")
-    model.hf_model.model.embed_tokens.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"^trainer\.module_learning_rates\.model\.embed_tokens: no trained"):
         trained_parameters(model, ["model.embed_tokens"])
 

@@ -14,7 +14,7 @@ WHOLE = RowSharding(None, 1, 0, torch.device("cpu"))
 def sharded_rows(fsdp_size):
     """For parameters of 1, 3, 4, 7 and 9 rows of 2: what RowSharding says of them, and the elements that are here."""
     size = dist.get_world_size()
-    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).mesh("cpu")
+    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1).build("cpu").fsdp
     wholes = [torch.arange(2.0 * rows).view(rows, 2) for rows in (1, 3, 4, 7, 9)]
     model = nn.ParameterList([nn.Parameter(whole.clone()) for whole in wholes])
     fully_shard(model, mesh=mesh)
@@ -54,7 +54,7 @@ def test_plain_tensors_are_whole():
 
 
 def replicated():
-    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).mesh("cpu")
+    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).build("cpu").fsdp
     whole = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
     return isinstance(whole, DTensor), RowSharding.of(whole) == WHOLE
 

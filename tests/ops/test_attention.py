@@ -133,5 +133,5 @@ def test_flash_call_is_the_loop_over_sequences(monkeypatch, groups_queries, wind
     expected = packed_attention(query, key, value, layout, scaling=0.3, window=window)
     monkeypatch.setattr(attention, "varlen_attn", stand_in_kernel)
     monkeypatch.setattr(attention, "VARLEN_GROUPS_QUERIES", groups_queries)
-    found = attention._flash_attention(query, key, value, layout, scaling=0.3, window=window)
+    found = attention.varlen_attention(query, key, value, layout, scaling=0.3, window=window, softcap=None)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
-from shardwise.config import EngineConfig, ModelError
+from shardwise.config import FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.ops import decoder_layers, unsupported_reason
@@ -77,6 +77,37 @@ GOOD = {
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
 }
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GOOD |= {
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "phimoe": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4},
+    "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 16},
+    "glm4_moe": ROUTED,
+    "dots1": ROUTED,
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2},
+    "exaone_moe": ROUTED | {"num_experts": 4, "num_shared_experts": 1},
+    "solar_open": ROUTED,
+    "afmoe": EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": EXPERTS | {"num_experts": 4, "num_shared_experts": 1},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "mellum": EXPERTS | {"num_experts": 4},
+}
+
 RECURRENT = "carries a recurrent state"
 UNREGISTERED = "does not support attention implementations that are registered with transformers"
 BAD = {
@@ -100,6 +131,10 @@ BAD = {
             **LINEAR,
         },
         RECURRENT,
+    ),
+    "llama4_text": (
+        {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
+        "layers of type chunked_attention",
     ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has layers of type conv; supported are full_attention, sl"),
     "bloom": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}, UNREGISTERED),
@@ -147,7 +182,7 @@ def train_logprobs(folder: str) -> list[torch.Tensor] | str:
     samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(sequences())]
     step = pack(samples, num_shards=1, max_tokens=64)
     try:
-        engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU)
+        engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU)
         return unpack(step, [[output.logprobs for output in engine.forward(step.shards[0])]])
     except ModelError as error:
         return str(error)

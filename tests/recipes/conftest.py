@@ -41,9 +41,9 @@ class FakeGroup:
         return [self._answers.get(method, lambda *_: None)(rank, *args) for rank in range(self.size)]
 
     def scatter(self, method, shards, *args):
-        assert len(shards) == self.size
+        assert self.size % len(shards) == 0
         self.calls.append((method, shards, *args))
-        return [self._answers[method](rank, shards[rank], *args) for rank in range(self.size)]
+        return [self._answers[method](index, shard, *args) for index, shard in enumerate(shards)]
 
     @property
     def methods(self):

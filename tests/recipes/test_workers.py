@@ -8,7 +8,14 @@ import pytest
 import torch
 from tiny_models import tiny_folder
 
-from shardwise.config import AlgorithmConfig, EngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
 from shardwise.recipes.workers import Worker
@@ -34,7 +41,7 @@ def build(family, folder, *, param_dtype="float32", learning_rate=0.02) -> Worke
     engine = EngineConfig(param_dtype=param_dtype).model_dump_json()
     worker = Worker(torch.device("cpu"))
     worker.build_policy(model, engine, OptimizerConfig(learning_rate=learning_rate).model_dump_json(), 4)
-    worker.build_reference(model, engine)
+    worker.build_reference(model, FrozenEngineConfig(param_dtype=param_dtype).model_dump_json())
     worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), param_dtype)
     worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
     return worker
@@ -99,7 +106,7 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
     worker = build(family, tmp_path)
     worker.sync_weights(1)
     before = [c.logprobs for group in worker.generate(REQUESTS) for c in group]
-    weight = worker._policy._model.causal_lm.get_output_embeddings().weight.to_local()
+    weight = worker._policy._model.hf_model.get_output_embeddings().weight.to_local()
     with torch.no_grad():
         weight[77, 5] += 3.0
     worker.sync_weights(2)
@@ -179,5 +186,5 @@ def test_num_parameters_count_tied_weights_once(tmp_path):
     model = ModelConfig(path=str(folder)).model_dump_json()
     worker = Worker(torch.device("cpu"))
     assert (
-        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1) == expected
+        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1)[0] == expected
     )

@@ -1,0 +1,229 @@
+"""The tensors of LoRA adapters on a sharded model: drawn, merged into the base, written as peft writes them, read back.
+
+peft's own code for this needs whole tensors; here every rank works on its rows.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from shardwise.config import ModelError
+from shardwise.engine.lora import ADAPTER, adapter_names, base_names, lora_layers, trained_copies
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+WITHOUT_EFFECT_ON_WEIGHTS = {
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "exclude_modules",
+        "inference_mode",
+        "lora_dropout",
+        "modules_to_save",
+    ),
+    *("layers_pattern", "layers_to_transform", "peft_version", "revision", "runtime_config", "target_modules"),
+    *("ensure_weight_tying", "task_type"),
+}
+"""Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names."""
+
+
+@torch.no_grad()
+def init_adapters(model: PreTrainedModel, seed: int) -> None:
+    """What peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's magnitudes the norms of the base's
+    rows, modules_to_save equal to the base. Comes after the base is loaded.
+
+    Each A is drawn whole on the CPU from a generator of its own, seeded by (seed, name); a rank keeps its rows.
+    """
+    state = model.state_dict()
+    for path, _ in lora_layers(model):
+        lora_a = state[f"{path}.lora_A.{ADAPTER}.weight"]
+        digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+        drawn = torch.empty(lora_a.shape, device="cpu")
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        local, start = _rows(lora_a)
+        local.copy_(drawn[start : start + local.shape[0]])
+        _rows(state[f"{path}.lora_B.{ADAPTER}.weight"])[0].zero_()
+        magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
+        if magnitude is not None:
+            base, _ = _rows(state[f"{path}.base_layer.weight"])
+            _rows(magnitude)[0].copy_(torch.linalg.vector_norm(base.float(), dim=1))
+    for original, trained in trained_copies(model).items():
+        _rows(state[trained])[0].copy_(_rows(state[original])[0])
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of dim 0, and the index of the first of them; a tensor that is not sharded is all here."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset[0] if offset else 0
+
+
+def merged_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yields (name in model files, full tensor) of the model that base and adapters make together, one at
+    a time, tied copies left out."""
+    for name, tensor in merged_shards(model):
+        yield name, _gathered(tensor, dtype)
+
+
+@torch.no_grad()
+def merged_shards(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yields (name in model files, sharded tensor), adapters merged into it in float32, one at a time.
+
+    Every rank merges its own rows; only A [rank, in] is gathered for it.
+    """
+    state = model.state_dict()
+    scalings = {f"{path}.base_layer.weight": (path, layer.scaling[ADAPTER]) for path, layer in lora_layers(model)}
+    copies = trained_copies(model)
+    tied = set(model.get_expanded_tied_weights_keys())
+    for name, base_name in base_names(model).items():
+        if base_name is None or base_name in tied:
+            continue
+        if name in scalings:
+            path, scaling = scalings[name]
+            yield base_name, _merged(state, path, scaling)
+        else:
+            yield base_name, state[copies.get(name, name)]
+
+
+def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
+    """W + s B A, float32 and sharded as W; with DoRA each row is then scaled to its magnitude.
+
+    W [out, in], B [out, rank] and the magnitudes [out] are sharded alike, by rows, so a row's norm is local.
+    """
+    base = state[f"{path}.base_layer.weight"]
+    lora_a = _gathered(state[f"{path}.lora_A.{ADAPTER}.weight"], torch.float32)
+    lora_b, _ = _rows(state[f"{path}.lora_B.{ADAPTER}.weight"])
+    rows = torch.addmm(_rows(base)[0].float(), lora_b.float(), lora_a.to(lora_b.device), alpha=scaling)
+    magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
+    if magnitude is not None:
+        rows *= (_rows(magnitude)[0] / torch.linalg.vector_norm(rows, dim=1))[:, None]
+    if not isinstance(base, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows, base.device_mesh, base.placements, run_check=False, shape=base.shape, stride=base.stride()
+    )
+
+
+def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The full tensor on every rank; cast before it is gathered, on the mesh's device (an offloaded shard is not)."""
+    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if not isinstance(cast, DTensor):
+        return cast
+    on_mesh = cast.to(cast.device_mesh.device_type)
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
+
+
+@torch.no_grad()
+def adapter_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time."""
+    state = model.state_dict()
+    for name, in_file in adapter_names(model).items():
+        yield in_file, _gathered(state[name], dtype)
+
+
+def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> None:
+    """Collective. Writes a folder that `PeftModel.from_pretrained(base, path)` loads: the config and float32 tensors.
+
+    Rank 0 writes to a temporary name and renames it when everything is on disk, so `path` is whole or absent.
+    """
+    is_writer = dist.get_rank() == 0
+    tensors = {}
+    for name, tensor in adapter_weights(model, torch.float32):
+        if is_writer:
+            tensors[name] = tensor.to("cpu", copy=True).contiguous()
+    if is_writer:
+        staging = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        config = copy.copy(model.peft_config[ADAPTER])
+        config.base_model_name_or_path = base_model_name
+        config.inference_mode = True
+        config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
+        config.save_pretrained(str(staging))
+        save_file(tensors, staging / WEIGHTS_NAME, metadata={"format": "pt"})
+        with (staging / WEIGHTS_NAME).open("rb") as file:
+            os.fsync(file.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(staging, path)
+    dist.barrier()
+
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Fills the adapters of a materialized model from an adapter folder; each rank reads its rows only.
+
+    Raises:
+        ModelError: no adapter there, one of another form (rank, alpha, DoRA), or tensors missing, left over or of
+            another shape; lists them.
+    """
+    try:
+        stored_config = json.loads((folder / CONFIG_NAME).read_text())
+        if not isinstance(stored_config, dict):
+            raise ValueError(f"{CONFIG_NAME} is not a JSON object")
+        file = safe_open(folder / WEIGHTS_NAME, "pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} cannot be read as a LoRA adapter ({CONFIG_NAME}, {WEIGHTS_NAME}): {error}"
+        ) from None
+    _check_config(model, folder, stored_config)
+    state = model.state_dict()
+    wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    _check_tensors(folder, wanted, {name: tuple(view.get_shape()) for name, view in slices.items()})
+    for name, tensor in wanted.items():
+        local, start = _rows(tensor)
+        if local.numel():  # dim 0 may have fewer rows than there are ranks
+            local.copy_(slices[name][start : start + local.shape[0]] if local.dim() else slices[name][...])
+
+
+def _check_config(model: PreTrainedModel, folder: Path, stored: dict[str, object]) -> None:
+    """Whatever the tensors' names and shapes do not show must be equal: alpha, rsLoRA, DoRA and variants of peft."""
+    ours = model.peft_config[ADAPTER].to_dict()
+    different = [
+        f"{key}={value!r} (here {ours.get(key)!r})"
+        for key, value in sorted(stored.items())
+        if key not in WITHOUT_EFFECT_ON_WEIGHTS and (ours.get(key) or None) != (value or None)
+    ]
+    if different:
+        raise ModelError(
+            f"{folder}: the adapter has {', '.join(different)}; give engine.lora the adapter's values (r is rank, "
+            "lora_alpha is alpha), or start without the adapter"
+        )
+
+
+def _check_tensors(folder: Path, wanted: dict[str, Tensor], stored: dict[str, tuple[int, ...]]) -> None:
+    lists = {
+        "missing": sorted(wanted.keys() - stored.keys()),
+        "not part of the model": sorted(stored.keys() - wanted.keys()),
+        "of the wrong shape": [
+            f"{name} is {list(stored[name])}, expected {list(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if name in stored and stored[name] != tuple(tensor.shape)
+        ],
+    }
+    problems = [
+        f"{len(names)} {label}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for label, names in lists.items()
+        if names
+    ]
+    if problems:
+        raise ModelError(
+            f"{folder}: the adapter does not fit engine.lora.target_modules and modules_to_save: {'; '.join(problems)}"
+        )

@@ -1,0 +1,32 @@
+"""Faster layers, as options: torch.compile and the Triton kernels of liger-kernel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
+
+from shardwise.config import ConfigError
+
+
+def compile_layers(model: nn.Module, paths: Sequence[str]) -> None:
+    """Compiles the layers at `paths` in place, before wrappers and FSDP hooks go around them."""
+    for path in paths:
+        model.get_submodule(path).compile(dynamic=True)
+
+
+def use_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Swaps norms, rotary embedding and SwiGLU for liger-kernel's; logprobs stay ours.
+
+    Raises:
+        ConfigError: no CUDA device, or the package is not installed.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"engine.use_liger_kernels=true needs a CUDA device, and this rank runs on {device.type}")
+    try:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    except ImportError:
+        raise ConfigError(
+            "engine.use_liger_kernels=true needs the package liger-kernel, which is not installed"
+        ) from None

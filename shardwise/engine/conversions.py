@@ -1,0 +1,211 @@
+"""How the tensors of a checkpoint become those of a model, and back, by transformers' own rules for each family.
+
+Files hold *hub* tensors, a model computes with *runtime* tensors: other names in some families, and in most mixtures of
+experts one fused [E, ...] parameter for the E experts' matrices of the hub. The loops follow
+`transformers.core_model_loading` (convert_and_load_state_dict_in_model, revert_weight_conversion), which does the whole
+model at once; here every block stands for itself, so that one at a time needs memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportBlock:
+    """Runtime tensors that become hub tensors together: one that is renamed, or a fused one that is taken apart.
+
+    Example:
+        runtime_names ("model.layers.0.mlp.experts.down_proj",), hub_tensors {"model.layers.0.mlp.experts.0.down_proj
+        .weight": meta tensor [H, I], "...experts.1.down_proj.weight": ...}
+    """
+
+    runtime_names: tuple[str, ...]
+    hub_tensors: dict[str, Tensor]
+    """On the meta device: shapes, dtypes, and which of them are views of one storage."""
+    dtypes: dict[str, torch.dtype]
+    """Runtime name -> the dtype to convert in, which is that of the file."""
+    _transform: "_Transform"
+
+    def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`."""
+        converted = self._transform.run(dict(zip(self.runtime_names, tensors, strict=True)))
+        return dict(zip(self.hub_tensors, converted.values(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ImportBlock:
+    """Stored tensors that become runtime tensors together."""
+
+    first_target: str
+    """The runtime tensor that they become, or the first of several."""
+    sources: dict[str, dict[str, str]]
+    """Pattern of the rule -> canonical name -> name in the file, in the order in which they are joined. Checkpoints
+    that leave the backbone's prefix out, or keep names of another age, agree in canonical names."""
+    _transform: "_Transform"
+
+    @property
+    def is_renaming(self) -> bool:
+        """The stored tensor is the runtime tensor."""
+        return self._transform.converter is None
+
+    @property
+    def has_one_target(self) -> bool:
+        return self._transform.converter is None or len(self._transform.converter.target_patterns) == 1
+
+    @property
+    def merges_rows(self) -> bool:
+        """Row i of the runtime tensor is made of the i-th source of every pattern and nothing else."""
+        if self._transform.converter is None:
+            return False
+        merge, *rest = self._transform.converter.operations
+        return isinstance(merge, MergeModulelist) and merge.dim == 0 and all(_keeps_rows(op) for op in rest)
+
+    def stored_names(self, rows: slice = slice(None)) -> list[str]:
+        """The names to read, of all patterns; with `merges_rows` those of some rows only."""
+        return [name for names in self.sources.values() for name in list(names.values())[rows]]
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Stored tensors by their names in the file -> runtime tensors by name. Takes the tensors out of `tensors`."""
+        return self._transform.run(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transform:
+    """A rule of transformers for the tensors of one block."""
+
+    model: PreTrainedModel
+    key: str
+    """The name by which transformers groups the block."""
+    converter: WeightConverter | None
+    """None renames only."""
+    pattern_of: dict[str, str] = field(default_factory=dict)
+    """Name of an input -> the pattern of the converter that it matches."""
+
+    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.converter is None:
+            ((_, tensor),) = tensors.items()
+            return {self.key: tensor}
+        converter = deepcopy(self.converter)
+        for name in list(tensors):
+            converter.add_tensor(self.key, name, self.pattern_of[name], tensors.pop(name))
+        converted = converter.convert(self.key, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def _keeps_rows(operation: object) -> bool:
+    match operation:
+        case Concatenate(dim=dim):
+            return dim > 0
+        case Transpose(dim0=dim0, dim1=dim1, check_dims=check_dims):
+            return dim0 > 0 and dim1 > 0 and not check_dims
+    return False
+
+
+def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of every untied runtime tensor in a checkpoint of `dtype`, as `from_pretrained(dtype=...)` chooses it:
+    integers stay, and a family may keep some weights in float32 (the correction bias of DeepSeek-V3's router)."""
+    kept = model._get_dtype_plan(dtype)
+    pattern = build_glob_alternation(list(kept))[0] if kept else None
+    tied = set(model.get_expanded_tied_weights_keys())
+    return {
+        name: torch.float32
+        if pattern is not None and pattern.search(name) and tensor.is_floating_point()
+        else dtype
+        if tensor.is_floating_point()
+        else tensor.dtype
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+
+
+def export_blocks(model: PreTrainedModel, dtype: torch.dtype) -> list[ExportBlock]:
+    """What `save_pretrained` of the model in `dtype` writes, in its order; tied copies left out."""
+    state = model.state_dict()
+    dtypes = stored_dtypes(model, dtype)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    runtime = {
+        name: torch.empty(state[name].shape, dtype=dtypes[name], device="meta")
+        for name in dtypes
+        if name not in ignored
+    }
+    rules = [
+        rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
+    ]
+    reverse = [rule.reverse_transform() for rule in reversed(rules)]
+    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    transforms: dict[str, _Transform] = {}
+    members: dict[str, list[str]] = {}
+    for name in sorted(runtime, key=dot_natural_key) if rules else runtime:
+        key, pattern = apply_converters(name, converters)
+        if pattern is None:
+            key = apply_renamings(name, renamings)
+        transform = transforms.setdefault(key, _Transform(model, key, _owner(pattern, converters)))
+        if pattern is not None:
+            transform.pattern_of[name] = pattern
+        members.setdefault(key, []).append(name)
+    blocks = []
+    for key, transform in transforms.items():
+        hub = transform.run({name: runtime[name] for name in members[key]})
+        if transform.converter is not None:
+            hub = {apply_renamings(name, renamings): tensor for name, tensor in hub.items()}
+        dtypes = {name: runtime[name].dtype for name in members[key]}
+        blocks.append(ExportBlock(tuple(members[key]), hub, dtypes, transform))
+    return blocks
+
+
+def import_blocks(model: PreTrainedModel, stored_names: Iterable[str]) -> tuple[list[ImportBlock], dict[str, str]]:
+    """Groups the tensors of a checkpoint by what they become.
+
+    Returns:
+        The blocks, and the names that become nothing in this model, each with the name that renaming gave it.
+    """
+    targets = model.state_dict()
+    prefix = model.base_model_prefix
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    blocks: dict[str, ImportBlock] = {}
+    unused: dict[str, str] = {}
+    for stored in sorted(stored_names, key=dot_natural_key):
+        renamed = apply_renamings(stored, renamings)
+        target, pattern = rename_source_key(renamed, [], converters, prefix, targets)
+        if target not in targets and stored in targets:
+            renamed = target = stored
+            pattern = None
+        if target not in targets:
+            unused[stored] = target
+            continue
+        new = ImportBlock(target, {}, _Transform(model, target, _owner(pattern, converters)))
+        block = blocks.setdefault(target, new)
+        if pattern is None or block.is_renaming:  # of two tensors for one place the later is taken
+            unused |= dict.fromkeys(block.stored_names(), target)
+            block = blocks[target] = new
+        slot = pattern if pattern is not None else target
+        block.sources.setdefault(slot, {})[renamed.removeprefix(f"{prefix}.")] = stored
+        block._transform.pattern_of[stored] = slot
+    return list(blocks.values()), unused
+
+
+def _owner(pattern: str | None, converters: list[WeightConverter]) -> WeightConverter | None:
+    """The last that has the pattern, as in transformers."""
+    return {source: converter for converter in converters for source in converter.source_patterns}.get(pattern)

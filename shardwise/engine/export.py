@@ -1,0 +1,171 @@
+"""A sharded model written as a Hugging Face folder, block by block: no rank ever holds more than one block of it."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.config import ExportError
+from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.conversions import ExportBlock, export_blocks
+from shardwise.engine.model_folder import INDEX_NAME
+from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
+from shardwise.engine.weights import gathered
+
+MAX_SHARD_SIZE = "50GB"
+"""What save_pretrained of transformers 5 takes."""
+
+
+@torch.no_grad()
+def export_folder(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    path: Path,
+    dtype: torch.dtype,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Collective. Writes a folder that `from_pretrained` loads as it is: config, tokenizer, generation config, weights.
+
+    The files are those of `save_pretrained`, byte for byte. They are dealt to the ranks, which write at once; a tensor
+    is copied to the host by its writer alone. Everything goes to a temporary name that rank 0 renames when all of it is
+    on disk, so `path` is whole or absent. The peak on a rank is the largest block (one tensor, or the experts of one
+    layer) and its parts.
+
+    Args:
+        path: on a file system that all ranks see; what is there is replaced.
+        max_shard_size: bytes of a weight file, or "5GB"; a larger tensor has a file of its own.
+    Raises:
+        ExportError: on every rank, if a rank could not write; names it and the cause.
+    """
+    staging = path.with_name(f".{path.name}.partial")
+    with raised_on_every_rank(ExportError), _named_failures(staging):
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            _write_configs(model, tokenizer, staging, dtype)
+    blocks = export_blocks(model, dtype)
+    plan = _FilePlan.of(blocks, max_shard_size)
+    writers = _RankWriters(staging, plan)
+    state = model.state_dict()
+    for block in blocks:
+        full = [gathered(state[name], block.dtypes[name]) for name in block.runtime_names]
+        writers.write(block, full)
+    with raised_on_every_rank(ExportError), _named_failures(staging):
+        writers.finish()
+    with raised_on_every_rank(ExportError), _named_failures(path):
+        if dist.get_rank() == 0:
+            plan.write_index(staging, num_parameters=model.num_parameters())
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(staging, path)
+
+
+@contextmanager
+def _named_failures(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(
+            f"{folder} cannot be written: {error}; free space there, or choose a folder that every rank can write to"
+        ) from None
+
+
+def _write_configs(model: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    config = model.config.__class__.from_dict({**model.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _FilePlan:
+    """Which tensor goes into which file, known from shapes alone and the same on every rank."""
+
+    specs: dict[str, dict[str, TensorSpec]]
+    """File name -> tensor name -> what it is. File i is written by rank i modulo the number of ranks."""
+    file_of: dict[str, str]
+    total_bytes: int
+
+    @classmethod
+    def of(cls, blocks: list[ExportBlock], max_shard_size: int | str) -> "_FilePlan":
+        """save_pretrained's rule: in order, and the parts of one fused tensor that share its storage stay together."""
+        tensors = {name: tensor for block in blocks for name, tensor in block.hub_tensors.items()}
+        split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        specs = {
+            file: {name: TensorSpec.of(tensors[name]) for name in names}
+            for file, names in split.filename_to_tensors.items()
+        }
+        return cls(specs, split.tensor_to_filename, split.metadata["total_size"])
+
+    def files_of_rank(self, rank: int, num_ranks: int) -> set[str]:
+        return set(list(self.specs)[rank::num_ranks])
+
+    def write_index(self, folder: Path, *, num_parameters: int) -> None:
+        """Only where there are several files. Makes the folder's entries durable."""
+        if len(self.specs) > 1:
+            metadata = {"total_parameters": num_parameters, "total_size": self.total_bytes}
+            tree = {"metadata": metadata, "weight_map": self.file_of}
+            (folder / INDEX_NAME).write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for path in (*folder.iterdir(), folder):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+class _RankWriters:
+    """The files of this rank. After a failure it writes nothing more and `finish` raises it, so that the collectives
+    around it go on."""
+
+    def __init__(self, folder: Path, plan: _FilePlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._mine = plan.files_of_rank(dist.get_rank(), dist.get_world_size())
+        self._open: dict[str, SafetensorsWriter] = {}
+        self._error: OSError | None = None
+
+    def write(self, block: ExportBlock, full: list[Tensor]) -> None:
+        """Writes what belongs into this rank's files."""
+        mine = [name for name in block.hub_tensors if self._plan.file_of[name] in self._mine]
+        if not mine or self._error is not None:
+            return
+        tensors = block.convert(full)
+        try:
+            for name in mine:
+                self._write(self._plan.file_of[name], name, tensors.pop(name))
+        except OSError as error:
+            self._error = error
+
+    def _write(self, file: str, name: str, tensor: Tensor) -> None:
+        if file not in self._open:
+            self._open[file] = SafetensorsWriter(self._folder / file, self._plan.specs[file])
+        writer = self._open[file]
+        writer.write(name, tensor)
+        if writer.is_complete:
+            writer.close()
+            del self._open[file]
+
+    def finish(self) -> None:
+        """Raises OSError: what kept this rank from writing."""
+        if self._error is not None:
+            for writer in self._open.values():
+                writer.abandon()
+            raise self._error
+        assert not self._open, f"{sorted(self._open)} lack tensors"

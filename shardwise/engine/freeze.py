@@ -1,0 +1,29 @@
+"""Keeps modules, named by the beginning of their path, out of training."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardwise.config import ConfigError
+from shardwise.engine.names import closest_modules
+
+
+def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
+    """Freezes every parameter whose name starts with one of the prefixes, at a dot or in the middle of a name.
+
+    Raises:
+        ConfigError: a prefix matches nothing, or nothing is left to train.
+    """
+    for prefix in prefixes:
+        matched = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+        if not matched:
+            raise ConfigError(
+                f"engine.freeze_module_prefix: {prefix} is not the beginning of any parameter's name in "
+                f"{type(model).__name__}; {closest_modules(model, prefix)}"
+            )
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"engine.freeze_module_prefix={list(prefixes)} freezes the whole model; nothing would be trained"
+        )

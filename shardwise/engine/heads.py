@@ -1,0 +1,83 @@
+"""What a model says about its tokens: logprobs from the output projection, or values from a projection to one number.
+
+Shapes: t tokens of this rank, n of them scored, D hidden size, V vocabulary.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.engine.logprobs import selected_logprobs
+from shardwise.engine.token_slice import ScoredTokens
+from shardwise.ops import LogitTransform
+from shardwise.types import TokenOutputs
+
+HeadName = Literal["logprobs", "token_values", "sequence_scores"]
+"""logprobs: a causal language model. token_values: a critic, one value for each trained token, from the state before
+it. sequence_scores: a reward model, one score for each sequence, from its last state."""
+
+
+class LogprobHead(nn.Module):
+    """The output projection of a causal language model, applied in chunks to the states that are scored."""
+
+    scored = ScoredTokens.TRAINED
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.projection: nn.Linear = causal_lm.get_output_embeddings()
+        self._transform = LogitTransform.from_config(causal_lm.config.get_text_config())
+
+    def forward(
+        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [t, D], states and targets [n] -> logprobs [n] and entropy [n], float32."""
+        return selected_logprobs(
+            hidden.index_select(0, states),
+            self.projection.weight,
+            targets,
+            temperature=temperature,
+            transform=self._transform,
+            with_entropy=with_entropy,
+        )
+
+    def outputs(self, logprobs: Tensor, entropy: Tensor) -> TokenOutputs:
+        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+
+class ValueHead(nn.Module):
+    """A projection to one number (transformers' `score`)."""
+
+    def __init__(self, projection: nn.Linear, scored: ScoredTokens) -> None:
+        super().__init__()
+        self.projection = projection
+        self.scored = scored
+
+    def forward(
+        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor]:
+        """hidden [t, D], states [n] -> values [n] float32; the other arguments are those of a LogprobHead, unused."""
+        bias = None if self.projection.bias is None else self.projection.bias.float()
+        return (F.linear(hidden.index_select(0, states).float(), self.projection.weight.float(), bias)[:, 0],)
+
+    def outputs(self, values: Tensor) -> TokenOutputs:
+        return TokenOutputs(values=values)
+
+
+def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead:
+    """The head of a transformers model of the class that goes with `name`."""
+    match name:
+        case "logprobs":
+            return LogprobHead(model)
+        case "token_values":
+            return ValueHead(model.score, ScoredTokens.TRAINED)
+        case "sequence_scores":
+            return ValueHead(model.score, ScoredTokens.LAST)
+
+
+@torch.no_grad()
+def initial_projection(shape: tuple[int, int], std: float) -> Tensor:
+    """A fresh value head, float32 on the host: the same on every layout."""
+    return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,162 @@
+"""Weights from a model folder into a sharded model: every rank reads what its own shards need."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from shardwise.config import ModelError
+from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
+from shardwise.engine.model_folder import ModelFolder
+
+LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> int:
+    """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
+    dtype.
+
+    The peak on the host is the sources of one block: one tensor's slice, or the matrices of this rank's experts of one
+    layer. Conversions that do not join experts along dim 0 read their sources whole.
+
+    Returns:
+        The bytes this rank read.
+    Raises:
+        ModelError: on every rank, if on any rank a tensor is missing, left over, of another shape or of a dtype that is
+            no weight's, or a file cannot be read.
+    """
+    with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
+        blocks = _checked_blocks(model, source)
+        targets = model.state_dict()
+        return sum(_load_block(block, source, targets) for block in blocks)
+
+
+def local_box(tensor: Tensor) -> list[slice]:
+    """The part of the full tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return [slice(0, size) for size in tensor.shape]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _load_block(block: ImportBlock, source: ModelFolder, targets: dict[str, Tensor]) -> int:
+    """Returns the bytes read."""
+    first = targets[block.first_target]
+    box = local_box(first)
+    if block.has_one_target and _local(first).numel() == 0:  # a dimension has fewer rows than there are ranks
+        return 0
+    if block.is_renaming:
+        (name,) = block.stored_names()
+        part = source.read(name, box)
+        _local(first).copy_(part)
+        return part.nbytes
+    if block.merges_rows:
+        tensors = {name: source.read(name) for name in block.stored_names(box[0])}
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        _local(first).copy_(block.convert(tensors)[block.first_target][:, *box[1:]])
+        return num_bytes
+    tensors = {name: source.read(name) for name in block.stored_names()}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in block.convert(tensors).items():
+        _local(targets[name]).copy_(tensor[tuple(local_box(targets[name]))])
+    return num_bytes
+
+
+@dataclass(slots=True)
+class _Misfits:
+    """What keeps a folder from being loaded into a model, in words."""
+
+    missing: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, model: PreTrainedModel, folder: Path) -> None:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
+        labels = {
+            "missing": self.missing,
+            "of the wrong shape": self.wrong_shape,
+            f"not stored as {allowed}; take a checkpoint that is not quantised": self.wrong_dtype,
+            "not part of the model": self.extra,
+        }
+        problems = []
+        for label, names in labels.items():
+            if names:
+                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                problems.append(f"{len(names)} tensors are {label} ({shown})")
+        if problems:
+            raise ModelError(f"{folder} does not fit its config.json ({type(model).__name__}): {'; '.join(problems)}")
+
+
+def _checked_blocks(model: PreTrainedModel, source: ModelFolder) -> list[ImportBlock]:
+    """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
+    blocks, unused = import_blocks(model, source.specs)
+    tied = set(model.get_expanded_tied_weights_keys())
+    missing, expected = _expected_tensors(model, {block.first_target: block for block in blocks})
+    misfits = _Misfits(missing=sorted(missing))
+    for name, tensor in sorted(expected.items()):
+        spec = source.specs[name]
+        if spec.shape != tuple(tensor.shape):
+            misfits.wrong_shape.append(f"{name} is {list(spec.shape)}, expected {list(tensor.shape)}")
+        if spec.dtype != tensor.dtype and not (tensor.is_floating_point() and spec.dtype in LOADABLE_DTYPES):
+            misfits.wrong_dtype.append(f"{name} is {str(spec.dtype).removeprefix('torch.')}")
+    left_over = unused | {name: block.first_target for block in blocks for name in block.stored_names()}
+    ignored = tied | {name for name, _ in model.named_buffers()}
+    misfits.extra = sorted(
+        name
+        for name, target in left_over.items()
+        if name not in expected and target not in ignored and not _is_ignored(model, name)
+    )
+    misfits.raise_if_any(model, source.folder)
+    return [block for block in blocks if block.first_target not in tied]
+
+
+def _expected_tensors(model: PreTrainedModel, found: dict[str, ImportBlock]) -> tuple[list[str], dict[str, Tensor]]:
+    """Hub names that no block holds; and for every stored tensor that has a place, one of the shape it must have.
+
+    A checkpoint may also hold runtime tensors (fused experts) under their runtime names.
+    """
+    targets = model.state_dict()
+    exports = export_blocks(model, torch.float32)
+    places = _places(import_blocks(model, [name for export in exports for name in export.hub_tensors])[0])
+    missing: list[str] = []
+    expected: dict[str, Tensor] = {}
+    for export in exports:
+        if all(name in found and found[name].is_renaming for name in export.runtime_names):
+            expected |= {found[name].stored_names()[0]: targets[name] for name in export.runtime_names}
+            continue
+        for hub_name, tensor in export.hub_tensors.items():
+            first_target, pattern, canonical = places[hub_name]
+            stored = found[first_target].sources.get(pattern, {}).get(canonical) if first_target in found else None
+            if stored is None:
+                missing.append(hub_name)
+            else:
+                expected[stored] = tensor
+    return missing, expected
+
+
+def _places(blocks: list[ImportBlock]) -> dict[str, tuple[str, str, str]]:
+    """Stored name -> first target, pattern and canonical name."""
+    return {
+        stored: (block.first_target, pattern, canonical)
+        for block in blocks
+        for pattern, names in block.sources.items()
+        for canonical, stored in names.items()
+    }
+
+
+def _is_ignored(model: PreTrainedModel, name: str) -> bool:
+    """What a family's hub checkpoints hold beside the model, such as DeepSeek-V3's layer for multi-token prediction."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    return any(re.search(pattern, name) for pattern in patterns)

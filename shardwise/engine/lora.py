@@ -1,0 +1,223 @@
+"""Low-rank adapters through peft (LoRA, Hu et al. 2021; rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024).
+
+peft puts the adapters into the module tree before the model is sharded, so an adapter belongs to the FSDP unit of its
+layer and is sharded like it. What is drawn, merged, read and written is in adapters.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.config import ConfigError, LoraConfig
+from shardwise.engine.names import plain_name
+
+ADAPTER = "default"
+"""peft's name for an adapter that has no name; part of module paths, absent from files."""
+FILE_PREFIX = "base_model.model."
+"""What a PeftModel puts before the base model's names, and so in front of every name in an adapter file."""
+
+
+def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Puts adapters into a model on the meta device, before it is sharded. Nothing else is trained afterwards.
+
+    The base then is kept in the compute dtype and the adapters are masters, like any frozen and trained parameters.
+    One FSDP unit may hold both: what it gathers is cast to the compute dtype first, and FSDP2 asks for one original
+    dtype among trained parameters only.
+
+    Raises:
+        ConfigError: a name matches no module, a module that is not a linear layer, or a weight tied to another.
+    """
+    saved = _modules_to_save(model, config.modules_to_save)
+    targets = _target_modules(model, config.target_modules, saved)
+    peft_config = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=_shortest_names(model, targets),
+        modules_to_save=saved or None,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+    )
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(peft_config, model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(_refused_by_peft(model, config, str(error))) from None
+    adapted = {path for path, _ in lora_layers(model)}
+    if others := sorted(adapted ^ set(targets)):
+        raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
+
+
+def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:
+    return (
+        f"engine.lora.target_modules={config.target_modules}: peft cannot adapt these layers of "
+        f"{type(model).__name__}: {problem}. Where experts are fused, peft takes names such as gate_proj for parts of "
+        "them, and experts get no adapter in this version; name other layers (q_proj, k_proj, v_proj, o_proj)"
+    )
+
+
+def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The full names of the modules that are trained whole."""
+    saved: list[str] = []
+    tied = model.get_expanded_tied_weights_keys()
+    for given in names:
+        matches = _matching(model, given)
+        if not matches:
+            raise ConfigError(
+                f"engine.lora.modules_to_save: {given!r} matches no module of {type(model).__name__}; "
+                "give a module's name or the end of one, such as lm_head or model.norm"
+            )
+        for name, module in matches.items():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                raise ConfigError(
+                    f"engine.lora.modules_to_save: {name} is a list of modules without a forward of its own; "
+                    f"name its members ({name}.{next(iter(dict(module.named_children())), 0)})"
+                )
+            for pair in tied.items():
+                if any(weight.startswith(f"{name}.") for weight in pair):
+                    raise ConfigError(
+                        f"engine.lora.modules_to_save: {name} shares its weight ({' = '.join(pair)}); a trained copy "
+                        "would part from it, and neither the merged model nor the adapter could say so; remove it"
+                    )
+        saved += matches
+    nested = [name for name in saved for other in saved if name.startswith(f"{other}.")]
+    if nested:
+        raise ConfigError(
+            f"engine.lora.modules_to_save: {nested[0]} lies inside another module of the list; remove one of them"
+        )
+    return list(dict.fromkeys(saved))
+
+
+def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[str]) -> list[str]:
+    """The full names of the linear layers that get an adapter; what is trained whole gets none."""
+    head = model.get_output_embeddings()
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    endings = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "there is none"
+    targets: list[str] = []
+    if given == "all-linear":
+        targets = linear
+    else:
+        for target in [given] if isinstance(given, str) else given:
+            matches = _matching(model, target)
+            for name, module in matches.items():
+                if name not in linear:
+                    raise ConfigError(_not_adapted(name, module, is_head=module is head, endings=endings))
+            if not matches:
+                fused = any(f".{name}".endswith(f".{target}") for name, _ in model.named_parameters())
+                what = "is a bare parameter, such as fused experts have, not a linear layer" if fused else ""
+                raise ConfigError(
+                    f"engine.lora.target_modules: {target!r} {what or 'matches no module'} of {type(model).__name__}; "
+                    f"its linear layers end in: {endings}"
+                )
+            targets += matches
+    targets = [name for name in dict.fromkeys(targets) if not any(f"{name}.".startswith(f"{s}.") for s in saved)]
+    if not targets:
+        raise ConfigError(
+            f"engine.lora.target_modules={given} leaves no layer of {type(model).__name__} to adapt, with "
+            f"modules_to_save={saved}; its linear layers end in: {endings}"
+        )
+    return targets
+
+
+def _not_adapted(name: str, module: nn.Module, *, is_head: bool, endings: str) -> str:
+    if is_head:
+        return (
+            f"engine.lora.target_modules: {name} is the output head, which gets no adapter; "
+            "put it into engine.lora.modules_to_save to train it whole"
+        )
+    return (
+        f"engine.lora.target_modules: {name} is {type(module).__name__}; this version adapts linear layers, which end "
+        f"in: {endings}"
+    )
+
+
+def _matching(model: PreTrainedModel, given: str) -> dict[str, nn.Module]:
+    """Modules whose name is `given` or ends with it, whole parts of names only."""
+    return {name: module for name, module in model.named_modules() if given and f".{name}".endswith(f".{given}")}
+
+
+def _shortest_names(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Last parts of the names where those say the same, as adapter_config.json usually holds; else the full names."""
+    endings = {name.rpartition(".")[2] for name in names}
+    reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
+    return sorted(endings) if reached == set(names) else sorted(names)
+
+
+def base_names(model: PreTrainedModel) -> dict[str, str | None]:
+    """Name in `model.state_dict()` -> name without peft, as model files hold it; None for what an adapter file holds.
+
+    `q_proj.base_layer.weight` is `q_proj.weight`, `lm_head.original_module.weight` is `lm_head.weight`.
+    """
+    names: dict[str, str | None] = {name: name for name in model.state_dict()}
+    for path, kept, inner in _wrapped_names(model):
+        names[f"{path}.{inner}"] = f"{path}.{inner.removeprefix(kept)}" if inner.startswith(kept) else None
+    return names
+
+
+def adapter_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name in `model.state_dict()` -> name in an adapter file, of all trained tensors."""
+    names = {}
+    for path, kept, inner in _wrapped_names(model):
+        if inner.startswith(kept):
+            continue
+        kind, rest = inner.split(f".{ADAPTER}.", 1)
+        in_file = {"modules_to_save": rest, "lora_magnitude_vector": kind}.get(kind, f"{kind}.{rest}")
+        names[f"{path}.{inner}"] = f"{FILE_PREFIX}{path}.{in_file}"
+    return names
+
+
+def _wrapped_names(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
+    """(path of a module that peft wrapped, prefix of the base's tensors in it, name of a tensor in it)."""
+    for path, layer in lora_layers(model):
+        yield from ((path, "base_layer.", inner) for inner in layer.state_dict())
+    for path, wrapper in _saved_modules(model):
+        yield from ((path, "original_module.", inner) for inner in wrapper.state_dict())
+
+
+def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, LoraLayer]]:
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield plain_name(path), module
+
+
+def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, ModulesToSaveWrapper]]:
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield plain_name(path), module
+
+
+def trained_copies(model: PreTrainedModel) -> dict[str, str]:
+    """Name of a frozen original in `model.state_dict()` -> name of the trained copy that modules_to_save made."""
+    return {
+        f"{path}.original_module.{inner}": f"{path}.modules_to_save.{ADAPTER}.{inner}"
+        for path, wrapper in _saved_modules(model)
+        for inner in wrapper.original_module.state_dict()
+    }
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Inside it the model is its base alone: the reference policy, without a second model."""
+    _switch(model, on=False)
+    try:
+        yield
+    finally:
+        _switch(model, on=True)
+
+
+def _switch(model: PreTrainedModel, *, on: bool) -> None:
+    """peft also toggles requires_grad; that is undone at once, because FSDP2 takes the dtype of its gradient reduction
+    from the parameters that require gradients at the first forward pass, which may be one without adapters."""
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    for _, module in (*lora_layers(model), *_saved_modules(model)):
+        module.enable_adapters(on)
+    for parameter, requires_grad in required:
+        parameter.requires_grad_(requires_grad)

@@ -1,0 +1,108 @@
+"""A model's folder on disk: where it is, and its tensors, in one file or in many."""
+
+import json
+from pathlib import Path
+from typing import Self
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+
+from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def resolve_folder(path: str) -> Path:
+    """The local folder of a model; a hub name is downloaded (or found in the cache) first.
+
+    Raises:
+        ModelError: no such folder, no such hub model, or a folder without config.json or safetensors files.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelError(f"model.path={path} is not a folder; give a Hugging Face model folder or a hub name")
+        try:
+            patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+            folder = Path(snapshot_download(path, allow_patterns=patterns))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise ModelError(
+                f"model.path={path} is neither a local folder nor a model that the hub or its cache could give "
+                f"({type(error).__name__}); check the name, or the connection"
+            ) from None
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path={path}: {folder / 'config.json'} does not exist; a model folder needs one")
+    if not list(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model.path={path} has a config.json but no *.safetensors weights; save the model with save_pretrained, "
+            "or convert other formats to safetensors"
+        )
+    return folder
+
+
+class ModelFolder:
+    """The tensors of a model folder, of which slices can be read. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError: a file or the index is damaged or missing; names it."""
+        self.folder = folder
+        self._readers: dict[str, SafetensorsReader] = {}
+        try:
+            file_of = self._read_index()
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder}: {INDEX_NAME} cannot be used: {error}; download or copy it again") from None
+        files = sorted(path.name for path in folder.glob("*.safetensors")) if file_of is None else set(file_of.values())
+        try:
+            for file in sorted(files):
+                self._readers[file] = SafetensorsReader(folder / file)
+        except ModelError:
+            self.close()
+            raise
+        held = {file: reader.specs for file, reader in self._readers.items()}
+        if file_of is None:
+            file_of = {name: file for file, specs in held.items() for name in specs}
+        for name, file in file_of.items():
+            if name not in held[file]:
+                raise ModelError(
+                    f"{folder}: {INDEX_NAME} puts {name} into {file}, which does not hold it; "
+                    "download or copy both again"
+                )
+        self._file_of = file_of
+        self.specs: dict[str, TensorSpec] = {name: held[file][name] for name, file in file_of.items()}
+        """What each tensor is, without its values."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def file_of(self, name: str) -> Path:
+        return self.folder / self._file_of[name]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, or the part of it inside `box`, on the host; nothing else is read from disk."""
+        whole = [slice(0, size) for size in self.specs[name].shape]
+        return self._readers[self._file_of[name]].read(name, whole if box is None else box)
+
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor name -> file name; None for a folder without an index."""
+        if not (self.folder / INDEX_NAME).is_file():
+            return None
+        index = json.loads((self.folder / INDEX_NAME).read_text())
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map from tensor names to files")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"it puts {name} into {file!r}, which is not the name of a file beside it")
+            if not (self.folder / file).is_file():
+                raise ValueError(f"it puts {name} into {file}, which does not exist")
+        return weight_map

@@ -1,0 +1,50 @@
+"""Moves parts of an engine to host memory and back, each on its own, between the phases of reinforcement learning."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Part = Literal["params", "grads", "optimizer"]
+
+
+class HostCopies:
+    """What has been moved to the host. Tensors stay the objects they are: only the storage behind them is freed and
+    filled again, so whatever else holds them (FSDP's units, the optimizer) needs to know nothing."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        """By storage: the storage, emptied, and its bytes on the host."""
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copies the storages of the tensors to (pinned) host memory and frees them. Returns when all have arrived."""
+        device = torch.device("cpu")
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if storage._cdata in self._copies or storage.nbytes() == 0:
+                continue
+            device = local.device
+            data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type != "cpu")
+            self._copies[storage._cdata] = storage, host.copy_(data, non_blocking=True)
+        _wait(device)
+        for storage, _ in self._copies.values():
+            storage.resize_(0)
+
+    def give_back(self) -> None:
+        """Fills the storages again, on the device they were on; what the device computes next waits for the copies."""
+        for storage, host in self._copies.values():
+            storage.resize_(host.nbytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
+        self._copies.clear()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,210 @@
+"""One file in the safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes one after the other.
+
+Source: https://github.com/huggingface/safetensors#format. The package itself maps files into memory (a failing disk
+then kills the process, and mapped pages count as ours) and writes a file from tensors that all exist at once. Here a
+slice is read by plain reads, which fail with an exception, and a file is written tensor by tensor, in any order.
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelError
+
+DTYPE_NAMES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""In the order of the format's own enumeration: tensors of later dtypes come first in a file."""
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES.values())}
+_NAMES = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+
+Box = Sequence[slice]
+"""Start and stop in every dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a file says about a tensor before its bytes are read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """A file that is open for reading. The header is read and checked at once, tensors when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError: no such file, truncated, or not in the format."""
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+            self._data_start, self._entries = self._read_header()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
+            raise ModelError(
+                f"{path} cannot be read as a safetensors file: {reason}; download or copy it again"
+            ) from None
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: spec for name, (spec, _) in self._entries.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The part of a tensor inside `box`, on the host, in the dtype of the file; nothing else is read.
+
+        Raises:
+            ModelError: the file system could not deliver it.
+        """
+        spec, start = self._entries[name]
+        result = torch.empty([part.stop - part.start for part in box], dtype=spec.dtype)
+        if not result.numel():
+            return result
+        target = result.reshape(-1).view(torch.uint8).numpy().data
+        done = 0
+        try:
+            for offset, num_bytes in _runs(spec, box):
+                self._read_into(target[done : done + num_bytes], self._data_start + start + offset)
+                done += num_bytes
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+        return result
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_header(self) -> tuple[int, dict[str, tuple[TensorSpec, int]]]:
+        """Where the data begin, and for each tensor its spec and its offset from there."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size < 8:
+            raise ValueError(f"it has {size} bytes, fewer than the 8 of the header's length")
+        length = int.from_bytes(self._file.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"its header would end at byte {8 + length}, and the file at {size}")
+        header = json.loads(self._bytes(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a JSON object")
+        header.pop("__metadata__", None)
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+        end = 8 + length + max((start + spec.nbytes for spec, start in entries.values()), default=0)
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end}, and the file at {size}")
+        return 8 + length, entries
+
+    def _bytes(self, length: int) -> bytes:
+        buffer = bytearray(length)
+        self._read_into(memoryview(buffer), 8)
+        return bytes(buffer)
+
+    def _read_into(self, target: memoryview, offset: int) -> None:
+        self._file.seek(offset)
+        done = 0
+        while done < len(target):  # one call returns at most 2 GiB
+            count = self._file.readinto(target[done:])
+            if not count:
+                raise ValueError(f"the file ends at byte {offset + done}, the tensor at {offset + len(target)}")
+            done += count
+
+
+class SafetensorsWriter:
+    """A file that is being written: the header at once, tensors as they come. `close` makes it durable.
+
+    The bytes of the finished file are those of `safetensors.torch.save_file(..., metadata={"format": "pt"})`.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        ordered = sorted(specs, key=lambda name: (-_RANKS[specs[name].dtype], name))
+        ends = list(itertools.accumulate(specs[name].nbytes for name in ordered))
+        starts = [end - specs[name].nbytes for name, end in zip(ordered, ends, strict=True)]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, start, end in zip(ordered, starts, ends, strict=True):
+            spec = specs[name]
+            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        data_start = 8 + len(encoded)
+        self._specs = dict(specs)
+        self._offsets = {name: data_start + start for name, start in zip(ordered, starts, strict=True)}
+        self._file = path.open("wb", buffering=0)
+        self._write_all(len(encoded).to_bytes(8, "little") + encoded)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._offsets
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Each name once, in any order; the tensor may lie on any device."""
+        assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
+        self._file.seek(self._offsets.pop(name))
+        if tensor.numel():
+            self._write_all(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        assert self.is_complete, f"{sorted(self._offsets)} were never written"
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Leaves the file as it is, unfinished."""
+        self._file.close()
+
+    def _write_all(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):  # one call writes at most 2 GiB
+            done += self._file.write(view[done:])
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[TensorSpec, int]:
+    if entry["dtype"] not in DTYPE_NAMES:
+        raise ValueError(f"{name} has dtype {entry['dtype']}; known are {', '.join(DTYPE_NAMES)}")
+    spec = TensorSpec(DTYPE_NAMES[entry["dtype"]], tuple(entry["shape"]))
+    start, end = entry["data_offsets"]
+    if start < 0 or end - start != spec.nbytes:
+        raise ValueError(f"{name} has {end - start} bytes, {list(spec.shape)} of {spec.dtype} is {spec.nbytes}")
+    return spec, start
+
+
+def _runs(spec: TensorSpec, box: Box) -> Iterator[tuple[int, int]]:
+    """(offset, length) in bytes of the pieces of a box that lie together in the file, in order."""
+    itemsize = spec.dtype.itemsize
+    strides = [math.prod(spec.shape[dim + 1 :]) * itemsize for dim in range(len(spec.shape))]
+    cut = [dim for dim, part in enumerate(box) if (part.start, part.stop) != (0, spec.shape[dim])]
+    if not cut:
+        yield 0, spec.nbytes
+        return
+    inner = cut[-1]  # the dimensions after it are taken whole
+    length = (box[inner].stop - box[inner].start) * strides[inner]
+    for index in itertools.product(*(range(part.start, part.stop) for part in box[:inner])):
+        start = sum(i * stride for i, stride in zip(index, strides[:inner], strict=True))
+        yield start + box[inner].start * strides[inner], length

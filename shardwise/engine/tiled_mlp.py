@@ -1,0 +1,102 @@
+"""TiledMLP: the MLP of a layer computed in slices of the sequence, and again in backward, so that its inner activations
+exist for one slice at a time (Bekman et al. 2025, Arctic Long Sequence Training).
+
+Shapes: t tokens of this rank, D hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+from shardwise.config import ConfigError, ModelError
+
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+DEFAULT_NUM_SHARDS = 4
+
+
+class TiledMLP(ActivationWrapper):
+    """Computes what the module it wraps computes, slice by slice. For modules that treat every token alone."""
+
+    def __init__(self, mlp: nn.Module, num_shards: int) -> None:
+        super().__init__(mlp)
+        self._num_shards = num_shards
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., t, D] -> the same shape."""
+        mlp = self._checkpoint_wrapped_module
+        tokens = hidden.flatten(0, -2)
+        num_shards = min(self._num_shards, tokens.shape[0])
+        trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+        out: Tensor = _Tiled.apply(mlp, num_shards, tokens, *trained)
+        return out.view_as(hidden)
+
+
+class _Tiled(torch.autograd.Function):
+    """Takes the trained parameters as inputs, so that their gradients leave through autograd as any others do."""
+
+    @staticmethod
+    def forward(ctx: Any, mlp: nn.Module, num_shards: int, tokens: Tensor, *trained: nn.Parameter) -> Tensor:
+        ctx.mlp, ctx.num_shards, ctx.num_trained = mlp, num_shards, len(trained)
+        ctx.save_for_backward(tokens)
+        return torch.cat([_compute(mlp, part) for part in tokens.tensor_split(num_shards)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (tokens,) = ctx.saved_tensors
+        # FSDP has gathered them again: these are the objects that forward was given.
+        trained = [parameter for parameter in ctx.mlp.parameters() if parameter.requires_grad]
+        assert len(trained) == ctx.num_trained
+        totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+        token_grads = []
+        for part, part_grad in zip(tokens.tensor_split(ctx.num_shards), grad.tensor_split(ctx.num_shards), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                out = _compute(ctx.mlp, leaf)
+            token_grad, *grads = torch.autograd.grad(out, [leaf, *trained], part_grad, allow_unused=True)
+            token_grads.append(token_grad)
+            for total, part_of_total in zip(totals, grads, strict=True):
+                if part_of_total is not None:
+                    total += part_of_total
+        summed = [total.to(parameter.dtype) for total, parameter in zip(totals, trained, strict=True)]
+        return None, None, torch.cat(token_grads), *summed
+
+
+def _compute(mlp: nn.Module, tokens: Tensor) -> Tensor:
+    """[n, D] -> [n, D]; models give their MLPs a batch dimension."""
+    out = mlp(tokens[None])
+    if not isinstance(out, Tensor):
+        raise ModelError(
+            f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns more than its hidden states, which cannot be "
+            "put together from slices; set it to false for this model"
+        )
+    return out[0]
+
+
+def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """The MLP of every layer.
+
+    Raises:
+        ConfigError: a layer has none under a name that we know.
+    """
+    paths = []
+    for layer in layers:
+        children = [name for name, _ in model.get_submodule(layer).named_children()]
+        known = [name for name in MLP_NAMES if name in children]
+        if not known:
+            raise ConfigError(
+                f"engine.apply_tiled_mlp=true: {layer} has no MLP named {', '.join(MLP_NAMES)}; its parts are "
+                f"{', '.join(children)}. Set it to false for this model"
+            )
+        paths.append(f"{layer}.{known[0]}")
+    return paths
+
+
+def tile_mlps(model: nn.Module, paths: Sequence[str], num_shards: int | None) -> None:
+    """Puts the MLPs at `paths` into TiledMLP, in place; None stands for the default number of slices."""
+    for path in paths:
+        model.set_submodule(path, TiledMLP(model.get_submodule(path), num_shards or DEFAULT_NUM_SHARDS))

@@ -1,0 +1,96 @@
+"""Which tokens of a pack a rank computes, which hidden states it scores, and where the results belong.
+
+The one place that shifts: the hidden state of token s - 1 says what is predicted for token s.
+
+Shapes: T tokens of the pack, P ranks that share it, t = ceil(T / P) tokens of one rank, N scored tokens of the pack,
+n of one rank.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.ulysses import Ulysses
+from shardwise.ops import PackedLayout
+from shardwise.types import TokenBatch
+
+
+class ScoredTokens(Enum):
+    """What a head says something about."""
+
+    TRAINED = "trained"
+    """Every token that loss_mask marks, from the state of the token before it."""
+    LAST = "last"
+    """The last token of each sequence, from its own state: it has seen the whole sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlice:
+    """One rank's part of a packed batch, on the device.
+
+    Example: T=5, P=2: the pack is padded to 6 tokens with a sequence of its own; rank 1 computes tokens 3, 4 and the
+    padding. With token 3 trained, its logprob comes from the state of token 2, on rank 0.
+    """
+
+    input_ids: Tensor
+    """[t] int64."""
+    position_ids: Tensor
+    """[t] int64."""
+    layout: PackedLayout
+    """Of the whole padded pack."""
+    states: Tensor
+    """[n] int64: which of this rank's hidden states are scored."""
+    targets: Tensor
+    """[n] int64: the token that each of them predicts."""
+    sources: Tensor
+    """[N] int64: where in the padded pack the scored states are."""
+    destinations: Tensor
+    """[N] int64: where in the pack their results belong."""
+    num_tokens: int
+    """T."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, scored: ScoredTokens, *, ulysses: Ulysses | None, device: torch.device) -> Self:
+        """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device."""
+        num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
+        num_tokens = len(batch.input_ids)
+        num_padding = -num_tokens % num_ranks
+        input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        if num_padding:
+            input_ids = torch.cat([input_ids, input_ids.new_zeros(num_padding)])
+            position_ids = torch.cat([position_ids, torch.arange(num_padding)])
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([num_tokens + num_padding])])
+        match scored:
+            case ScoredTokens.TRAINED:
+                destinations = batch.loss_mask.nonzero()[:, 0]
+                sources = destinations - 1
+            case ScoredTokens.LAST:
+                destinations = sources = batch.cu_seqlens[1:].long() - 1
+        width = len(input_ids) // num_ranks
+        start = rank * width
+        is_own = (sources >= start) & (sources < start + width)
+        own = slice(start, start + width)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return cls(
+            input_ids=moved(input_ids[own]),
+            position_ids=moved(position_ids[own]),
+            layout=PackedLayout.from_cu_seqlens(cu_seqlens, device=device),
+            states=moved(sources[is_own] - start),
+            targets=moved(batch.input_ids[destinations[is_own]]),
+            sources=moved(sources),
+            destinations=moved(destinations),
+            num_tokens=num_tokens,
+        )
+
+    def assemble(self, results: Tensor, ulysses: Ulysses | None) -> Tensor:
+        """Results of this rank's states [n] -> of the whole pack [T], 0 where not scored; the same on every rank."""
+        if ulysses is not None:
+            own = results.new_zeros(len(self.input_ids)).index_copy(0, self.states, results)
+            results = ulysses.gather_tokens(own).index_select(0, self.sources)
+        return results.new_zeros(self.num_tokens).index_copy(0, self.destinations, results)

@@ -1,0 +1,154 @@
+"""Which modules become FSDP units, and how each unit is sharded."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
+from shardwise.engine.mesh import EngineMesh, divisors
+from shardwise.engine.names import closest_classes, plain_name
+from shardwise.engine.precision import Precision
+from shardwise.ops import decoder_layers
+
+
+def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
+    """Where the layers are, in the order of the forward pass: what is sharded, checkpointed and compiled one by one.
+
+    Without names from the user: the decoder layers, and what `_no_split_modules` names outside them (vision blocks).
+    `_no_split_modules` alone would not do: some families leave it empty, and others name parts of a layer in it.
+
+    Raises:
+        ConfigError: a class name that no module has.
+    """
+    path_of = {id(module): path for path, module in model.named_modules()}
+    if policy.transformer_layer_cls_to_wrap is not None:
+        return _paths_of_classes(
+            model, policy.transformer_layer_cls_to_wrap, "engine.wrap_policy.transformer_layer_cls_to_wrap"
+        )
+    layers = [path_of[id(layer)] for layer in decoder_layers(model)]
+    named = set(model._no_split_modules or ())
+    blocks = [path for path, module in model.named_modules() if type(module).__name__ in named]
+    outside = [path for path in blocks if not any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
+    return [*outside, *layers]
+
+
+def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
+    paths = []
+    for class_name in class_names:
+        matched = [path for path, module in model.named_modules() if type(module).__name__ == class_name]
+        if not matched:
+            raise ConfigError(
+                f"{key}: {class_name} matches no module of {type(model).__name__}; {closest_classes(model, class_name)}"
+            )
+        paths += matched
+    return paths
+
+
+class Units:
+    """The FSDP units of a model, chosen before wrappers go around its layers."""
+
+    def __init__(self, model: PreTrainedModel, config: LayoutConfig, precision: Precision) -> None:
+        """
+        Raises:
+            ConfigError: a name that matches nothing, or a unit that would split tied weights.
+        """
+        wrap = config.wrap_policy
+        self.layers = layer_paths(model, wrap)
+        self._experts = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        self._precision = precision
+        self._config = config
+        tied = bool(model.get_expanded_tied_weights_keys())
+        for key, is_set in {"embeddings": wrap.wrap_embeddings, "lm_output": wrap.wrap_lm_output}.items():
+            if is_set and tied:
+                raise ConfigError(
+                    f"engine.wrap_policy.wrap_{key}=true: the embedding and the output projection of "
+                    f"{type(model).__name__} are one weight (tie_word_embeddings), which stays in the root unit; "
+                    "set it to false"
+                )
+
+    def require_whole(self, paths: Sequence[str], key: str) -> None:
+        """Raises ConfigError if a module at one of `paths` holds a unit inside it."""
+        for inner in (*self._experts, *self._precision.overrides):
+            for path in paths:
+                if inner == path or inner.startswith(f"{path}."):
+                    raise ConfigError(
+                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
+                        "would be gathered for every piece; remove one of the two"
+                    )
+
+    def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:
+        """Shards the units, inner ones first, the root with what is left.
+
+        Gradients are plain sums over ranks: the loss is already divided by the global denominators.
+
+        Returns:
+            The units, the layers in the order of the forward pass and the root last.
+        """
+        wrap = self._config.wrap_policy
+        # A wrapper and what it wraps have one plain name. The wrapper is the unit: named first, it goes in last.
+        modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
+        chosen = {*self.layers, *self._experts, *self._precision.overrides}
+        self._require_no_projection(chosen, modules, head)
+        keep: Any = self._keep_sharded(mesh)
+        units = {}
+        for path in sorted(chosen, key=lambda path: path.count("."), reverse=True):
+            units[path] = self._shard(modules[path], mesh, path=path, reshard_after_forward=keep)
+        if wrap.wrap_embeddings:
+            units["embeddings"] = self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True)
+        if wrap.wrap_lm_output:
+            units["lm_output"] = self._shard(head, mesh, reshard_after_forward=keep)
+        units["root"] = self._shard(root, mesh, reshard_after_forward=False)
+        layers = [units[path] for path in self.layers]
+        self._prefetch(layers)
+        return list(units.values())
+
+    def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
+        """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
+        projection = {id(parameter) for parameter in head.parameters()}
+        for path in chosen:
+            if any(id(parameter) in projection for parameter in modules[path].parameters()):
+                raise ConfigError(
+                    f"{path} holds the output projection, which is applied in float32 by a head of its own; name other "
+                    "modules in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)"
+                )
+
+    def _keep_sharded(self, mesh: EngineMesh) -> bool | int:
+        value, size = self._config.reshard_after_forward, mesh.fsdp.size(-1)
+        if isinstance(value, bool) or (1 < value < size and size % value == 0):
+            return value
+        if value == size:
+            return True
+        numbers = [str(d) for d in divisors(size) if d > 1]
+        raise ConfigError(
+            f"engine.reshard_after_forward={value} does not divide the {size} ranks that weights are sharded over; use "
+            f"{', '.join(['true', 'false', *numbers])}"
+        )
+
+    def _shard(
+        self, module: nn.Module, mesh: EngineMesh, *, reshard_after_forward: bool | int, path: str | None = None
+    ) -> FSDPModule:
+        on_accelerator = mesh.fsdp.device_type != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=on_accelerator) if self._config.offload_policy else OffloadPolicy()
+        fully_shard(
+            module,
+            mesh=mesh.fsdp,
+            mp_policy=self._precision.policy(path),
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+        )
+        unit = cast(FSDPModule, module)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+        return unit
+
+    def _prefetch(self, layers: list[FSDPModule]) -> None:
+        ahead = self._config.forward_prefetch
+        behind = self._config.backward_prefetch if isinstance(self._config, EngineConfig) else 0
+        for place, layer in enumerate(layers):
+            if ahead:
+                layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + ahead])
+            if behind:
+                layer.set_modules_to_backward_prefetch(layers[max(0, place - behind) : place][::-1])

@@ -1,0 +1,217 @@
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError
+from safetensors.torch import load_file, save_file
+from sharded_lora import (
+    SAVED,
+    VARIANTS,
+    build,
+    full,
+    logits,
+    loss_and_gradients,
+    peft_model,
+    random_adapter,
+)
+from tiny_models import tiny_folder
+
+from shardwise.config import LoraConfig
+from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter, merged_weights
+from shardwise.engine.lora import adapter_names
+
+CASES = [
+    ("qwen3", "lora", True),
+    ("llama", "lora", True),
+    ("llama", "rslora", False),
+    ("llama", "dora", True),
+    ("qwen3", "dora", False),
+]
+"""Family, variant, with modules to save. llama's dimensions divide by neither 2 nor 4 ranks everywhere."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
+
+
+def lora_of(family, variant, *, saves):
+    return VARIANTS[variant].model_copy(update={"modules_to_save": SAVED[family] if saves else []})
+
+
+def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed):
+    """Loss, gradients, then two SGD steps; what the engine then exports, merges and computes."""
+    model = build(folder, lora, fsdp_size=fsdp_size, checkpointed=checkpointed)
+    load_adapter(model, adapter_folder)
+    losses, gradients = [], []
+    in_file = adapter_names(model)
+    for _ in range(2):
+        loss, by_name = loss_and_gradients(model, dist.get_world_size(), dist.get_rank())
+        by_name = {name.replace("_checkpoint_wrapped_module.", ""): full(g) for name, g in by_name.items()}
+        gradients.append({in_file[name]: gradient for name, gradient in by_name.items()})
+        losses.append(loss)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.02 * parameter.grad
+                    parameter.grad = None
+    export_adapter(model, exported, "the/base")
+    weights = dict(merged_weights(model, torch.float32)), dict(adapter_weights(model, torch.float32))
+    return losses, gradients, weights, logits(model), list(merged_weights(model, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
+@pytest.mark.parametrize(("family", "variant", "saves"), CASES)
+def test_training_export_and_merge_equal_those_of_a_plain_peft_model(
+    run_ranks, folders, tmp_path, family, variant, saves, world_size, fsdp_size
+):
+    """Also: the exported folder loads into PeftModel.from_pretrained and gives the same logits."""
+    lora = lora_of(family, variant, saves=saves)
+    start = random_adapter(folders[family], lora, tmp_path / "start")
+    checkpointed = world_size == 2
+    runs = run_ranks(trained_run, world_size, folders[family], lora, start, tmp_path / "end", fsdp_size, checkpointed)
+    plain = peft_model(folders[family], start)
+    for step in range(2):
+        loss, gradients = loss_and_gradients(plain)
+        assert sum(run[0][step] for run in runs) == pytest.approx(loss, abs=1e-5)
+        expected = {peft_file_name(name): gradient for name, gradient in gradients.items()}
+        for run in runs:
+            assert run[1][step].keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(run[1][step][name], gradient, rtol=0, atol=1e-5, msg=name)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.02 * parameter.grad
+                    parameter.grad = None
+    exported = peft_model(folders[family], tmp_path / "end")
+    stored = load_file(tmp_path / "end" / "adapter_model.safetensors")
+    for _, _, (_, adapter), sharded_logits, _ in runs:
+        assert adapter.keys() == stored.keys()
+        assert all(torch.equal(adapter[name], stored[name]) for name in stored)
+        for ours, theirs, trained in zip(sharded_logits, logits(exported), logits(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(ours, trained, rtol=0, atol=1e-4)
+    merged = exported.merge_and_unload()
+    tied = set(merged.get_expanded_tied_weights_keys())
+    expected = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
+    for run in runs:
+        weights = run[2][0]
+        assert list(weights) == list(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)
+        assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in run[4])
+
+
+def peft_file_name(name):
+    name = name.replace(".default.", ".").replace(".modules_to_save.", ".")
+    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
+
+
+def initial(folder, lora, seed, *, fsdp_size=None, checkpointed=False):
+    model = build(folder, lora, seed=seed, fsdp_size=fsdp_size, checkpointed=checkpointed)
+    return dict(adapter_weights(model, torch.float32)), dict(merged_weights(model, torch.float32)), logits(model)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(run_ranks, folders, variant):
+    lora = lora_of("llama", variant, saves=True)
+    [(adapter, merged, first_logits)] = run_ranks(initial, 1, folders["llama"], lora, 5)
+    for world_size, options in ((2, {"checkpointed": True}), (4, {}), (4, {"fsdp_size": 2})):
+        for other, _, _ in run_ranks(partial(initial, **options), world_size, folders["llama"], lora, 5):
+            assert other.keys() == adapter.keys()
+            assert all(torch.equal(other[name], tensor) for name, tensor in adapter.items())
+    [(other, _, _)] = run_ranks(initial, 1, folders["llama"], lora, 6)
+    stored = load_file(f"{folders['llama']}/model.safetensors")
+    for name, tensor in adapter.items():
+        if "lora_A" in name:
+            bound = tensor.shape[1] ** -0.5  # kaiming uniform with a = sqrt(5)
+            assert 0.9 * bound < tensor.abs().max() <= bound, name
+            assert not torch.equal(other[name], tensor)
+        elif "lora_B" in name:
+            assert not tensor.any()
+    starts = [tuple(tensor[0, :2].tolist()) for name, tensor in adapter.items() if "lora_A" in name]
+    assert len(set(starts)) == len(starts)
+    torch.testing.assert_close(merged, stored, rtol=0, atol=1e-6)
+    plain = peft_free_logits(folders["llama"])
+    for ours, theirs in zip(first_logits, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def peft_free_logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
+
+
+def export_twice(folder, lora, adapter_folder, first, second):
+    model = build(folder, lora)
+    load_adapter(model, adapter_folder)
+    export_adapter(model, first, "the/base")
+    again = build(folder, lora, seed=1)
+    load_adapter(again, first)
+    export_adapter(again, second, "the/base")
+
+
+def test_exported_folder_is_read_back_bit_for_bit(run_ranks, folders, tmp_path):
+    lora = lora_of("llama", "dora", saves=True)
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    run_ranks(export_twice, 4, folders["llama"], lora, start, tmp_path / "a", tmp_path / "b")
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    original, exported = (load_file(tmp_path / at / files[1]) for at in ("start", "a"))
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(original[name], exported[name]) for name in original)
+    config = json.loads((tmp_path / "a" / files[0]).read_text())
+    assert config["base_model_name_or_path"] == "the/base"
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def load_into(folder, lora, adapter_folder):
+    load_adapter(build(folder, lora), adapter_folder)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"rank": 4}, "the adapter has r=3 (here 4); give engine.lora the adapter's values"),
+        ({"alpha": 6}, "the adapter has lora_alpha=12.0 (here 6"),
+        ({"use_dora": True}, "use_dora=False (here True)"),
+        ({"target_modules": ["q_proj"]}, "8 not part of the model: base_model.model.model.layers.0.mlp.down_proj.lora"),
+        ({"target_modules": "all-linear"}, "16 missing: base_model.model.model.layers.0.mlp.gate_proj.lora_A.weight,"),
+        ({"modules_to_save": ["lm_head"]}, "1 missing: base_model.model.lm_head.weight"),
+    ],
+)
+def test_adapter_of_another_form_is_refused_with_both_values(run_ranks, folders, tmp_path, update, message):
+    lora = VARIANTS["lora"]
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    with pytest.raises(RankError) as error:
+        run_ranks(load_into, 1, folders["llama"], lora.model_copy(update=update), start)
+    assert f"ModelError: {start}: " in str(error.value)
+    assert message in str(error.value)
+
+
+def test_adapter_of_another_shape_or_unreadable_is_refused(run_ranks, folders, tmp_path):
+    lora = LoraConfig(rank=3, alpha=12, target_modules=["q_proj"])
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(RankError) as error:
+        run_ranks(load_into, 1, folders["llama"], lora, start)
+    assert f"1 of the wrong shape: {name} is [3, 29], expected [3, 30]" in str(error.value)
+    (start / "adapter_config.json").write_text("[]")
+    with pytest.raises(RankError, match=r"ModelError: .*adapter_config.json is not a JSON object"):
+        run_ranks(load_into, 1, folders["llama"], lora, start)
+    file.write_bytes(b"short")
+    with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter"):
+        run_ranks(load_into, 1, folders["llama"], lora, start)
+    with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter .*No such file"):
+        run_ranks(load_into, 1, folders["llama"], lora, tmp_path / "absent")

@@ -1,0 +1,45 @@
+import pytest
+import torch.distributed as dist
+
+from shardwise.config import ExportError, ModelError
+from shardwise.engine.agreement import raised_on_every_rank
+
+
+def fails(errors):
+    """`errors` by rank; returns the class and text of what is raised, and that a collective afterwards still works."""
+    result = "nothing"
+    try:
+        with raised_on_every_rank(ModelError):
+            if error := errors[dist.get_rank()]:
+                raise error
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, result)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([None, None], ["nothing"] * 2),
+        ([None, ModelError("x is cut")], ["ModelError: rank 1: x is cut"] * 2),
+        ([OSError(28, "disk full"), None], ["ModelError: rank 0: OSError: [Errno 28] disk full"] * 2),
+        ([ModelError("x is cut")] * 2, ["ModelError: x is cut"] * 2),
+        ([None, TypeError("a bug")], ["ModelError: rank 1: TypeError: a bug", "TypeError: a bug"]),
+    ],
+)
+def test_a_failure_on_one_rank_is_raised_on_all_and_names_it(run_ranks, errors, expected):
+    assert run_ranks(fails, 2, errors) == [expected] * 2
+
+
+def test_a_long_message_is_cut_the_same_way_everywhere(run_ranks):
+    (text, other), _ = run_ranks(fails, 2, [None, ModelError("ü" * 5000)])
+    assert text == other == "ModelError: rank 1: " + "ü" * 2048
+
+
+def test_without_a_process_group_errors_of_the_file_system_become_the_users():
+    with pytest.raises(ExportError, match=r"^PermissionError: no$"), raised_on_every_rank(ExportError):
+        raise PermissionError("no")
+    with pytest.raises(KeyError), raised_on_every_rank(ExportError):
+        raise KeyError("a bug")

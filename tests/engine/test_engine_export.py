@@ -1,0 +1,185 @@
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import MOE_FAMILIES, empty_model, tiny_folder, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+
+from shardwise.config import ExportError
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.engine import export as module
+from shardwise.engine.export import export_folder
+from shardwise.engine.loading import load_weights
+from shardwise.engine.model_folder import INDEX_NAME, SINGLE_NAME
+from shardwise.engine.safetensors_file import SafetensorsWriter
+from shardwise.engine.weights import full_weights
+
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+def export(folder, out, dtype_name, max_shard_size):
+    model = empty_model(Path(folder), dim=0)
+    load_weights(model, Path(folder))
+    dtype = getattr(torch, dtype_name)
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    export_folder(model, tokenizer, Path(out), dtype, max_shard_size=max_shard_size)
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in TOKENIZER_FILES}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", *MOE_FAMILIES])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "max_shard_size"), [(1, "float32", "1GB"), (2, "bfloat16", "1GB"), (4, "float32", 9000)]
+)
+def test_every_file_is_that_of_save_pretrained(run_ranks, tmp_path, family, world_size, dtype, max_shard_size):
+    """Config, generation config, index and weights, byte for byte: tied, untied and fused; one file and many."""
+    source, expected, out = (tmp_path / name for name in ("source", "expected", "out"))
+    tiny_folder(family, source)
+    tiny_model(family).to(getattr(torch, dtype)).save_pretrained(expected, max_shard_size=max_shard_size)
+    run_ranks(export, world_size, str(source), str(out), dtype, max_shard_size)
+    assert files_of(out) == files_of(expected)
+    assert (len(list(out.glob("*.safetensors"))) > world_size) == (max_shard_size == 9000)
+    assert sorted(tmp_path.iterdir()) == sorted([source, expected, out]), "no staging folder is left behind"
+
+
+def test_renamed_weights_are_exported_as_the_files_name_them(run_ranks, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(vocab_size=101, **sizes))
+    model.save_pretrained(tmp_path / "in")
+    run_ranks(export, 2, str(tmp_path / "in"), str(tmp_path / "out"), "float32", "1GB")
+    assert "embed_out.weight" in load_file(tmp_path / "out" / SINGLE_NAME)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "in")
+
+
+@pytest.mark.parametrize("family", ["llama", *MOE_FAMILIES])
+def test_an_export_replaces_what_was_there_and_loads_again(run_ranks, tmp_path, family):
+    source, out = tiny_folder(family, tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
+    (out / "stale.txt").write_text("from an older export")
+    run_ranks(export, 2, str(source), str(out), "float16", 9000)
+    assert not (out / "stale.txt").exists()
+    index = json.loads((out / INDEX_NAME).read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.float16
+    for name, parameter in tiny_model(family).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.half()), name
+    again = empty_model(out)
+    assert load_weights(again, out) == index["metadata"]["total_size"]
+    assert all(torch.equal(again.get_parameter(name), p.float()) for name, p in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(out).decode(AutoTokenizer.from_pretrained(out)("2+3").input_ids) == "2+3"
+
+
+class Recorder(SafetensorsWriter):
+    """Notes who writes what."""
+
+    written: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, path, specs):
+        super().__init__(path, specs)
+        self.name = path.name
+
+    def write(self, name, tensor):
+        self.written.append((self.name, name))
+        super().write(name, tensor)
+
+
+def export_recorded(folder, out):
+    module.SafetensorsWriter = Recorder
+    Recorder.written = []
+    try:
+        export(folder, out, "float32", 9000)
+    finally:
+        module.SafetensorsWriter = SafetensorsWriter
+    return Recorder.written
+
+
+def test_files_are_dealt_to_the_ranks_and_each_tensor_has_one_writer(run_ranks, tmp_path):
+    tiny_folder("qwen3_moe", tmp_path / "source")
+    written = run_ranks(export_recorded, 3, str(tmp_path / "source"), str(tmp_path / "out"))
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 6
+    for rank, pairs in enumerate(written):
+        assert {file for file, _ in pairs} == set(files[rank::3])
+    weight_map = json.loads((tmp_path / "out" / INDEX_NAME).read_text())["weight_map"]
+    assert sorted(pair for pairs in written for pair in pairs) == sorted((file, n) for n, file in weight_map.items())
+
+
+class FullDisk(SafetensorsWriter):
+    """The second tensor of rank 1 does not fit."""
+
+    num_written = 0
+
+    def write(self, name, tensor):
+        FullDisk.num_written += 1
+        if dist.get_rank() == 1 and FullDisk.num_written == 2:
+            raise OSError(28, "No space left on device")
+        super().write(name, tensor)
+
+
+def export_onto_a_full_disk(folder, out):
+    module.SafetensorsWriter, FullDisk.num_written = FullDisk, 0
+    try:
+        export(folder, out, "float32", 9000)
+        return "written"
+    except ExportError as error:
+        return str(error)
+    finally:
+        module.SafetensorsWriter = SafetensorsWriter
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_folder(run_ranks, tmp_path):
+    source, out = tiny_folder("llama", tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
+    (out / "old.txt").write_text("the last good export")
+    expected = (
+        f"rank 1: {tmp_path}/.out.partial cannot be written: [Errno 28] No space left on device; free space there, or "
+        "choose a folder that every rank can write to"
+    )
+    assert run_ranks(export_onto_a_full_disk, 2, str(source), str(out)) == [expected] * 2
+    assert [path.name for path in out.iterdir()] == ["old.txt"]
+
+
+def export_error(folder, out):
+    try:
+        export(folder, out, "float32", "1GB")
+        return "written"
+    except ExportError as error:
+        return str(error)
+
+
+def test_a_folder_that_rank_0_cannot_make_fails_on_all(run_ranks, tmp_path):
+    tiny_folder("llama", tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    (text, other) = run_ranks(export_error, 2, str(tmp_path / "source"), str(tmp_path / "file" / "out"))
+    assert text == other
+    assert text.startswith(f"rank 0: {tmp_path}/file/.out.partial cannot be written: [Errno 20] Not a directory")
+
+
+def trained_then_exported(folder, out):
+    """The masters change between loading and exporting; returns them."""
+    model = empty_model(Path(folder), dim=0)
+    load_weights(model, Path(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    export_folder(model, train_tokenizer(["2+3=5"], vocab_size=261), Path(out), torch.bfloat16)
+    return {name: tensor.clone() for name, tensor in full_weights(model, torch.float32)}
+
+
+def test_the_weights_of_the_moment_are_exported(run_ranks, tmp_path):
+    source = tiny_folder("qwen3_moe", tmp_path / "source")
+    trained = run_ranks(trained_then_exported, 2, str(source), str(tmp_path / "out"))[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before = tiny_model("qwen3_moe").state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16()), name
+        assert torch.equal(trained[name], before[name] * 1.5), name
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

@@ -1,0 +1,318 @@
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradients, meta_model, samples
+from tiny_models import tiny_folder
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.config import ConfigError, EngineConfig, LoraConfig
+from shardwise.engine.adapters import adapter_weights
+from shardwise.engine.lora import adapter_names, adapters_off, base_names, inject_lora
+from shardwise.engine.precision import Precision
+
+ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
+
+
+def injected(folder, param_dtype=torch.float32, **lora):
+    model = meta_model(folder)
+    inject_lora(model, LoraConfig(**lora))
+    Precision(model, EngineConfig(param_dtype=str(param_dtype).removeprefix("torch."))).cast_parameters(model)
+    return model
+
+
+def test_all_linear_adapts_every_linear_layer_but_the_head(folders):
+    linear = {name for name, part in meta_model(folders["llama"]).named_modules() if isinstance(part, torch.nn.Linear)}
+    model = injected(folders["llama"], rank=2)
+    adapted = {name.rpartition(".lora_A.")[0] for name in adapter_names(model) if ".lora_A." in name}
+    assert adapted == linear - {"lm_head"}
+
+
+def test_names_map_to_model_files_and_adapter_files(folders):
+    model = injected(
+        folders["llama"], target_modules=["0.self_attn.q_proj"], modules_to_save=["lm_head"], use_dora=True
+    )
+    plain = meta_model(folders["llama"])
+    names = base_names(model)
+    assert list(names) == list(model.state_dict())
+    assert sorted(name for name in names.values() if name) == sorted(plain.state_dict())
+    layer = "model.layers.0.self_attn.q_proj"
+    assert names[f"{layer}.base_layer.weight"] == f"{layer}.weight"
+    assert names["lm_head.original_module.weight"] == "lm_head.weight"
+    assert adapter_names(model) == {
+        f"{layer}.lora_A.default.weight": f"base_model.model.{layer}.lora_A.weight",
+        f"{layer}.lora_B.default.weight": f"base_model.model.{layer}.lora_B.weight",
+        f"{layer}.lora_magnitude_vector.default.weight": f"base_model.model.{layer}.lora_magnitude_vector",
+        "lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
+    }
+    assert {name for name, base in names.items() if base is None} == set(adapter_names(model))
+
+
+def test_model_without_adapters_keeps_its_names(folders):
+    model = meta_model(folders["qwen3"])
+    assert all(name == base for name, base in base_names(model).items())
+    assert adapter_names(model) == {}
+
+
+def test_only_adapters_and_modules_to_save_are_trained_in_float32(folders):
+    model = injected(folders["qwen3"], torch.bfloat16, modules_to_save=["model.norm"], use_dora=True)
+    trained = set(adapter_names(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == "meta"
+        assert parameter.requires_grad == (name in trained), name
+        assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "message"),
+    [
+        ("llama", {"target_modules": ["q_prj"]}, f"'q_prj' matches no module of LlamaForCausalLM; its linear layers end"
+         f" in: {ENDINGS}"),
+        ("llama", {"target_modules": "proj"}, "'proj' matches no module"),
+        ("llama", {"target_modules": []}, "target_modules=[] leaves no layer of LlamaForCausalLM to adapt"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "model.embed_tokens is Embedding; this version adapts linear"),
+        ("llama", {"target_modules": ["q_proj", "mlp"]}, "model.layers.0.mlp is LlamaMLP; this version adapts linear"),
+        ("qwen3", {"target_modules": ["lm_head"]}, "lm_head is the output head, which gets no adapter; put it into "),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "['q_proj'] leaves no layer of Llama"),
+        ("llama", {"modules_to_save": ["score"]}, "modules_to_save: 'score' matches no module of LlamaForCausalLM"),
+        ("llama", {"modules_to_save": ["layers"]}, "model.layers is a list of modules without a forward of its own; "
+         "name its members (model.layers.0)"),
+        ("llama", {"modules_to_save": ["mlp", "1.mlp.up_proj"]}, "model.layers.1.mlp.up_proj lies inside another"),
+        ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight (lm_head.weight = model."),
+        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "model.embed_tokens shares its weight (lm_head.weight = "),
+    ],
+)  # fmt: skip
+def test_names_that_cannot_be_used_are_refused_with_what_can(folders, family, lora, message):
+    with pytest.raises(ConfigError) as error:
+        injected(folders[family], **lora)
+    assert message in str(error.value)
+
+
+def mixture_of_experts(**options):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, num_experts=4, **options,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def test_fused_experts_are_refused():
+    model = mixture_of_experts(num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="'gate_up_proj' is a bare parameter, such as fused experts have"):
+        inject_lora(model, LoraConfig(target_modules=["gate_up_proj"]))
+    with pytest.raises(ConfigError, match="experts is Qwen3MoeExperts; this version adapts linear layers"):
+        inject_lora(model, LoraConfig(target_modules=["experts"]))
+    inject_lora(model, LoraConfig())
+    adapted = {name.split(".lora_A.")[0].rpartition(".")[2] for name in adapter_names(model) if ".lora_A." in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.filterwarnings("ignore:The following")  # peft's, of the mapping that is then refused
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_dense_layers_that_peft_takes_for_experts_are_refused(use_dora):
+    """peft maps gate_proj of such families to the fused experts, also where it is a dense layer's."""
+    model = mixture_of_experts(mlp_only_layers=[0], num_hidden_layers=2)
+    with pytest.raises(ConfigError, match=r"peft takes names such as gate_proj .* name other layers \(q_proj"):
+        inject_lora(model, LoraConfig(use_dora=use_dora))
+
+
+def randomize_adapters(model):
+    """Random adapters, equal on every layout."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+                parameter.to_local().add_(_own_rows(noise, parameter))
+
+
+def _own_rows(whole, like):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def reference_and_back(folder, lora, dtype, fsdp_size):
+    """Logits with adapters, without, and with them again; whether a switch leaves any flag or gradient behind."""
+    model = build(folder, lora, dtype=dtype, fsdp_size=fsdp_size)
+    randomize_adapters(model)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    before = logits(model)
+    with adapters_off(model):
+        assert [parameter.requires_grad for parameter in model.parameters()] == flags
+        without = logits(model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    return before, without, logits(model)
+
+
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, 2)])
+@pytest.mark.parametrize(("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora")])
+def test_adapters_off_is_the_base_exactly_and_adapters_come_back(
+    run_ranks, folders, family, variant, world_size, fsdp_size
+):
+    from transformers import AutoModelForCausalLM
+
+    lora = VARIANTS[variant].model_copy(update={"modules_to_save": SAVED[family]})
+    base = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32, attn_implementation="eager")
+    expected = logits(base)
+    for run in run_ranks(reference_and_back, world_size, folders[family], lora, torch.float32, fsdp_size):
+        for before, without, after, plain in zip(*run, expected, strict=True):
+            assert torch.equal(without, plain)
+            assert torch.equal(before, after)
+            assert (before - plain).abs().max() > 0.1
+
+
+def fresh_in_bfloat16(folder, lora):
+    model = build(folder, lora, dtype=torch.bfloat16)
+    with_adapters = logits(model)
+    with adapters_off(model):
+        return with_adapters, logits(model)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_fresh_adapters_leave_the_policy_at_its_reference_in_bfloat16(run_ranks, folders, variant):
+    """DoRA's magnitudes are norms of the rounded weights that the forward pass sees, so they cancel."""
+    for run in run_ranks(fresh_in_bfloat16, 2, folders["llama"], VARIANTS[variant]):
+        assert all(torch.equal(with_adapters, without) for with_adapters, without in zip(*run, strict=True))
+
+
+def test_head_that_is_trained_whole_switches_with_the_adapters(folders):
+    """The engine reads the head's weight instead of calling it."""
+    model = injected(folders["llama"], modules_to_save=["lm_head"])
+    assert model.get_output_embeddings().weight is model.lm_head.modules_to_save["default"].weight
+    with adapters_off(model):
+        assert model.get_output_embeddings().weight is model.lm_head.original_module.weight
+    assert model.get_output_embeddings().weight.requires_grad
+
+
+def test_adapters_come_back_after_an_error(run_ranks, folders):
+    assert run_ranks(error_inside, 1, folders["llama"]) == [True]
+
+
+def error_inside(folder):
+    model = build(folder, VARIANTS["lora"])
+    randomize_adapters(model)
+    before = logits(model)
+    with pytest.raises(KeyError), adapters_off(model):
+        raise KeyError
+    return all(torch.equal(a, b) for a, b in zip(before, logits(model), strict=True))
+
+
+@dataclass
+class Collectives(TorchDispatchMode):
+    """Records what FSDP gathers and reduces: the dtypes of each gather's tensors and of each reduction."""
+
+    gathered: list[set[torch.dtype]] = field(default_factory=list)
+    reduced: set[torch.dtype] = field(default_factory=set)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            self.gathered.append({tensor.dtype for tensor in args[0]})
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.reduced |= {args[0].dtype, args[1].dtype}
+        return func(*args, **(kwargs or {}))
+
+
+def mixed_precision_step(folder, lora, off_first):
+    """A bfloat16 step: what the collectives carried, the gradients, and the adapters after one SGD step."""
+    model = build(folder, lora, dtype=torch.bfloat16)
+    randomize_adapters(model)
+    units = {frozenset(p.dtype for p in layer.parameters()) for layer in model.model.layers}
+    if off_first:
+        with adapters_off(model):
+            logits(model)
+    with Collectives() as collectives:
+        loss, gradients = loss_and_gradients(model, dist.get_world_size(), dist.get_rank())
+    gradients = {name: full(gradient) for name, gradient in gradients.items()}
+    return units, collectives.gathered, collectives.reduced, loss, gradients
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_unit_of_frozen_bfloat16_and_float32_adapters_gathers_one_dtype_and_reduces_float32(
+    run_ranks, folders, variant
+):
+    """Trap 11. Also when the very first forward pass is one of the reference, without adapters."""
+    lora = VARIANTS[variant].model_copy(update={"modules_to_save": SAVED["llama"]})
+    exact = sum(run_ranks(float32_loss, 2, folders["llama"], lora))
+    direct, after_reference = (
+        run_ranks(mixed_precision_step, 2, folders["llama"], lora, off_first) for off_first in (False, True)
+    )
+    for run in direct + after_reference:
+        units, gathered, reduced, _, gradients = run
+        assert units == {frozenset({torch.bfloat16, torch.float32})}
+        assert gathered
+        assert all(dtypes == {torch.bfloat16} for dtypes in gathered)
+        assert reduced == {torch.float32}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    for one, other in zip(direct, after_reference, strict=True):
+        assert all(torch.equal(one[4][name], gradient) for name, gradient in other[4].items())
+    assert sum(run[3] for run in direct) == pytest.approx(exact, rel=0.02)
+
+
+def float32_loss(folder, lora):
+    model = build(folder, lora)
+    randomize_adapters(model)
+    return loss_and_gradients(model, dist.get_world_size(), dist.get_rank())[0]
+
+
+def bfloat16_training(folder, lora):
+    model = build(folder, lora, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    base = {name: full(p).clone() for name, p in model.named_parameters() if not p.requires_grad}
+    losses = []
+    for _ in range(12):
+        loss = torch.tensor(loss_and_gradients(model, dist.get_world_size(), dist.get_rank())[0])
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    unchanged = all(torch.equal(full(p), base[name]) for name, p in model.named_parameters() if name in base)
+    return losses, unchanged, {tensor.dtype for _, tensor in adapter_weights(model, torch.float32)}
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_training_in_bfloat16_lowers_the_loss_and_leaves_the_base(run_ranks, folders, variant):
+    for losses, unchanged, _ in run_ranks(bfloat16_training, 2, folders["qwen3"], VARIANTS[variant]):
+        assert losses[-1] < 0.5 * losses[0]
+        assert unchanged
+
+
+def dropped(folder):
+    lora = LoraConfig(rank=3, alpha=12, dropout=0.5)
+    model = build(folder, lora)
+    randomize_adapters(model)
+    token_ids = samples()[0].token_ids[None]
+
+    def passes():
+        with torch.no_grad():
+            return [model(input_ids=token_ids).logits for _ in range(2)]
+
+    training = passes()
+    model.eval()
+    evaluating = passes()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("lora_dropout.default"):
+                module.p = 0.0
+    model.train()
+    return training, evaluating, passes()
+
+
+def test_dropout_acts_in_training_passes_only(run_ranks, folders):
+    for training, evaluating, without in run_ranks(dropped, 2, folders["llama"]):
+        assert not torch.equal(*training)
+        assert torch.equal(*evaluating)
+        assert torch.equal(evaluating[0], without[0])

@@ -1,0 +1,133 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from shardwise.cli import main
+from shardwise.config import ConfigError, ModelError
+from shardwise.recipes.export import export
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_FAILURE_FILE", "SHARDWISE_LIFELINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def add_tokenizer(folder, model_folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model_folder / name).read_bytes())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_exported_weights_are_the_sources_cast(model_folder, tmp_path, capsys, dtype):
+    GenerationConfig(eos_token_id=[1, 2], temperature=0.7, do_sample=True).save_pretrained(model_folder)
+    out = tmp_path / "out"
+    assert main(["export", str(model_folder), str(out), "--dtype", dtype]) == 0
+    stored, written = tensors_of(model_folder), tensors_of(out)
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert written[name].dtype == getattr(torch, dtype)
+        assert torch.equal(written[name], tensor.to(getattr(torch, dtype))), name
+    before, after = (json.loads((path / "config.json").read_text()) for path in (model_folder, out))
+    assert after == before | {"dtype": dtype}
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == getattr(torch, dtype)
+    generation = GenerationConfig.from_pretrained(out)
+    assert (generation.eos_token_id, generation.temperature, generation.do_sample) == ([1, 2], 0.7, True)
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (model_folder, out)]
+    assert tokenizers[0]("2+3=5").input_ids == tokenizers[1]("2+3=5").input_ids
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+    size = (out / "model.safetensors").stat().st_size / 2**30
+    assert capsys.readouterr().out == f"{out}: {dtype}, {size:.2f} GiB in 1 files\n"
+
+
+def test_fused_experts_are_written_as_the_files_of_transformers(model_folder, tmp_path, group_of_one):
+    """It loads the source in the other dtype and saves it."""
+    source = tmp_path / "mixture"
+    tiny_model("qwen3_moe", vocab_size=261).save_pretrained(source)
+    add_tokenizer(source, model_folder)
+    export(str(source), str(tmp_path / "out"), group_of_one, dtype="bfloat16", max_shard_size="0.01MB")
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "expected", max_shard_size="0.01MB"
+    )
+    written, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors*")}
+        for name in ("out", "expected")
+    )
+    assert len(written) > 3
+    assert written == expected
+
+
+def test_the_newest_checkpoint_of_a_run_is_exported_in_its_own_dtype_by_default(model_folder, tmp_path, group_of_one):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float16).save_pretrained(checkpoint / "hf")
+    add_tokenizer(checkpoint / "hf", model_folder)
+    (tmp_path / "out").mkdir()
+    export(str(tmp_path / "run"), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
+    written, stored = tensors_of(tmp_path / "out"), tensors_of(checkpoint / "hf")
+    assert all(torch.equal(written[name], stored[name]) and stored[name].dtype == torch.float16 for name in stored)
+
+
+def test_ranks_share_the_work(model_folder, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "shardwise", "export", str(model_folder), str(out), "--nproc", "2"]
+    done = subprocess.run([*command, "--max-shard-size", "0.02MB"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(list(out.glob("*.safetensors"))) > 2
+    written, stored = tensors_of(out), tensors_of(model_folder)
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+def test_a_target_that_holds_something_is_refused_and_left_alone(model_folder, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    for target in (tmp_path, tmp_path / "notes.txt"):
+        assert main(["export", str(model_folder), str(target)]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error == f"error: {target} is not an empty folder; name a new one, or remove what is there"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_source_without_what_is_needed_is_refused(model_folder, tmp_path, group_of_one):
+    source = tmp_path / "source"
+    tiny_model("llama", vocab_size=261).save_pretrained(source)
+    add_tokenizer(source, model_folder)
+    options = {"dtype": None, "max_shard_size": "5GB"}
+    edit_config(source, dtype=None)
+    with pytest.raises(ConfigError, match=r"source/config.json names no dtype; choose one with --dtype, such as bfl"):
+        export(str(source), str(tmp_path / "out"), group_of_one, **options)
+    edit_config(source, architectures=["OwnModel"])
+    with pytest.raises(ModelError, match=r"names the architectures \['OwnModel'\], none of which transformers "):
+        export(str(source), str(tmp_path / "out"), group_of_one, **options | {"dtype": "float32"})
+    with pytest.raises(ModelError, match=r"^model\.path=/nowhere/model is not a folder"):
+        export("/nowhere/model", str(tmp_path / "out"), group_of_one, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--max-shard-size", "5 gigs"], "5 gigs is not a size; give a number and a unit, such as 500MB or 5GB"),
+    ],
+)
+def test_bad_options_end_with_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["export", "source", "target", *arguments])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""A tiny model with adapters, sharded by hand in the engine's order, and peft's own model to hold against it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import random_samples, reference_logprobs
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardwise.config import EngineConfig, LoraConfig
+from shardwise.engine.adapters import init_adapters
+from shardwise.engine.lora import base_names, inject_lora
+from shardwise.engine.mesh import ParallelDims
+from shardwise.engine.precision import Precision
+from shardwise.ops import decoder_layers
+
+SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
+"""Modules to save; qwen3's head is tied."""
+VARIANTS = {
+    "lora": LoraConfig(rank=3, alpha=12, target_modules=["q_proj", "self_attn.v_proj", "down_proj"]),
+    "rslora": LoraConfig(rank=3, alpha=12, use_rslora=True),
+    "dora": LoraConfig(rank=3, alpha=12, use_dora=True),
+}
+LENGTHS = [9, 13, 6, 11]
+"""One sequence for each of four ranks, two for each of two."""
+
+
+def samples():
+    return random_samples(LENGTHS)
+
+
+def meta_model(folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="eager"
+        ).train()
+
+
+def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, checkpointed=False, seed=0):
+    """inject, wrap, shard, materialize, load, initialize."""
+    model = meta_model(folder)
+    inject_lora(model, lora)
+    Precision(model, EngineConfig(param_dtype=str(dtype).removeprefix("torch."))).cast_parameters(model)
+    if checkpointed:
+        layers = decoder_layers(model)
+        for index, layer in enumerate(layers):
+            model.model.layers[index] = checkpoint_wrapper(layer)
+    dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
+    mesh = dims.build("cpu").fsdp
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*decoder_layers(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))  # what nobody fills shows
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
+    load_base(model, folder)
+    init_adapters(model, seed)
+    return model
+
+
+@torch.no_grad()
+def load_base(model, folder):
+    stored, state = load_file(Path(folder) / "model.safetensors"), model.state_dict()
+    for name, base in base_names(model).items():
+        if base in stored:
+            copy_whole(state[name], stored[base])
+
+
+def copy_whole(tensor, whole):
+    if isinstance(tensor, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = distribute_tensor(whole.to(tensor.dtype), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
+def logits(model):
+    with torch.no_grad():
+        result = [model(input_ids=s.token_ids[None], use_cache=False).logits[0].float() for s in samples()]
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return result
+
+
+def loss_and_gradients(model, num_ranks=1, rank=0):
+    """The mean loss of all trained tokens, this rank's part of it, and the gradients by name."""
+    total, num_tokens = 0.0, sum(int(s.loss_mask.sum()) for s in samples())
+    for sample in samples()[rank::num_ranks]:
+        loss = -reference_logprobs(model, sample.token_ids)[sample.loss_mask].sum() / num_tokens
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def peft_model(folder, adapter_folder):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, adapter_folder, is_trainable=True)
+
+
+def random_adapter(folder, lora: LoraConfig, adapter_folder):
+    """An adapter that peft made and wrote, every trained tensor of it random."""
+    torch.manual_seed(0)
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    config = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        modules_to_save=lora.modules_to_save or None,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+    )
+    model = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(adapter_folder)
+    return adapter_folder
