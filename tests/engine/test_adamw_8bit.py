@@ -27,12 +27,8 @@ def test_missing_packages_are_named(monkeypatch):
     )
 
 
-class AdamW8bit(torch.optim.SGD):
-    """Stands in for bitsandbytes': refuses DTensors and shards without elements, as its kernels do."""
-
-    def __init__(self, groups, *, lr, betas, eps):
-        super().__init__(groups, lr=lr)
-        self.betas, self.eps = betas, eps
+class PlainSGD(torch.optim.SGD):
+    """Refuses DTensors and tensors without elements, as the kernels of bitsandbytes do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -42,17 +38,13 @@ class AdamW8bit(torch.optim.SGD):
         return super().step(closure)
 
 
-class Bitsandbytes:
-    AdamW8bit = AdamW8bit
-
-
 def moved_through_aliases():
-    """Two ranks: the weights before and after a step, and after one that follows a move to new memory."""
+    """Two ranks, one of them without a row of the second weight: the weights after a step, and after one that follows a
+    move to new memory."""
     mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).build("cpu").fsdp
     model = nn.ParameterList([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(1, 2))])
     fully_shard(model, mesh=mesh)
-    groups = [{"params": list(model), "lr": 0.5, "weight_decay": 0.0}]
-    optimizer = adamw_8bit._on_local_shards(Bitsandbytes, groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw_8bit.on_local_shards(PlainSGD, [{"params": list(model), "lr": 0.5}], lr=0.0)
     seen = []
     for _ in range(2):
         for parameter in model:
@@ -61,12 +53,14 @@ def moved_through_aliases():
         optimizer.step()
         seen.append([parameter.full_tensor().unique().tolist() for parameter in model])
         for parameter in model:
-            parameter.to_local().data = parameter.to_local().clone()
-    return seen, all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            with torch.no_grad():
+                parameter.to_local().data = parameter.to_local().clone()
+    aliases = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return seen, [(alias.numel(), alias.grad) for alias in aliases]
 
 
-def test_bitsandbytes_would_work_on_the_shards_memory(run_ranks):
-    assert run_ranks(moved_through_aliases, 2) == [([[[0.5], [0.5]], [[0.0], [0.0]]], True)] * 2
+def test_steps_reach_the_memory_of_the_shards_wherever_it_is(run_ranks):
+    assert run_ranks(moved_through_aliases, 2) == [([[[0.5], [0.5]], [[0.0], [0.0]]], [(0, None)] * 2)] * 2
 
 
 NUM_STEPS = 20
@@ -76,8 +70,8 @@ def gap_to_float32():
     """Trains on the ranks in 8 bits what AdamW trains whole, from the same gradients; the last layer has one row.
 
     Returns:
-        the largest difference of weights, the largest movement, and the bytes of this rank's states in 8 bits and of
-        all states in float32.
+        the L2 distance of the two movements over the length of the exact one, and the bytes of this rank's states in 8
+        bits and of all states in float32.
     """
     torch.manual_seed(0)
     sizes = [(128, 256), (256, 128), (128, 1)]
@@ -94,18 +88,19 @@ def gap_to_float32():
             parameter.grad = distribute_tensor(whole.grad.clone(), parameter.device_mesh, parameter.placements)
         ours.step()
         theirs.step()
-    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
-    gap = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
-    moved = max((q - first).abs().max().item() for (_, q), first in zip(pairs, start, strict=True))
-    return gap, moved, *(sum(tensor.nbytes for tensor in o.state_tensors()) for o in (ours, theirs))
+    ends = zip(model.parameters(), reference.parameters(), start, strict=True)
+    movements = [(p.full_tensor().detach() - first, q.detach() - first) for p, q, first in ends]
+    in_8bit, exact = (torch.cat([pair[side].flatten() for pair in movements]).double() for side in (0, 1))
+    gap = ((in_8bit - exact).norm() / exact.norm()).item()
+    return gap, *(sum(tensor.nbytes for tensor in optimizer.state_tensors()) for optimizer in (ours, theirs))
 
 
 @needs_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchaos_adamw_follows_float32_in_about_a_quarter_of_the_memory(run_ranks, world_size):
-    """Measured: weights that move by up to 0.010 differ by up to MEASURED."""
-    for gap, moved, num_bytes, num_float32_bytes in run_ranks(gap_to_float32, world_size, timeout_seconds=300):
-        print(gap, moved, num_bytes / num_float32_bytes)
-        assert gap < 0.1 * moved
+    """Measured: the movements differ by 1.5 %, in 0.27 of the bytes on one rank; two ranks give the same number."""
+    results = run_ranks(gap_to_float32, world_size, timeout_seconds=300)
+    for gap, num_bytes, num_float32_bytes in results:
+        assert 0 < gap < 0.03
         assert num_bytes * world_size < 0.29 * num_float32_bytes
