@@ -17,7 +17,7 @@ from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.token_slice import TokenSlice
-from shardwise.engine.weights import full_weights, num_parameters
+from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
@@ -55,6 +55,7 @@ class TrainEngine:
         self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
         self.num_parameters = num_parameters(self._model)
+        self.num_trained_parameters = num_trained_parameters(self._model)
 
     @classmethod
     def build(

@@ -48,3 +48,8 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def num_parameters(model: nn.Module) -> int:
     """Of the whole model, shared weights counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_trained_parameters(model: nn.Module) -> int:
+    """Those of them that an optimizer step changes."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

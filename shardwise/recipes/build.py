@@ -55,7 +55,8 @@ def open_model(config: ModelConfig) -> OpenedModel:
 class BuiltPolicy:
     """The trained policy on all ranks."""
 
-    num_parameters: int
+    size: str
+    """For people: how many parameters it has, and how many of them are trained."""
     metrics: Metrics
     """load/bytes_read: the bytes of weights that the rank with the most of them read from disk."""
 
@@ -72,5 +73,8 @@ def build_policy(
         total_steps,
         trainer.seed,
     )
-    num_parameters, _ = built[0]
-    return BuiltPolicy(num_parameters, {"load/bytes_read": MetricValue.max(max(num_bytes for _, num_bytes in built))})
+    num_parameters, num_trained, _ = built[0]
+    size = f"{num_parameters / 1e6:,.1f}M parameters"
+    if num_trained < num_parameters:
+        size += f" ({num_trained / 1e6:,.2f}M trained)"
+    return BuiltPolicy(size, {"load/bytes_read": MetricValue.max(max(num_bytes for *_, num_bytes in built))})

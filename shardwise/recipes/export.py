@@ -34,7 +34,10 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
     group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
     files = list(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
-    print(f"{target}: {dtype}, {num_bytes / 2**30:.2f} GiB in {len(files)} files", flush=True)
+    print(
+        f"{target}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {len(files)} {'file' if len(files) == 1 else 'files'}",
+        flush=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

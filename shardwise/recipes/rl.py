@@ -51,7 +51,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             config.trainer,
             group=group,
             total_steps=total_steps,
-            num_parameters=policy.num_parameters,
+            model_size=policy.size,
         ) as run,
         SampleLog(run.output_dir) as sample_log,
     ):

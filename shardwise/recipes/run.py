@@ -30,9 +30,9 @@ class Run:
         *,
         group: WorkerGroup,
         total_steps: int,
-        num_parameters: int,
+        model_size: str,
     ) -> None:
-        self._num_parameters = num_parameters
+        self._model_size = model_size
         self._model = model
         self._trainer = trainer
         self._group = group
@@ -55,7 +55,7 @@ class Run:
         with ExitStack() as stack:
             self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
             print(
-                f"{self._title}: {self._num_parameters / 1e6:,.1f}M parameters on {self._group.size} "
+                f"{self._title}: {self._model_size} on {self._group.size} "
                 f"{'rank' if self._group.size == 1 else 'ranks'}, {self._total_steps} steps, into {self.output_dir}",
                 flush=True,
             )

@@ -32,7 +32,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         config.trainer,
         group=group,
         total_steps=total_steps,
-        num_parameters=policy.num_parameters,
+        model_size=policy.size,
     ) as run:
         for step in run.steps():
             samples = [rows.rows[index] for index in loader.indices(step - 1)]

@@ -39,8 +39,12 @@ class Worker:
         self._dtype = torch.float32
         self._temperature = 1.0
 
-    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int, seed: int) -> tuple[int, int]:
-        """Builds the trained policy. Returns its number of parameters, and the bytes of weights this rank read."""
+    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int, seed: int) -> tuple[int, ...]:
+        """Builds the trained policy.
+
+        Returns:
+            Its parameters, those of them that are trained, and the bytes of weights that this rank read.
+        """
         config = EngineConfig.model_validate_json(engine)
         self._policy = TrainEngine.build(
             Path(ModelConfig.model_validate_json(model).path),
@@ -53,7 +57,7 @@ class Worker:
         self._dtype = getattr(torch, config.param_dtype)
         self._policy_parts = _parts_to_offload(config)
         self._lora = config.lora
-        return self._policy.num_parameters, self._policy.num_bytes_read
+        return self._policy.num_parameters, self._policy.num_trained_parameters, self._policy.num_bytes_read
 
     def build_reference(self, model: str, engine: str) -> None:
         """Builds the frozen reference policy."""

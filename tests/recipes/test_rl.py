@@ -214,11 +214,12 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_reference_is_built_only_for_a_kl_term_and_the_schedule_counts_optimizer_steps(fake_group, kl_coef):
-    group = fake_group(2, build_policy=lambda rank, *_: (7, 100 + rank))
+    group = fake_group(2, build_policy=lambda rank, *_: (7_000_000, 500_000, 100 + rank))
     policy = build_engines(config(kl_coef=kl_coef, num_minibatches=2, num_epochs=3), ModelConfig(path="m"), group, 10)
     assert ("build_reference" in group.methods) == (kl_coef > 0)
     assert group.calls[0][0] == "build_policy"
-    assert (policy.num_parameters, policy.metrics["load/bytes_read"].result()) == (7, 101)
+    assert policy.size == "7.0M parameters (0.50M trained)"
+    assert policy.metrics["load/bytes_read"].result() == 101
     assert group.calls[0][-2:] == (60, 0)
     assert group.calls[1][0] == "use_policy_loss"
     assert group.calls[1][-1] == 0.6
