@@ -77,7 +77,8 @@ def attend(
         causal: query i sees keys 0..i; needs Q == L.
         window: with causal, query i sees only its last `window` keys, itself included.
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2).
-        sinks: [H], one more score of each head that takes part in the softmax and points at nothing (gpt-oss).
+        sinks: [H] or [H, Q], one more score of each head (and query) that takes part in the softmax and points at
+            nothing (gpt-oss).
         mask: bool, broadcastable to [B, H, Q, L], True = seen; instead of causal.
     Returns:
         [B, H, Q, dv].
@@ -103,7 +104,7 @@ def attend(
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(dim=-1).to(value.dtype) @ value
-    scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    scores = torch.cat([scores, sinks.float().view(num_heads, -1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 

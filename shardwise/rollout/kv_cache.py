@@ -75,11 +75,16 @@ class KVCache:
         keys[index, :, self._positions] = key[:, :, 0]
         values[index, :, self._positions] = value[:, :, 0]
         mask = self._mask(options.pop("window"))
-        grouped = query.view(
-            num_rows, key.shape[1], -1, query.shape[-1]
-        )  # the heads that share keys become a query dim
+        num_kv_heads = key.shape[1]
+        grouped = query.view(num_rows, num_kv_heads, -1, query.shape[-1])  # heads that share keys become a query dim
+        sinks = options.pop("sinks", None)
         out = attend(
-            grouped, keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span], mask=mask, **options
+            grouped,
+            keys[:num_rows, :, : self._span],
+            values[:num_rows, :, : self._span],
+            mask=mask,
+            sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
+            **options,
         )
         return out.reshape(num_rows, query.shape[1], 1, value.shape[-1])
 
@@ -114,17 +119,18 @@ def _cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, L, d] -> [B, L, H, dv]."""
+    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]."""
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if attention_mask is not None:  # ours is always None: this one says more than who sees whom
         raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
-    if _kwargs.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = kv_cache.attend(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
+    out = kv_cache.attend(
+        layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+    )
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
 
 

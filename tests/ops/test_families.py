@@ -85,7 +85,19 @@ ROUTED = EXPERTS | {
     "n_group": 1,
     "topk_group": 1,
 }
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+"""Multi-head latent attention: the value's head dim is not the query's."""
 GOOD |= {
+    "deepseek_v2": ROUTED | LATENT,
+    "deepseek_v3": ROUTED | LATENT,
+    "gpt_oss": EXPERTS | {"num_local_experts": 4, "head_dim": 8, **MIXED_WINDOWS},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},

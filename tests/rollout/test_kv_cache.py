@@ -132,16 +132,14 @@ def test_cache_tells_the_layers_of_the_forward_pass_that_began_last():
 
 
 @pytest.mark.parametrize(
-    ("has_cache", "mask", "options", "message"),
+    ("has_cache", "mask", "message"),
     [
-        (True, None, {"s_aux": torch.zeros(1)}, "Linear has attention sinks, which are not supported"),
-        (True, torch.zeros(1, 1), {}, "Linear is not supported: it brings an attention mask of its own"),
-        (False, None, {}, "Linear is not supported: it does not pass keyword arguments on to its attention"),
+        (True, torch.zeros(1, 1), "Linear is not supported: it brings an attention mask of its own"),
+        (False, None, "Linear is not supported: it does not pass keyword arguments on to its attention"),
     ],
-    ids=["sinks", "mask", "no-cache"],
+    ids=["mask", "no-cache"],
 )
-def test_what_the_cache_would_ignore_is_refused(has_cache, mask, options, message):
-    """gpt_oss passes sinks as s_aux; leaving them out would give other numbers without a word."""
+def test_what_the_cache_would_ignore_is_refused(has_cache, mask, message):
     cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu")) if has_cache else None
     with pytest.raises(ModelError, match=message):
-        _cached_attention(nn.Linear(1, 1), *(torch.zeros(1, 1, 1, 1),) * 3, mask, kv_cache=cache, **options)
+        _cached_attention(nn.Linear(1, 1), *(torch.zeros(1, 1, 1, 1),) * 3, mask, kv_cache=cache)
