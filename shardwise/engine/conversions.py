@@ -6,7 +6,7 @@ experts one fused [E, ...] parameter for the E experts' matrices of the hub. The
 model at once; here every block stands for itself, so that one at a time needs memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -45,9 +45,14 @@ class ExportBlock:
     """Runtime name -> the dtype to convert in, which is that of the file."""
     _transform: "_Transform"
 
-    def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`."""
-        converted = self._transform.run(dict(zip(self.runtime_names, tensors, strict=True)))
+    def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`.
+
+        Takes the tensors out of the list, so that a fused one can be freed when it is in parts.
+        """
+        named = dict(zip(self.runtime_names, tensors, strict=True))
+        tensors.clear()
+        converted = self._transform.run(named)
         return dict(zip(self.hub_tensors, converted.values(), strict=True))
 
 
@@ -102,8 +107,8 @@ class _Transform:
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.converter is None:
-            ((_, tensor),) = tensors.items()
-            return {self.key: tensor}
+            (name,) = tensors
+            return {self.key: tensors.pop(name)}
         converter = deepcopy(self.converter)
         for name in list(tensors):
             converter.add_tensor(self.key, name, self.pattern_of[name], tensors.pop(name))

@@ -59,8 +59,7 @@ def export_folder(
     writers = _RankWriters(staging, plan)
     state = model.state_dict()
     for block in blocks:
-        full = [gathered(state[name], block.dtypes[name]) for name in block.runtime_names]
-        writers.write(block, full)
+        writers.write(block, [gathered(state[name], block.dtypes[name]) for name in block.runtime_names])
     with raised_on_every_rank(ExportError), _named_failures(staging):
         writers.finish()
     with raised_on_every_rank(ExportError), _named_failures(path):
@@ -142,7 +141,7 @@ class _RankWriters:
         self._error: OSError | None = None
 
     def write(self, block: ExportBlock, full: list[Tensor]) -> None:
-        """Writes what belongs into this rank's files."""
+        """Writes what belongs into this rank's files. Takes the tensors out of `full`."""
         mine = [name for name in block.hub_tensors if self._plan.file_of[name] in self._mine]
         if not mine or self._error is not None:
             return

@@ -23,8 +23,8 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
 
-    The peak on the host is the sources of one block: one tensor's slice, or the matrices of this rank's experts of one
-    layer. Conversions that do not join experts along dim 0 read their sources whole.
+    The peak on the host beside the shards is one tensor's slice, or the matrices of one expert. Conversions that do not
+    join experts along dim 0 need their sources whole, and convert them before they are sliced.
 
     Returns:
         The bytes this rank read.
@@ -62,14 +62,22 @@ def _load_block(block: ImportBlock, source: ModelFolder, targets: dict[str, Tens
         _local(first).copy_(part)
         return part.nbytes
     if block.merges_rows:
-        tensors = {name: source.read(name) for name in block.stored_names(box[0])}
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        _local(first).copy_(block.convert(tensors)[block.first_target][:, *box[1:]])
-        return num_bytes
+        return sum(
+            _load_row(block, source, row, local_row, box)
+            for row, local_row in zip(range(box[0].start, box[0].stop), _local(first), strict=True)
+        )
     tensors = {name: source.read(name) for name in block.stored_names()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     for name, tensor in block.convert(tensors).items():
         _local(targets[name]).copy_(tensor[tuple(local_box(targets[name]))])
+    return num_bytes
+
+
+def _load_row(block: ImportBlock, source: ModelFolder, row: int, local_row: Tensor, box: list[slice]) -> int:
+    """One expert. Returns the bytes read."""
+    tensors = {name: source.read(name) for name in block.stored_names(slice(row, row + 1))}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    local_row.copy_(block.convert(tensors)[block.first_target][0][tuple(box[1:])])
     return num_bytes
 
 
