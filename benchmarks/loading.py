@@ -125,7 +125,7 @@ def main() -> None:
         "settings": {"rounds": args.rounds, "dtype": "bfloat16", "threads_per_rank": 1, "page_cache": "warm"},
         "notes": [
             "Memory and bytes are shares of the model's bytes; a rank's share of the weights is part of its load peak.",
-            "from_pretrained maps the files of a dense model: save_pretrained then writes from the mapping, without memory.",
+            "from_pretrained maps the files of a dense model: save_pretrained writes from that mapping.",
             "Other jobs shared the two cores and the disk, and 4 ranks share them anyway: times say little.",
         ],
     }

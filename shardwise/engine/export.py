@@ -54,12 +54,12 @@ def export_folder(
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             _write_configs(model, tokenizer, staging, dtype)
-    blocks = export_blocks(model, dtype)
+    runtime = model.state_dict()
+    blocks = export_blocks(model, runtime, dtype)
     plan = _FilePlan.of(blocks, max_shard_size)
     writers = _RankWriters(staging, plan)
-    state = model.state_dict()
     for block in blocks:
-        writers.write(block, [gathered(state[name], block.dtypes[name]) for name in block.runtime_names])
+        writers.write(block, [gathered(runtime[name], block.dtypes[name]) for name in block.runtime_names])
     with raised_on_every_rank(ExportError), _named_failures(staging):
         writers.finish()
     with raised_on_every_rank(ExportError), _named_failures(path):

@@ -14,6 +14,7 @@ from shardwise.config import ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
 from shardwise.engine.model_folder import ModelFolder
+from shardwise.engine.shards import local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +34,8 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
             no weight's, or a file cannot be read.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
-        blocks = _checked_blocks(model, source)
-        targets = model.state_dict()
-        return sum(_load_block(block, source, targets) for block in blocks)
+        runtime = model.state_dict()
+        return sum(_load_block(block, source, runtime) for block in _checked_blocks(model, runtime, source))
 
 
 def local_box(tensor: Tensor) -> list[slice]:
@@ -46,30 +46,26 @@ def local_box(tensor: Tensor) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _load_block(block: ImportBlock, source: ModelFolder, targets: dict[str, Tensor]) -> int:
+def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tensor]) -> int:
     """Returns the bytes read."""
-    first = targets[block.first_target]
+    first = runtime[block.first_target]
     box = local_box(first)
-    if block.has_one_target and _local(first).numel() == 0:  # a dimension has fewer rows than there are ranks
+    if block.has_one_target and local_shard(first).numel() == 0:  # a dimension has fewer rows than there are ranks
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()
         part = source.read(name, box)
-        _local(first).copy_(part)
+        local_shard(first).copy_(part)
         return part.nbytes
     if block.merges_rows:
         return sum(
             _load_row(block, source, row, local_row, box)
-            for row, local_row in zip(range(box[0].start, box[0].stop), _local(first), strict=True)
+            for row, local_row in zip(range(box[0].start, box[0].stop), local_shard(first), strict=True)
         )
     tensors = {name: source.read(name) for name in block.stored_names()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     for name, tensor in block.convert(tensors).items():
-        _local(targets[name]).copy_(tensor[tuple(local_box(targets[name]))])
+        local_shard(runtime[name]).copy_(tensor[tuple(local_box(runtime[name]))])
     return num_bytes
 
 
@@ -107,11 +103,11 @@ class _Misfits:
             raise ModelError(f"{folder} does not fit its config.json ({type(model).__name__}): {'; '.join(problems)}")
 
 
-def _checked_blocks(model: PreTrainedModel, source: ModelFolder) -> list[ImportBlock]:
+def _checked_blocks(model: PreTrainedModel, runtime: dict[str, Tensor], source: ModelFolder) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
-    blocks, unused = import_blocks(model, source.specs)
+    blocks, unused = import_blocks(model, runtime, source.specs)
     tied = set(model.get_expanded_tied_weights_keys())
-    missing, expected = _expected_tensors(model, {block.first_target: block for block in blocks})
+    missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
     misfits = _Misfits(missing=sorted(missing))
     for name, tensor in sorted(expected.items()):
         spec = source.specs[name]
@@ -130,19 +126,20 @@ def _checked_blocks(model: PreTrainedModel, source: ModelFolder) -> list[ImportB
     return [block for block in blocks if block.first_target not in tied]
 
 
-def _expected_tensors(model: PreTrainedModel, found: dict[str, ImportBlock]) -> tuple[list[str], dict[str, Tensor]]:
+def _expected_tensors(
+    model: PreTrainedModel, runtime: dict[str, Tensor], found: dict[str, ImportBlock]
+) -> tuple[list[str], dict[str, Tensor]]:
     """Hub names that no block holds; and for every stored tensor that has a place, one of the shape it must have.
 
     A checkpoint may also hold runtime tensors (fused experts) under their runtime names.
     """
-    targets = model.state_dict()
-    exports = export_blocks(model, torch.float32)
-    places = _places(import_blocks(model, [name for export in exports for name in export.hub_tensors])[0])
+    exports = export_blocks(model, runtime, torch.float32)
+    places = _places(import_blocks(model, runtime, [name for export in exports for name in export.hub_tensors])[0])
     missing: list[str] = []
     expected: dict[str, Tensor] = {}
     for export in exports:
         if all(name in found and found[name].is_renaming for name in export.runtime_names):
-            expected |= {found[name].stored_names()[0]: targets[name] for name in export.runtime_names}
+            expected |= {found[name].stored_names()[0]: runtime[name] for name in export.runtime_names}
             continue
         for hub_name, tensor in export.hub_tensors.items():
             first_target, pattern, canonical = places[hub_name]

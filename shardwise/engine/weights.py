@@ -17,10 +17,9 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
     Runtime names are those of the transformers class: what another instance of that class takes without conversion.
     The shard is cast before it is gathered: half the bytes for bfloat16. The peak is the largest tensor.
     """
-    dtypes = stored_dtypes(model, dtype)
-    for name, tensor in model.state_dict().items():
-        if name in dtypes:
-            yield name, gathered(tensor, dtypes[name])
+    runtime = model.state_dict()
+    for name, stored in stored_dtypes(model, runtime, dtype).items():
+        yield name, gathered(runtime[name], stored)
 
 
 @torch.no_grad()
@@ -29,15 +28,20 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
 
     Fused experts are taken apart. The peak is the largest block (the experts of one layer) and its parts.
     """
-    state = model.state_dict()
-    for block in export_blocks(model, dtype):
-        yield from block.convert([gathered(state[name], block.dtypes[name]) for name in block.runtime_names]).items()
+    runtime = model.state_dict()
+    for block in export_blocks(model, runtime, dtype):
+        yield from block.convert([gathered(runtime[name], block.dtypes[name]) for name in block.runtime_names]).items()
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Collective for a DTensor. The full tensor, cast before it is gathered."""
+    """Collective for a DTensor. The full tensor, cast before it is gathered, on the mesh's device (an offloaded shard
+    is not)."""
     cast = tensor.to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if not isinstance(cast, DTensor):
+        return cast
+    on_mesh = cast.to(cast.device_mesh.device_type)
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 def num_parameters(model: nn.Module) -> int:

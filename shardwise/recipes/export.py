@@ -59,7 +59,7 @@ def _empty_sharded(folder: Path, dtype: torch.dtype, device: torch.device) -> Pr
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, stored in stored_dtypes(model, dtype).items():
+    for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():
         tensors[name].data = tensors[name].data.to(stored)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
