@@ -6,7 +6,7 @@ experts one fused [E, ...] parameter for the E experts' matrices of the hub. The
 model at once; here every block stands for itself, so that one at a time needs memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -28,8 +28,6 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from shardwise.engine.runtime_state import runtime_state
-
 
 @dataclass(frozen=True, slots=True)
 class ExportBlock:
@@ -47,9 +45,14 @@ class ExportBlock:
     """Runtime name -> the dtype to convert in, which is that of the file."""
     _transform: "_Transform"
 
-    def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`."""
-        converted = self._transform.run(dict(zip(self.runtime_names, tensors, strict=True)))
+    def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`.
+
+        Takes the tensors out of the list, so that a fused one can be freed when it is in parts.
+        """
+        named = dict(zip(self.runtime_names, tensors, strict=True))
+        tensors.clear()
+        converted = self._transform.run(named)
         return dict(zip(self.hub_tensors, converted.values(), strict=True))
 
 
@@ -104,8 +107,8 @@ class _Transform:
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.converter is None:
-            ((_, tensor),) = tensors.items()
-            return {self.key: tensor}
+            (name,) = tensors
+            return {self.key: tensors.pop(name)}
         converter = deepcopy(self.converter)
         for name in list(tensors):
             converter.add_tensor(self.key, name, self.pattern_of[name], tensors.pop(name))
@@ -122,7 +125,7 @@ def _keeps_rows(operation: object) -> bool:
     return False
 
 
-def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def stored_dtypes(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every untied runtime tensor in a checkpoint of `dtype`, as `from_pretrained(dtype=...)` chooses it:
     integers stay, and a family may keep some weights in float32 (the correction bias of DeepSeek-V3's router)."""
     kept = model._get_dtype_plan(dtype)
@@ -134,19 +137,21 @@ def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
         else dtype
         if tensor.is_floating_point()
         else tensor.dtype
-        for name, tensor in runtime_state(model).items()
+        for name, tensor in runtime.items()
         if name not in tied
     }
 
 
-def export_blocks(model: PreTrainedModel, dtype: torch.dtype) -> list[ExportBlock]:
-    """What `save_pretrained` of the model in `dtype` writes, in its order; tied copies left out."""
-    state = runtime_state(model)
-    dtypes = stored_dtypes(model, dtype)
+def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: torch.dtype) -> list[ExportBlock]:
+    """What `save_pretrained` in `dtype` writes of these runtime tensors, in its order; tied copies left out.
+
+    Of the tensors only shapes and dtypes matter. The model says which rules apply to its family.
+    """
+    dtypes = stored_dtypes(model, runtime, dtype)
     ignored = set(model._keys_to_ignore_on_save or ())
-    runtime = {
-        name: torch.empty(state[name].shape, dtype=dtypes[name], device="meta")
-        for name in dtypes
+    meta = {
+        name: torch.empty(runtime[name].shape, dtype=stored, device="meta")
+        for name, stored in dtypes.items()
         if name not in ignored
     }
     rules = [
@@ -157,7 +162,7 @@ def export_blocks(model: PreTrainedModel, dtype: torch.dtype) -> list[ExportBloc
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
     transforms: dict[str, _Transform] = {}
     members: dict[str, list[str]] = {}
-    for name in sorted(runtime, key=dot_natural_key) if rules else runtime:
+    for name in sorted(meta, key=dot_natural_key) if rules else meta:
         key, pattern = apply_converters(name, converters)
         if pattern is None:
             key = apply_renamings(name, renamings)
@@ -167,21 +172,22 @@ def export_blocks(model: PreTrainedModel, dtype: torch.dtype) -> list[ExportBloc
         members.setdefault(key, []).append(name)
     blocks = []
     for key, transform in transforms.items():
-        hub = transform.run({name: runtime[name] for name in members[key]})
+        hub = transform.run({name: meta[name] for name in members[key]})
         if transform.converter is not None:
             hub = {apply_renamings(name, renamings): tensor for name, tensor in hub.items()}
-        dtypes = {name: runtime[name].dtype for name in members[key]}
-        blocks.append(ExportBlock(tuple(members[key]), hub, dtypes, transform))
+        stored = {name: dtypes[name] for name in members[key]}
+        blocks.append(ExportBlock(tuple(members[key]), hub, stored, transform))
     return blocks
 
 
-def import_blocks(model: PreTrainedModel, stored_names: Iterable[str]) -> tuple[list[ImportBlock], dict[str, str]]:
-    """Groups the tensors of a checkpoint by what they become.
+def import_blocks(
+    model: PreTrainedModel, runtime: Mapping[str, Tensor], stored_names: Iterable[str]
+) -> tuple[list[ImportBlock], dict[str, str]]:
+    """Groups the tensors of a checkpoint by which of the runtime tensors they become.
 
     Returns:
         The blocks, and the names that become nothing in this model, each with the name that renaming gave it.
     """
-    targets = runtime_state(model)
     prefix = model.base_model_prefix
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -190,11 +196,11 @@ def import_blocks(model: PreTrainedModel, stored_names: Iterable[str]) -> tuple[
     unused: dict[str, str] = {}
     for stored in sorted(stored_names, key=dot_natural_key):
         renamed = apply_renamings(stored, renamings)
-        target, pattern = rename_source_key(renamed, [], converters, prefix, targets)
-        if target not in targets and stored in targets:
+        target, pattern = rename_source_key(renamed, [], converters, prefix, dict(runtime))
+        if target not in runtime and stored in runtime:
             renamed = target = stored
             pattern = None
-        if target not in targets:
+        if target not in runtime:
             unused[stored] = target
             continue
         new = ImportBlock(target, {}, _Transform(model, target, _owner(pattern, converters)))

@@ -58,7 +58,7 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, stored in stored_dtypes(model, dtype).items():
+    for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():
         tensors[name].data = tensors[name].data.to(stored)
     return model
 

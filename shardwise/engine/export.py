@@ -19,7 +19,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.model_folder import INDEX_NAME
-from shardwise.engine.runtime_state import merged_state
+from shardwise.engine.runtime_state import merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.weights import gathered
 
@@ -55,13 +55,12 @@ def export_folder(
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             _write_configs(model, tokenizer, staging, dtype)
-    blocks = export_blocks(model, dtype)
+    blocks = export_blocks(model, runtime_state(model), dtype)
     plan = _FilePlan.of(blocks, max_shard_size)
     writers = _RankWriters(staging, plan)
-    state = merged_state(model)
+    merged = merged_state(model)
     for block in blocks:
-        full = [gathered(state[name], block.dtypes[name]) for name in block.runtime_names]
-        writers.write(block, full)
+        writers.write(block, [gathered(merged[name], block.dtypes[name]) for name in block.runtime_names])
     with raised_on_every_rank(ExportError), _named_failures(staging):
         writers.finish()
     with raised_on_every_rank(ExportError), _named_failures(path):
@@ -143,7 +142,7 @@ class _RankWriters:
         self._error: OSError | None = None
 
     def write(self, block: ExportBlock, full: list[Tensor]) -> None:
-        """Writes what belongs into this rank's files."""
+        """Writes what belongs into this rank's files. Takes the tensors out of `full`."""
         mine = [name for name in block.hub_tensors if self._plan.file_of[name] in self._mine]
         if not mine or self._error is not None:
             return

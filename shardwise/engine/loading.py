@@ -17,6 +17,7 @@ from shardwise.engine.conversions import ImportBlock, export_blocks, import_bloc
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.runtime_state import buffer_names, runtime_state
+from shardwise.engine.shards import local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,8 +27,8 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
 
-    The peak on the host is the sources of one block: one tensor's slice, or the matrices of this rank's experts of one
-    layer. Conversions that do not join experts along dim 0 read their sources whole.
+    The peak on the host beside the shards is one tensor's slice, or the matrices of one expert. Conversions that do not
+    join experts along dim 0 need their sources whole, and convert them before they are sliced.
 
     Args:
         fresh: whole tensors for a head that the folder may lack, by name; the head it has instead is left out.
@@ -38,13 +39,13 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
             no weight's, or a file cannot be read.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
-        blocks = _checked_blocks(model, source, fresh)
-        targets = runtime_state(model)
+        runtime = runtime_state(model)
+        blocks = _checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
-                _local(targets[name]).copy_(whole[tuple(local_box(targets[name]))])
-        return sum(_load_block(block, source, targets) for block in blocks)
+                local_shard(runtime[name]).copy_(whole[tuple(local_box(runtime[name]))])
+        return sum(_load_block(block, source, runtime) for block in blocks)
 
 
 def local_box(tensor: Tensor) -> list[slice]:
@@ -55,30 +56,34 @@ def local_box(tensor: Tensor) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _load_block(block: ImportBlock, source: ModelFolder, targets: dict[str, Tensor]) -> int:
+def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tensor]) -> int:
     """Returns the bytes read."""
-    first = targets[block.first_target]
+    first = runtime[block.first_target]
     box = local_box(first)
-    if block.has_one_target and _local(first).numel() == 0:  # a dimension has fewer rows than there are ranks
+    if block.has_one_target and local_shard(first).numel() == 0:  # a dimension has fewer rows than there are ranks
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()
         part = source.read(name, box)
-        _local(first).copy_(part)
+        local_shard(first).copy_(part)
         return part.nbytes
     if block.merges_rows:
-        tensors = {name: source.read(name) for name in block.stored_names(box[0])}
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        _local(first).copy_(block.convert(tensors)[block.first_target][:, *box[1:]])
-        return num_bytes
+        return sum(
+            _load_row(block, source, row, local_row, box)
+            for row, local_row in zip(range(box[0].start, box[0].stop), local_shard(first), strict=True)
+        )
     tensors = {name: source.read(name) for name in block.stored_names()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     for name, tensor in block.convert(tensors).items():
-        _local(targets[name]).copy_(tensor[tuple(local_box(targets[name]))])
+        local_shard(runtime[name]).copy_(tensor[tuple(local_box(runtime[name]))])
+    return num_bytes
+
+
+def _load_row(block: ImportBlock, source: ModelFolder, row: int, local_row: Tensor, box: list[slice]) -> int:
+    """One expert. Returns the bytes read."""
+    tensors = {name: source.read(name) for name in block.stored_names(slice(row, row + 1))}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    local_row.copy_(block.convert(tensors)[block.first_target][0][tuple(box[1:])])
     return num_bytes
 
 
@@ -109,12 +114,12 @@ class _Misfits:
 
 
 def _checked_blocks(
-    model: PreTrainedModel, source: ModelFolder, fresh: Mapping[str, Tensor] | None
+    model: PreTrainedModel, runtime: dict[str, Tensor], source: ModelFolder, fresh: Mapping[str, Tensor] | None
 ) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
-    blocks, unused = import_blocks(model, source.specs)
+    blocks, unused = import_blocks(model, runtime, source.specs)
     tied = set(model.get_expanded_tied_weights_keys())
-    missing, expected = _expected_tensors(model, {block.first_target: block for block in blocks})
+    missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
     misfits = _Misfits(missing=sorted(set(missing) - set(fresh or ())))
     for name, tensor in sorted(expected.items()):
         spec = source.specs[name]
@@ -134,19 +139,20 @@ def _checked_blocks(
     return [block for block in blocks if block.first_target not in tied]
 
 
-def _expected_tensors(model: PreTrainedModel, found: dict[str, ImportBlock]) -> tuple[list[str], dict[str, Tensor]]:
+def _expected_tensors(
+    model: PreTrainedModel, runtime: dict[str, Tensor], found: dict[str, ImportBlock]
+) -> tuple[list[str], dict[str, Tensor]]:
     """Hub names that no block holds; and for every stored tensor that has a place, one of the shape it must have.
 
     A checkpoint may also hold runtime tensors (fused experts) under their runtime names.
     """
-    targets = runtime_state(model)
-    exports = export_blocks(model, torch.float32)
-    places = _places(import_blocks(model, [name for export in exports for name in export.hub_tensors])[0])
+    exports = export_blocks(model, runtime, torch.float32)
+    places = _places(import_blocks(model, runtime, [name for export in exports for name in export.hub_tensors])[0])
     missing: list[str] = []
     expected: dict[str, Tensor] = {}
     for export in exports:
         if all(name in found and found[name].is_renaming for name in export.runtime_names):
-            expected |= {found[name].stored_names()[0]: targets[name] for name in export.runtime_names}
+            expected |= {found[name].stored_names()[0]: runtime[name] for name in export.runtime_names}
             continue
         for hub_name, tensor in export.hub_tensors.items():
             first_target, pattern, canonical = places[hub_name]

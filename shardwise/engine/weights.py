@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.conversions import export_blocks, stored_dtypes
-from shardwise.engine.runtime_state import merged_state
+from shardwise.engine.runtime_state import merged_state, runtime_state
 
 
 @torch.no_grad()
@@ -18,9 +18,9 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
     Runtime names are those of the transformers class: what another instance of that class takes without conversion.
     The shard is cast before it is gathered: half the bytes for bfloat16. The peak is the largest tensor.
     """
-    state = merged_state(model)
-    for name, stored_dtype in stored_dtypes(model, dtype).items():
-        yield name, gathered(state[name], stored_dtype)
+    merged = merged_state(model)
+    for name, stored in stored_dtypes(model, runtime_state(model), dtype).items():
+        yield name, gathered(merged[name], stored)
 
 
 @torch.no_grad()
@@ -29,9 +29,9 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
 
     Fused experts are taken apart. The peak is the largest block (the experts of one layer) and its parts.
     """
-    state = merged_state(model)
-    for block in export_blocks(model, dtype):
-        yield from block.convert([gathered(state[name], block.dtypes[name]) for name in block.runtime_names]).items()
+    merged = merged_state(model)
+    for block in export_blocks(model, runtime_state(model), dtype):
+        yield from block.convert([gathered(merged[name], block.dtypes[name]) for name in block.runtime_names]).items()
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -66,7 +66,7 @@ def runtime_tensors(model):
 def exported(model):
     runtime = runtime_tensors(model)
     hub = {}
-    for block in export_blocks(model, torch.float32):
+    for block in export_blocks(model, model.state_dict(), torch.float32):
         converted = block.convert([runtime[name] for name in block.runtime_names])
         assert [(n, t.shape, t.dtype) for n, t in converted.items()] == [
             (name, t.shape, t.dtype) for name, t in block.hub_tensors.items()
@@ -87,7 +87,7 @@ def test_family_is_exported_as_transformers_does_and_comes_back(family):
     runtime = runtime_tensors(model)
     hub = exported(model)
     assert_equal(hub, revert_weight_conversion(model, dict(runtime)))
-    blocks, unused = import_blocks(model, hub)
+    blocks, unused = import_blocks(model, model.state_dict(), hub)
     assert unused == {}
     assert any(block.merges_rows for block in blocks) == (family in MIXTURES)
     back = {}
@@ -100,7 +100,7 @@ def test_family_is_exported_as_transformers_does_and_comes_back(family):
 def test_rows_of_a_fused_parameter_are_made_of_the_same_rows_of_its_sources(family):
     model = tiny_model(family)
     hub = exported(model)
-    merging = [block for block in import_blocks(model, hub)[0] if block.merges_rows]
+    merging = [block for block in import_blocks(model, model.state_dict(), hub)[0] if block.merges_rows]
     assert len(merging) == 4  # two parameters of two layers
     for block in merging:
         for rows in (slice(0, 6), slice(2, 5), slice(5, 6)):
@@ -113,9 +113,10 @@ def test_rows_of_a_fused_parameter_are_made_of_the_same_rows_of_its_sources(fami
 
 def test_parts_of_a_fused_parameter_are_views_of_one_storage_as_save_pretrained_sees_them():
     """Its rule for splitting files keeps tensors of one storage together."""
+    model = tiny_model("qwen3_moe")
     (experts,) = [
         block
-        for block in export_blocks(tiny_model("qwen3_moe"), torch.float32)
+        for block in export_blocks(model, model.state_dict(), torch.float32)
         if block.runtime_names == ("model.layers.1.mlp.experts.gate_up_proj",)
     ]
     storages = [tensor.untyped_storage()._cdata for tensor in experts.hub_tensors.values()]
@@ -155,7 +156,7 @@ def test_rules_that_join_split_and_transpose_go_both_ways(llama_of_other_files):
     assert torch.equal(hub["model.layers.0.self_attn.qkv.weight"], torch.cat(attention))
     assert torch.equal(hub["head"], model.lm_head.weight.t())
     assert torch.equal(hub["model.embed.right"], model.model.embed_tokens.weight[:, 15:])
-    blocks, unused = import_blocks(model, hub)
+    blocks, unused = import_blocks(model, model.state_dict(), hub)
     assert unused == {}
     assert not any(block.merges_rows for block in blocks)
     back = {}
@@ -165,6 +166,7 @@ def test_rules_that_join_split_and_transpose_go_both_ways(llama_of_other_files):
 
 
 def test_only_rules_that_leave_dim_0_alone_after_the_merge_merge_rows(llama_of_other_files):
+    model = llama_of_other_files
     rules = {
         (MergeModulelist(0),): True,
         (MergeModulelist(0), Concatenate(1)): True,
@@ -178,7 +180,7 @@ def test_only_rules_that_leave_dim_0_alone_after_the_merge_merge_rows(llama_of_o
     for operations, expected in rules.items():
         rule = WeightConverter("head.*.w", "lm_head.weight", list(operations))
         register_checkpoint_conversion_mapping("LlamaStoredOtherwise", [rule], overwrite=True)
-        (block,), _ = import_blocks(llama_of_other_files, ["head.0.w", "head.10.w", "head.2.w"])
+        (block,), _ = import_blocks(model, model.state_dict(), ["head.0.w", "head.10.w", "head.2.w"])
         assert block.merges_rows == expected, operations
         assert block.stored_names() == ["head.0.w", "head.2.w", "head.10.w"]
 
@@ -194,6 +196,12 @@ def test_stored_dtypes_are_those_of_from_pretrained(tmp_path):
     model.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        assert stored_dtypes(model, dtype) == {name: tensor.dtype for name, tensor in runtime_tensors(loaded).items()}
-    assert stored_dtypes(model, torch.bfloat16)["model.layers.1.mlp.gate.e_score_correction_bias"] == torch.float32
-    assert "lm_head.weight" not in stored_dtypes(tiny_model("qwen3"), torch.float32), "tied"
+        assert stored_dtypes(model, model.state_dict(), dtype) == {
+            name: tensor.dtype for name, tensor in runtime_tensors(loaded).items()
+        }
+    assert (
+        stored_dtypes(model, model.state_dict(), torch.bfloat16)["model.layers.1.mlp.gate.e_score_correction_bias"]
+        == torch.float32
+    )
+    tied = tiny_model("qwen3")
+    assert "lm_head.weight" not in stored_dtypes(tied, tied.state_dict(), torch.float32)

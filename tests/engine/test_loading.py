@@ -256,8 +256,8 @@ def load_file_that_is_cut_while_it_is_read(folder):
     model = empty_model(Path(folder), dim=0)
     checked = loading._checked_blocks
 
-    def check_then_cut(model, source, fresh):
-        blocks = checked(model, source, fresh)
+    def check_then_cut(*arguments):
+        blocks = checked(*arguments)
         dist.barrier()
         if dist.get_rank() == 0:
             file = Path(folder) / SINGLE_NAME
