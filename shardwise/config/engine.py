@@ -24,7 +24,7 @@ class ComputeConfig(Config):
     """What every command that runs a model needs."""
 
     param_dtype: DtypeName = "float32"
-    """The dtype that layers compute in. Master weights and the optimizer are always float32."""
+    """The dtype that layers compute in. Trained weights have another one between steps (engine.master_dtype)."""
     collective_timeout_seconds: PositiveInt = 600
     """A collective that waits longer than this for another rank ends the run with an error."""
 
@@ -99,6 +99,7 @@ class LayoutConfig(ComputeConfig):
     param_offload: bool = False
     """In reinforcement learning the sharded weights leave the device while other engines work."""
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+    """Which modules are FSDP units of their own."""
     module_precision: list[ModulePrecisionConfig] = Field(default_factory=list)
     """Modules that compute in another dtype than param_dtype."""
     attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"

@@ -93,5 +93,5 @@ def test_value_out_of_range_is_refused(cls, base, key, value):
 
 def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
     trainer = SFTTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
-    assert trainer.optimizer() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
-    assert type(trainer.optimizer()) is OptimizerConfig
+    assert trainer.optimizer_config() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
+    assert type(trainer.optimizer_config()) is OptimizerConfig
