@@ -85,25 +85,27 @@ class Units:
         Gradients are plain sums over ranks: the loss is already divided by the global denominators.
 
         Returns:
-            The units, the layers in the order of the forward pass and the root last.
+            The units in the order of the model's modules, the root last.
         """
         wrap = self._config.wrap_policy
-        # A wrapper and what it wraps have one plain name. The wrapper is the unit: named first, it goes in last.
+        # From the last module to the first, so inner ones before outer ones. A wrapper and what it wraps have one plain
+        # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
         chosen = {*self.layers, *self._experts, *self._precision.overrides}
         self._require_no_projection(chosen, modules, head)
         keep: Any = self._keep_sharded(mesh)
-        units = {}
-        for path in sorted(chosen, key=lambda path: path.count("."), reverse=True):
-            units[path] = self._shard(modules[path], mesh, path=path, reshard_after_forward=keep)
+        units = {
+            path: self._shard(module, mesh, path=path, reshard_after_forward=keep)
+            for path, module in modules.items()
+            if path in chosen
+        }
+        self._prefetch([units[path] for path in self.layers])
+        ordered = list(reversed(units.values()))
         if wrap.wrap_embeddings:
-            units["embeddings"] = self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True)
+            ordered.insert(0, self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True))
         if wrap.wrap_lm_output:
-            units["lm_output"] = self._shard(head, mesh, reshard_after_forward=keep)
-        units["root"] = self._shard(root, mesh, reshard_after_forward=False)
-        layers = [units[path] for path in self.layers]
-        self._prefetch(layers)
-        return list(units.values())
+            ordered.append(self._shard(head, mesh, reshard_after_forward=keep))
+        return [*ordered, self._shard(root, mesh, reshard_after_forward=False)]
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
         """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
