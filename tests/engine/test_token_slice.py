@@ -112,7 +112,8 @@ def assemble(batch, scored):
     results = (10.0 * (start + tokens.states)).requires_grad_()
     whole = tokens.assemble(results, ulysses)
     (whole * torch.arange(1.0, 1 + len(whole))).sum().backward()
-    return whole.tolist(), [(start + state, g) for state, g in zip(tokens.states.tolist(), results.grad.tolist())]
+    places = (start + tokens.states).tolist()
+    return whole.tolist(), list(zip(places, results.grad.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
