@@ -35,9 +35,9 @@ class WrapPolicyConfig(Config):
     Whatever no unit takes belongs to the root unit, which stays gathered from the forward to the end of the backward.
     """
 
-    transformer_layer_cls_to_wrap: list[str] | None = None
-    """Class names of the modules to wrap, one unit each; null takes the model's own `_no_split_modules` and its
-    decoder layers."""
+    transformer_layer_cls_to_wrap: Annotated[list[str], Field(min_length=1)] | None = None
+    """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the
+    vision blocks of models that have them."""
     wrap_embeddings: bool = False
     """The token embedding is a unit: freed after its forward, at the price of another gather. Not for models whose
     embedding and output projection are one weight."""
