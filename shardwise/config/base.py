@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, get_args
+from types import UnionType
+from typing import Any, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,7 +38,7 @@ class Config(BaseModel):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            lines = [_explain(cls, problem) for problem in error.errors()]
+            lines = list(dict.fromkeys(_explain(cls, problem) for problem in error.errors()))
             raise ConfigError(f"{origin}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines)) from None
 
     def to_yaml(self) -> str:
@@ -79,13 +80,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(cls: type[Config], problem: Any) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
+    location = _without_alternatives(cls, problem["loc"])
+    path = ".".join(map(str, location))
     match problem["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown key{_suggest(cls, problem['loc'])}"
+            return f"{path}: unknown key{_suggest(cls, location)}"
         case "missing":
             return "\n  ".join(
-                f"{leaf}: required, but not given; set it in the file or as an override {leaf}=..."
+                f"{leaf}: required, but not given; set it in the file"
+                + ("" if any(isinstance(part, int) for part in location) else f" or as an override {leaf}=...")
                 for leaf in _required_leaves(cls, path)
             )
         case "value_error":
@@ -93,6 +96,20 @@ def _explain(cls: type[Config], problem: Any) -> str:
             return f"{path}: {message}" if path else message
         case _:
             return f"{path}={problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _without_alternatives(cls: type[Config], location: tuple[Any, ...]) -> tuple[Any, ...]:
+    """pydantic names the alternative of a union after the key (`reshard_after_forward.bool`); no key is called that."""
+    node: Any = cls
+    kept = []
+    for part in location:
+        if get_origin(node) in (Union, UnionType) and not isinstance(part, int):
+            continue
+        kept.append(part)
+        if isinstance(node, type) and issubclass(node, Config) and part in node.model_fields:
+            annotation = node.model_fields[part].annotation
+            node = group_of(annotation) or annotation
+    return tuple(kept)
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
@@ -110,22 +127,26 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
 
 def _required_leaves(cls: type[Config], path: str) -> list[str]:
     """`path` itself, or the required keys of the group it names."""
-    node: Any = cls
+    node: type[Config] | None = cls
     for name in path.split("."):
-        node = node.model_fields[name].annotation if _is_config(node) else None
-    if not _is_config(node):
+        field = node.model_fields.get(name) if node is not None else None
+        node = group_of(field.annotation) if field is not None else node  # a number is the place in a list of groups
+    if node is None:
         return [path]
     return [f"{path}.{name}" for name, field in node.model_fields.items() if field.is_required()]
 
 
-def _is_config(node: Any) -> bool:
-    return isinstance(node, type) and issubclass(node, Config)
+def group_of(annotation: Any) -> type[Config] | None:
+    """The config class in the type of a field: itself, optional, or in a list; None for a value."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Config):
+            return candidate
+    return None
 
 
 def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a config class, groups included, in the order they are declared."""
     for name, field in cls.model_fields.items():
         yield prefix + name
-        for candidate in (field.annotation, *get_args(field.annotation)):
-            if _is_config(candidate):
-                yield from key_paths(candidate, f"{prefix}{name}.")
+        if (group := group_of(field.annotation)) is not None:
+            yield from key_paths(group, f"{prefix}{name}.")

@@ -24,7 +24,7 @@ class ComputeConfig(Config):
     """What every command that runs a model needs."""
 
     param_dtype: DtypeName = "float32"
-    """The dtype that layers compute in. Master weights and the optimizer are always float32."""
+    """The dtype that layers compute in. Trained weights have another one between steps (engine.master_dtype)."""
     collective_timeout_seconds: PositiveInt = 600
     """A collective that waits longer than this for another rank ends the run with an error."""
 
@@ -35,9 +35,9 @@ class WrapPolicyConfig(Config):
     Whatever no unit takes belongs to the root unit, which stays gathered from the forward to the end of the backward.
     """
 
-    transformer_layer_cls_to_wrap: list[str] | None = None
-    """Class names of the modules to wrap, one unit each; null takes the model's own `_no_split_modules` and its
-    decoder layers."""
+    transformer_layer_cls_to_wrap: Annotated[list[str], Field(min_length=1)] | None = None
+    """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the
+    vision blocks of models that have them."""
     wrap_embeddings: bool = False
     """The token embedding is a unit: freed after its forward, at the price of another gather. Not for models whose
     embedding and output projection are one weight."""
@@ -102,6 +102,7 @@ class LayoutConfig(ComputeConfig):
     param_offload: bool = False
     """In reinforcement learning the sharded weights leave the device while other engines work."""
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+    """Which modules are FSDP units of their own."""
     module_precision: list[ModulePrecisionConfig] = Field(default_factory=list)
     """Modules that compute in another dtype than param_dtype."""
     attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"

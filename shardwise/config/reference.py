@@ -1,12 +1,11 @@
 """The config reference as Markdown, made from the classes themselves."""
 
-import json
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import Config
+from shardwise.config.base import Config, group_of
 
 
 def markdown(cls: type[Config], *, title: str) -> str:
@@ -18,30 +17,26 @@ def markdown(cls: type[Config], *, title: str) -> str:
 def _rows(cls: type[Config], prefix: str) -> list[str]:
     rows = []
     for name, field in cls.model_fields.items():
-        group = _group(field.annotation)
+        path, group = f"{prefix}{name}", group_of(field.annotation)
+        if group is None or group is not field.annotation:  # an optional group and a list of groups are values too
+            rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
         if group is not None:
-            in_list = get_origin(field.annotation) is list
-            if group is not field.annotation:
-                rows.append(f"| `{prefix}{name}` | {_default(field)} | {_one_line(field.description or '')} |")
-            rows += _rows(group, f"{prefix}{name}{'[]' if in_list else ''}.")
-        else:
-            rows.append(f"| `{prefix}{name}` | {_default(field)} | {_one_line(field.description or '')} |")
+            rows += _rows(group, f"{path}.")
     return rows
-
-
-def _group(annotation: Any) -> type[Config] | None:
-    """The config class of a group of keys, also of an optional group and of a list of them."""
-    parts = (annotation, *get_args(annotation))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, Config)), None)
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
-    shown = json.dumps(value) if value is None or isinstance(value, bool) else value
+    shown = _as_yaml(field.get_default(call_default_factory=True))
     choices = _choices(field.annotation)
     return f"`{shown}`" + (f" of {', '.join(f'`{choice}`' for choice in choices)}" if len(choices) > 1 else "")
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):  # 0 and 1 equal False and True, but are numbers
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.config import EngineConfig
+from shardwise.config import ConfigError, EngineConfig
 
 ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -28,10 +28,19 @@ MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConfig) -> None:
-    """Puts the layers at `paths` (or every n-th of them) into checkpoint wrappers, in place."""
+    """Puts the layers at `paths` (or every n-th of them) into checkpoint wrappers, in place.
+
+    Raises:
+        ConfigError: the model has fewer than n layers.
+    """
     if config.activation_checkpointing == "none":
         return
     every = config.checkpoint_every_layers or 1
+    if every > len(paths):
+        raise ConfigError(
+            f"engine.checkpoint_every_layers={every} would checkpoint none of the model's {len(paths)} layers; "
+            f"use at most {len(paths)}"
+        )
     by_operation = config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None
     run = partial(_run_checkpointed, offload=config.activation_offload, by_operation=by_operation)
     for path in paths[every - 1 :: every]:

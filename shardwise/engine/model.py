@@ -195,20 +195,19 @@ def build_on_meta(
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:
-    try:
-        model.set_experts_implementation(implementation)
-    except ValueError:
+    # transformers itself ignores the setting where no part of the model can take it.
+    if not any(part._can_set_experts_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)):
         raise ConfigError(
             f"engine.experts_implementation={implementation} has no effect on {type(model).__name__}, which has no "
             "experts that can be computed in several ways; remove it"
-        ) from None
+        )
+    model.set_experts_implementation(implementation)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
     """With dropout two passes over the same tokens would give two sets of logprobs, and their ratio would be noise."""
-    active = [
-        f"{name}={part.p}" for name, part in model.base_model.named_modules() if isinstance(part, nn.Dropout) and part.p
-    ]
+    parts = model.base_model.named_modules(prefix=model.base_model_prefix)
+    active = [f"{name}={part.p}" for name, part in parts if isinstance(part, nn.Dropout) and part.p]
     attention_dropout = getattr(model.config, "attention_dropout", 0.0)
     if attention_dropout:
         active.insert(0, f"attention_dropout={attention_dropout}")

@@ -54,11 +54,12 @@ class Precision:
 
     def cast_parameters(self, model: nn.Module) -> None:
         """Gives every parameter of a model on meta its dtype between steps."""
+        innermost_first = sorted(self.overrides.items(), key=lambda item: item[0].count("."), reverse=True)
         for name, parameter in model.named_parameters():
             dtype = self._master
             if not parameter.requires_grad:
                 dtype = next(
-                    (self._compute_dtype(e) for path, e in self.overrides.items() if name.startswith(f"{path}.")),
+                    (self._compute_dtype(e) for path, e in innermost_first if name.startswith(f"{path}.")),
                     self._compute,
                 )
             if parameter.is_floating_point():

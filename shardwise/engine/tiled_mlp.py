@@ -51,7 +51,10 @@ class _Tiled(torch.autograd.Function):
         # FSDP has gathered them again: these are the objects that forward was given.
         trained = [parameter for parameter in ctx.mlp.parameters() if parameter.requires_grad]
         assert len(trained) == ctx.num_trained
-        totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+        totals = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in trained
+        ]
         token_grads = []
         for part, part_grad in zip(tokens.tensor_split(ctx.num_shards), grad.tensor_split(ctx.num_shards), strict=True):
             leaf = part.detach().requires_grad_()

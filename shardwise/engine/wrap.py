@@ -1,6 +1,7 @@
 """Which modules become FSDP units, and how each unit is sharded."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 from torch import nn
@@ -17,34 +18,41 @@ from shardwise.ops import decoder_layers
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
     """Where the layers are, in the order of the forward pass: what is sharded, checkpointed and compiled one by one.
 
-    Without names from the user: the decoder layers, and what `_no_split_modules` names outside them (vision blocks).
-    `_no_split_modules` alone would not do: some families leave it empty, and others name parts of a layer in it.
+    Without names from the user: the decoder layers, and, of what `_no_split_modules` names, lists of modules outside
+    them (vision blocks). `_no_split_modules` alone would not do: some families leave it empty, and others name parts of
+    a layer or embeddings in it.
 
     Raises:
-        ConfigError: a class name that no module has.
+        ConfigError: a class name that no module has, or one inside another.
     """
-    path_of = {id(module): path for path, module in model.named_modules()}
     if policy.transformer_layer_cls_to_wrap is not None:
-        return _paths_of_classes(
-            model, policy.transformer_layer_cls_to_wrap, "engine.wrap_policy.transformer_layer_cls_to_wrap"
-        )
+        key = "engine.wrap_policy.transformer_layer_cls_to_wrap"
+        paths = _paths_of_classes(model, policy.transformer_layer_cls_to_wrap, key)
+        for outer, inner in pairwise(paths):
+            if inner.startswith(f"{outer}."):
+                raise ConfigError(f"{key}: {inner} is inside {outer}; name the class of one of them")
+        return paths
+    path_of = {id(module): path for path, module in model.named_modules()}
     layers = [path_of[id(layer)] for layer in decoder_layers(model)]
     named = set(model._no_split_modules or ())
-    blocks = [path for path, module in model.named_modules() if type(module).__name__ in named]
+    blocks = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__ in named and path.rpartition(".")[2].isdigit()
+    ]
     outside = [path for path in blocks if not any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
     return [*outside, *layers]
 
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
-    paths = []
+    """In the order of the modules, whatever the order of the names."""
+    of_class = {path: type(module).__name__ for path, module in model.named_modules()}
     for class_name in class_names:
-        matched = [path for path, module in model.named_modules() if type(module).__name__ == class_name]
-        if not matched:
+        if class_name not in of_class.values():
             raise ConfigError(
                 f"{key}: {class_name} matches no module of {type(model).__name__}; {closest_classes(model, class_name)}"
             )
-        paths += matched
-    return paths
+    return [path for path, class_name in of_class.items() if class_name in class_names]
 
 
 class Units:
@@ -85,25 +93,31 @@ class Units:
         Gradients are plain sums over ranks: the loss is already divided by the global denominators.
 
         Returns:
-            The units, the layers in the order of the forward pass and the root last.
+            The units in the order of the model's modules, the root last.
         """
         wrap = self._config.wrap_policy
-        # A wrapper and what it wraps have one plain name. The wrapper is the unit: named first, it goes in last.
+        # From the last module to the first, so inner ones before outer ones. A wrapper and what it wraps have one plain
+        # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
         chosen = {*self.layers, *self._experts, *self._precision.overrides}
         self._require_no_projection(chosen, modules, head)
         keep: Any = self._keep_sharded(mesh)
-        units = {}
-        for path in sorted(chosen, key=lambda path: path.count("."), reverse=True):
-            units[path] = self._shard(modules[path], mesh, path=path, reshard_after_forward=keep)
+        units = {
+            path: self._shard(module, mesh, path=path, reshard_after_forward=keep)
+            for path, module in modules.items()
+            if path in chosen
+        }
+        self._prefetch([units[path] for path in self.layers])
+        ordered = list(reversed(units.values()))
         if wrap.wrap_embeddings:
-            units["embeddings"] = self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True)
+            ordered.insert(0, self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True))
+        taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:
-            units["lm_output"] = self._shard(head, mesh, reshard_after_forward=keep)
-        units["root"] = self._shard(root, mesh, reshard_after_forward=False)
-        layers = [units[path] for path in self.layers]
-        self._prefetch(layers)
-        return list(units.values())
+            ordered.append(self._shard(head, mesh, reshard_after_forward=keep))
+            taken = set(
+                head.parameters()
+            )  # which the root also reaches through the model's own name for the projection
+        return [*ordered, self._shard(root, mesh, reshard_after_forward=False, ignored=taken)]
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
         """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
@@ -128,7 +142,13 @@ class Units:
         )
 
     def _shard(
-        self, module: nn.Module, mesh: EngineMesh, *, reshard_after_forward: bool | int, path: str | None = None
+        self,
+        module: nn.Module,
+        mesh: EngineMesh,
+        *,
+        reshard_after_forward: bool | int,
+        path: str | None = None,
+        ignored: set[nn.Parameter] | None = None,
     ) -> FSDPModule:
         on_accelerator = mesh.fsdp.device_type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=on_accelerator) if self._config.offload_policy else OffloadPolicy()
@@ -138,6 +158,7 @@ class Units:
             mp_policy=self._precision.policy(path),
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload,
+            ignored_params=ignored,
         )
         unit = cast(FSDPModule, module)
         unit.set_gradient_divide_factor(1.0)

@@ -3,9 +3,11 @@ import sys
 from typing import Annotated
 
 import pytest
-from pydantic import Field, ValidationError
+import yaml
+from pydantic import Field, StrictBool, ValidationError
 
 from shardwise.config import Config, ConfigError, EvalConfig, RLConfig, SFTConfig, key_paths
+from shardwise.config.base import group_of
 
 SFT = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}}
 RL = SFT | {"reward": {"function": "r:score"}}
@@ -24,6 +26,17 @@ class Leaf(Config):
 class Tree(Config):
     name: str
     optimizer: Leaf = Leaf()
+    maybe: Leaf | None = None
+
+
+class Named(Config):
+    path: str
+
+
+class Branches(Config):
+    union: StrictBool | Annotated[int, Field(strict=True, ge=2)] = True
+    many: list[Leaf] = Field(default_factory=list)
+    named: list[Named] = Field(default_factory=list)
     maybe: Leaf | None = None
 
 
@@ -130,6 +143,22 @@ def test_every_problem_is_listed_at_once(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ("union: yes please", "union='yes please': input should be a valid boolean"),
+        ("union: 1", "union=1: input should be greater than or equal to 2"),
+        ("many: [{warmup_step: 1}]", "many.0.warmup_step: unknown key; did you mean many.warmup_steps?"),
+        ("many: [{}, {warmup_steps: x}]", "many.1.warmup_steps='x': input should be a valid integer"),
+        ("named: [{}]", "named.0.path: required, but not given; set it in the file"),
+        ("maybe: {warmup_step: 1}", "maybe.warmup_step: unknown key; did you mean maybe.warmup_steps?"),
+    ],
+)
+def test_error_in_a_union_a_list_or_an_optional_group_names_keys_that_exist(tmp_path, tree, message):
+    """pydantic would call them `union.bool` and `union.constrained-int`."""
+    assert message in error_of(Branches.load, write(tmp_path, tree))
+
+
 def test_missing_group_is_reported_by_the_keys_it_needs():
     assert error_of(RLConfig.load, None).split("\n  ")[1:] == [
         "model.path: required, but not given; set it in the file or as an override model.path=...",
@@ -142,13 +171,22 @@ def test_group_left_empty_in_the_file_takes_overrides(tmp_path):
     assert SFTConfig.load(path, ["trainer.seed=4"]).trainer.seed == 4
 
 
+def written_keys(tree, prefix=""):
+    for name, value in tree.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from written_keys(value, f"{prefix}{name}.")
+
+
 @pytest.mark.parametrize(("cls", "tree"), MINIMAL)
 def test_yaml_round_trip_gives_an_equal_config_with_every_default_written_out(tmp_path, cls, tree):
     config = cls.parse(tree, origin="test")
     text = config.to_yaml()
     assert cls.load(write(tmp_path, text)) == config
-    for leaf in key_paths(cls):
-        assert f"{leaf.rsplit('.', 1)[-1]}:" in text, leaf
+    written = set(written_keys(yaml.safe_load(text)))
+    assert written <= set(key_paths(cls))
+    closed = ("engine.lora.", "engine.module_precision.")  # an optional group, and a list of them
+    assert {key for key in key_paths(cls) if not key.startswith(closed)} <= written
 
 
 def test_yaml_round_trip_keeps_values_that_are_not_defaults(tmp_path):
@@ -190,9 +228,10 @@ def test_key_paths_walk_groups_and_optional_groups():
 def test_every_value_has_a_description(cls):
     def undescribed(node, prefix=""):
         for name, field in node.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
-                yield from undescribed(field.annotation, f"{prefix}{name}.")
-            elif not field.description:
+            group = group_of(field.annotation)
+            if group is not None:
+                yield from undescribed(group, f"{prefix}{name}.")
+            if group is not field.annotation and not field.description:
                 yield prefix + name
 
     assert list(undescribed(cls)) == []

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, LayoutConfig, OptimizerConfig
 
 
 def parse(cls, **tree):
@@ -12,15 +12,88 @@ def parse(cls, **tree):
     [
         ("fsdp_size", 0),
         ("ulysses_size", 0),
-        ("param_dtype", "float16"),
+        ("param_dtype", "float8"),
         ("reduce_dtype", "fp32"),
         ("max_tokens_per_micro_batch", 0),
+        ("reshard_after_forward", 1),
+        ("reshard_after_forward", "no"),
+        ("forward_prefetch", -1),
+        ("tiled_num_shards", 1),
+        ("checkpoint_every_layers", 1),
+        ("master_dtype", "float16"),
+        ("attention_implementation", "sdpa"),
+        ("strategy", "fsdp2_infer"),
         ("collective_timeout_seconds", 0),
     ],
 )
 def test_engine_value_out_of_range_is_refused(key, value):
-    with pytest.raises(ConfigError, match=rf"^test: {key}={value!r}: input should be "):
+    with pytest.raises(ConfigError, match=rf"^test: \s*{key}={value!r}: input should be "):
         parse(EngineConfig, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"tiled_num_shards": 8},
+            "tiled_num_shards=8 has no effect without apply_tiled_mlp=true; set it or remove the number",
+        ),
+        (
+            {"offload_policy": True, "param_offload": True},
+            "offload_policy=true already keeps the weights in host memory, so param_offload=true has no effect; remove "
+            "one of them",
+        ),
+        (
+            {"checkpoint_every_layers": 2, "activation_checkpointing": "full"},
+            "checkpoint_every_layers=2 has no effect with activation_checkpointing=full; remove it or set "
+            "activation_checkpointing=selective",
+        ),
+        (
+            {"activation_offload": True},
+            "activation_offload=true moves the inputs of checkpointed layers, and activation_checkpointing=none has "
+            "none; set it to full or selective",
+        ),
+        (
+            {"lora": {}, "freeze_module_prefix": ["model.embed"]},
+            "freeze_module_prefix=['model.embed'] has no effect with lora, which freezes the whole base; remove it",
+        ),
+        (
+            {"lora": {"dropout": 0.1}, "apply_tiled_mlp": True},
+            "lora.dropout=0.1 with apply_tiled_mlp=true: a tiled MLP is computed twice and would drop other elements "
+            "the second time; set lora.dropout=0",
+        ),
+        (
+            {"master_dtype": "bfloat16"},
+            "master_dtype=bfloat16 with param_dtype=float32 would compute on weights that are already rounded; set "
+            "param_dtype=bfloat16 or master_dtype=float32",
+        ),
+    ],
+)
+def test_engine_keys_that_would_have_no_effect_together_are_refused(tree, message):
+    """Trap 18, for combinations."""
+    with pytest.raises(ConfigError) as error:
+        parse(EngineConfig, **tree)
+    assert str(error.value) == f"test: {message}"
+
+
+def test_frozen_engine_takes_over_the_layout_and_nothing_of_training():
+    trained = parse(
+        EngineConfig,
+        fsdp_size=2,
+        ulysses_size=2,
+        param_dtype="bfloat16",
+        apply_tiled_mlp=True,
+        wrap_policy={"wrap_embeddings": True},
+        activation_checkpointing="full",
+        freeze_module_prefix=["model.norm"],
+    )
+    frozen = trained.frozen()
+    assert type(frozen) is FrozenEngineConfig
+    assert frozen.strategy == "fsdp2_infer"
+    layout = trained.model_dump(include=set(LayoutConfig.model_fields))
+    assert frozen.model_dump() == layout | {"strategy": "fsdp2_infer"}
+    with pytest.raises(ConfigError, match=r"^test: activation_checkpointing: unknown key"):
+        parse(FrozenEngineConfig, activation_checkpointing="full")
 
 
 @pytest.mark.parametrize(

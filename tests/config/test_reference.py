@@ -8,6 +8,7 @@ from shardwise.config import EvalConfig, RLConfig, SFTConfig, key_paths
 from shardwise.config.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+VALUES_WITH_KEYS = {"engine.lora", "engine.module_precision"}
 RECIPES = {"sft": SFTConfig, "rl": RLConfig, "eval": EvalConfig}
 
 
@@ -20,12 +21,36 @@ def test_row_holds_key_default_choices_and_meaning():
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("trainer.seed", "`0`"),
+        ("engine.ulysses_size", "`1`"),
+        ("trainer.max_grad_norm", "`1.0`"),
+        ("engine.reshard_after_forward", "`true`"),
+        ("engine.apply_tiled_mlp", "`false`"),
+        ("engine.fsdp_size", "`null`"),
+        ("engine.lora", "`null`"),
+        ("engine.lora.rank", "`16`"),
+        ("engine.module_precision", "`[]`"),
+        ("engine.module_precision.module", "required"),
+        ("engine.wrap_policy.moe_experts", "`[]`"),
+        ("trainer.module_learning_rates", "`{}`"),
+        ("trainer.adam_betas", "`[0.9, 0.95]`"),
+    ],
+)
+def test_default_is_written_as_in_yaml(key, default):
+    """0 is not false and 1 is not true, though Python holds them equal."""
+    assert f"\n| `{key}` | {default} | " in markdown(SFTConfig, title="sft")
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_leaf_has_a_row_and_a_meaning(name):
+def test_every_value_has_a_row_and_a_meaning(name):
+    """So have groups that may be absent, and lists of groups."""
     keys = list(key_paths(RECIPES[name]))
-    leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    values = [key for key in keys if key in VALUES_WITH_KEYS or not any(k.startswith(f"{key}.") for k in keys)]
     rows = [line for line in markdown(RECIPES[name], title=name).splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == leaves
+    assert [row.split("`")[1] for row in rows] == values
     assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in rows)
 
 

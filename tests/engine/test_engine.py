@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import RankError
 from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
@@ -28,7 +28,7 @@ def folder(request, tmp_path_factory):
 
 def forward_packed(folder, versions, temperature, engine_config, max_tokens):
     """Of every version of the samples: logprobs and entropy per sample."""
-    engine = TrainEngine.build(Path(folder), EngineConfig(**engine_config), device=CPU)
+    engine = TrainEngine.build(Path(folder), FrozenEngineConfig(**engine_config), device=CPU)
     results = []
     for samples in versions:
         step = pack(samples, num_shards=dist.get_world_size(), max_tokens=max_tokens)

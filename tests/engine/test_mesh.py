@@ -7,60 +7,107 @@ from shardwise.engine import ParallelDims, take_device
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fsdp_size", "expected"),
+    ("world_size", "fsdp_size", "ulysses_size", "expected"),
     [
-        (1, None, ParallelDims(dp_replicate=1, dp_shard=1, sp=1)),
-        (8, None, ParallelDims(dp_replicate=1, dp_shard=8, sp=1)),
-        (8, 8, ParallelDims(dp_replicate=1, dp_shard=8, sp=1)),
-        (8, 2, ParallelDims(dp_replicate=4, dp_shard=2, sp=1)),
-        (8, 1, ParallelDims(dp_replicate=8, dp_shard=1, sp=1)),
+        (1, None, 1, ParallelDims(dp_replicate=1, dp_shard=1, sp=1)),
+        (8, None, 1, ParallelDims(dp_replicate=1, dp_shard=8, sp=1)),
+        (8, 8, 1, ParallelDims(dp_replicate=1, dp_shard=8, sp=1)),
+        (8, 2, 1, ParallelDims(dp_replicate=4, dp_shard=2, sp=1)),
+        (8, 1, 1, ParallelDims(dp_replicate=8, dp_shard=1, sp=1)),
+        (8, None, 2, ParallelDims(dp_replicate=1, dp_shard=4, sp=2)),
+        (8, None, 8, ParallelDims(dp_replicate=1, dp_shard=1, sp=8)),
+        (8, 4, 2, ParallelDims(dp_replicate=2, dp_shard=2, sp=2)),
+        (8, 2, 2, ParallelDims(dp_replicate=4, dp_shard=1, sp=2)),
+        (12, 6, 3, ParallelDims(dp_replicate=2, dp_shard=2, sp=3)),
     ],
 )
-def test_sizes_multiply_to_the_world_size(world_size, fsdp_size, expected):
+def test_sizes_multiply_to_the_world_size(world_size, fsdp_size, ulysses_size, expected):
     """Trap 20: 1 means one rank and never "all"."""
-    dims = ParallelDims.from_sizes(world_size=world_size, fsdp_size=fsdp_size, ulysses_size=1)
+    dims = ParallelDims.from_sizes(world_size=world_size, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
     assert dims == expected
     assert dims.dp_replicate * dims.dp_shard * dims.sp == world_size
-    assert dims.dp_replicate * dims.dp_shard * dims.sp == world_size
+    assert dims.num_data_shards == world_size // ulysses_size
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fsdp_size", "message"),
+    ("world_size", "fsdp_size", "ulysses_size", "message"),
     [
         (
             12,
             5,
+            1,
             "engine.fsdp_size=5 does not divide the world size 12; use 1, 2, 3, 4, 6 or 12 (12 = shard over all ranks)",
         ),
-        (2, 4, "engine.fsdp_size=4 does not divide the world size 2; use 1 or 2 (2 = shard over all ranks)"),
-        (1, 2, "engine.fsdp_size=2 does not divide the world size 1; use 1 (1 = shard over all ranks)"),
+        (2, 4, 1, "engine.fsdp_size=4 does not divide the world size 2; use 1 or 2 (2 = shard over all ranks)"),
+        (1, 2, 1, "engine.fsdp_size=2 does not divide the world size 1; use 1 (1 = shard over all ranks)"),
+        (
+            4,
+            None,
+            3,
+            "engine.ulysses_size=3 does not divide the 4 ranks that share one copy of the model (the world size); use "
+            "engine.ulysses_size=1, 2 or 4",
+        ),
+        (
+            8,
+            2,
+            4,
+            "engine.ulysses_size=4 does not divide the 2 ranks that share one copy of the model (engine.fsdp_size); "
+            "use engine.ulysses_size=1 or 2, or engine.fsdp_size=4 or 8",
+        ),
+        (
+            4,
+            1,
+            2,
+            "engine.ulysses_size=2 does not divide the 1 ranks that share one copy of the model (engine.fsdp_size); "
+            "use engine.ulysses_size=1, or engine.fsdp_size=2 or 4",
+        ),
     ],
 )
-def test_impossible_fsdp_size_is_refused_with_the_possible_ones(world_size, fsdp_size, message):
+def test_impossible_sizes_are_refused_with_the_possible_ones(world_size, fsdp_size, ulysses_size, message):
     with pytest.raises(ConfigError) as error:
-        ParallelDims.from_sizes(world_size=world_size, fsdp_size=fsdp_size, ulysses_size=1)
+        ParallelDims.from_sizes(world_size=world_size, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
     assert str(error.value) == message
 
 
-def test_sequence_parallelism_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.ulysses_size=2: .* use 1$"):
-        ParallelDims.from_sizes(world_size=4, fsdp_size=None, ulysses_size=2)
-
-
-def neighbours(fsdp_size):
-    dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
-    mesh = dims.build("cpu").fsdp
-    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
+def neighbours(fsdp_size, ulysses_size):
+    dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=ulysses_size)
+    mesh = dims.build("cpu")
+    groups = {name: dist.get_process_group_ranks(mesh.fsdp.get_group(name)) for name in mesh.fsdp.mesh_dim_names}
+    if mesh.sp_group is not None:
+        groups["sp"] = dist.get_process_group_ranks(mesh.sp_group)
+        assert groups["sp"][mesh.sp_rank] == dist.get_rank()
+    return groups
 
 
 def test_neighbouring_ranks_share_a_copy_of_the_model(run_ranks):
     """Ranks of one host are neighbours: gathering stays inside it, and only gradients go between replicas."""
-    assert run_ranks(neighbours, 4, None) == [{"dp_shard": [0, 1, 2, 3]}] * 4
-    assert run_ranks(neighbours, 4, 2) == [
-        {"dp_replicate": [0, 2], "dp_shard": [0, 1]},
-        {"dp_replicate": [1, 3], "dp_shard": [0, 1]},
-        {"dp_replicate": [0, 2], "dp_shard": [2, 3]},
-        {"dp_replicate": [1, 3], "dp_shard": [2, 3]},
+    assert run_ranks(neighbours, 4, None, 1) == [{"fsdp": [0, 1, 2, 3]}] * 4
+    assert run_ranks(neighbours, 4, 2, 1) == [
+        {"dp_replicate": [0, 2], "fsdp": [0, 1]},
+        {"dp_replicate": [1, 3], "fsdp": [0, 1]},
+        {"dp_replicate": [0, 2], "fsdp": [2, 3]},
+        {"dp_replicate": [1, 3], "fsdp": [2, 3]},
+    ]
+
+
+def test_fsdp_size_of_one_only_replicates(run_ranks):
+    assert run_ranks(neighbours, 4, 1, 1) == [{"dp_replicate": [0, 1, 2, 3], "fsdp": [rank]} for rank in range(4)]
+
+
+def test_neighbouring_ranks_share_sequences_and_all_of_a_copy_share_weights(run_ranks):
+    """The controller gives neighbours the same batch, and attention's all-to-all is the densest traffic."""
+    assert run_ranks(neighbours, 4, None, 2) == [
+        {"fsdp": [0, 1, 2, 3], "sp": [0, 1]},
+        {"fsdp": [0, 1, 2, 3], "sp": [0, 1]},
+        {"fsdp": [0, 1, 2, 3], "sp": [2, 3]},
+        {"fsdp": [0, 1, 2, 3], "sp": [2, 3]},
+    ]
+    assert run_ranks(neighbours, 4, None, 4) == [{"fsdp": [0, 1, 2, 3], "sp": [0, 1, 2, 3]}] * 4
+    assert run_ranks(neighbours, 4, 2, 2) == [
+        {"dp_replicate": [0, 2], "fsdp": [0, 1], "sp": [0, 1]},
+        {"dp_replicate": [1, 3], "fsdp": [0, 1], "sp": [0, 1]},
+        {"dp_replicate": [0, 2], "fsdp": [2, 3], "sp": [2, 3]},
+        {"dp_replicate": [1, 3], "fsdp": [2, 3], "sp": [2, 3]},
     ]
 
 

@@ -3,13 +3,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_folder
+from ranks import RankError
+from tiny_models import FAMILIES, random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, Qwen3MoeConfig, T5Config
 
-from shardwise.config import EngineConfig, ModelError
-from shardwise.engine import ParallelDims
-from shardwise.engine.model import build_on_meta, build_sharded, initialize_buffers
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError
+from shardwise.data.packing import pack
+from shardwise.engine import ParallelDims, TrainEngine
+from shardwise.engine.heads import make_head
+from shardwise.engine.model import ScoringModel, build_on_meta, build_sharded, materialize
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -17,18 +22,22 @@ def folder(request, tmp_path_factory):
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_initialized_buffers_equal_those_of_from_pretrained(folder, dtype):
+def test_materialized_buffers_equal_those_of_from_pretrained(folder, monkeypatch):
     """Rotary frequencies and Gemma's embedding scale, in the same dtypes; parameters stay as they are."""
-    model = build_on_meta(folder, dtype)
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(7.0)
-    initialize_buffers(model)
-    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).named_buffers())
-    buffers = dict(model.named_buffers())
+    hf_model = build_on_meta(folder)
+    assert all(tensor.is_meta for tensor in (*hf_model.parameters(), *hf_model.buffers()))
+    model = ScoringModel(hf_model, make_head(hf_model, "logprobs"))
+    to_empty = torch.nn.Module.to_empty
+
+    def to_sevens(module, **options):
+        with torch.no_grad():
+            for tensor in (*to_empty(module, **options).parameters(), *module.buffers()):
+                tensor.fill_(7.0)
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", to_sevens)
+    materialize(model, CPU, params_on_host=False)
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_buffers())
+    buffers = dict(hf_model.named_buffers())
     assert buffers.keys() == expected.keys()
     assert len(buffers) >= 2
     for name, buffer in buffers.items():
@@ -37,18 +46,19 @@ def test_initialized_buffers_equal_those_of_from_pretrained(folder, dtype):
     assert all((parameter == 7.0).all() for parameter in model.parameters())
 
 
-def describe(folder, trainable, engine_config):
-    config = EngineConfig(**engine_config)
-    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=config.fsdp_size, ulysses_size=1).build("cpu").fsdp
-    model, _ = build_sharded(Path(folder), config, mesh, device=torch.device("cpu"), trainable=trainable)
+def describe(folder, config):
+    mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=config.fsdp_size, ulysses_size=1).build("cpu")
+    sharded = build_sharded(Path(folder), config, mesh, device=CPU)
+    model = sharded.model
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert sharded.units == [*(model.get_submodule(name) for name in units[1:]), model]
     rows = {name: (p.shape[0], p.to_local().shape[0]) for name, p in model.named_parameters()}
     return units, rows, {p.dtype for p in model.parameters()}, {p.requires_grad for p in model.parameters()}
 
 
 def test_every_layer_and_the_root_are_units_and_every_parameter_is_sharded(run_ranks, folder):
-    first, second = run_ranks(describe, 2, str(folder), True, {"param_dtype": "bfloat16"})
-    assert first[0] == ["", "causal_lm.model.layers.0", "causal_lm.model.layers.1"]
+    first, second = run_ranks(describe, 2, str(folder), EngineConfig(param_dtype="bfloat16"))
+    assert first[0] == ["", "hf_model.model.layers.0", "hf_model.model.layers.1"]
     for name, (whole, local) in first[1].items():
         assert local == -(-whole // 2), name
         assert second[1][name][1] == whole - local, name
@@ -56,16 +66,60 @@ def test_every_layer_and_the_root_are_units_and_every_parameter_is_sharded(run_r
 
 
 def test_frozen_model_is_held_in_the_compute_dtype(run_ranks, folder):
-    for _, _, dtypes, requires_grad in run_ranks(describe, 2, str(folder), False, {"param_dtype": "bfloat16"}):
+    for _, _, dtypes, requires_grad in run_ranks(describe, 2, str(folder), FrozenEngineConfig(param_dtype="bfloat16")):
         assert (dtypes, requires_grad) == ({torch.bfloat16}, {False})
+
+
+class TwiceInOneLayer(torch.nn.Module):
+    """A layer that attends twice: its first attention's output is thrown away."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, **inputs):
+        self.attention(**inputs)
+        return self.attention(**inputs)
+
+
+def score_with_a_layer_that_attends_twice(folder):
+    engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU)
+    layer = engine._model.hf_model.model.layers[1]
+    layer.self_attn = TwiceInOneLayer(layer.self_attn)
+    engine.forward(pack(random_samples([5, 3]), num_shards=1, max_tokens=8).shards[0])
+
+
+def test_number_of_attention_calls_is_checked_in_every_forward(run_ranks, folder):
+    with pytest.raises(
+        RankError, match=r"ForCausalLM is not supported: its 2 layers called the packed attention 3 times instead of"
+    ):
+        run_ranks(score_with_a_layer_that_attends_twice, 1, str(folder))
+
+
+def test_experts_implementation_needs_experts(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        build_on_meta(tiny_folder("qwen3", tmp_path), experts_implementation="eager")
+    assert str(error.value) == (
+        "engine.experts_implementation=eager has no effect on Qwen3ForCausalLM, which has no experts that can be "
+        "computed in several ways; remove it"
+    )
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_implementation_reaches_the_config_that_the_experts_read(tmp_path, implementation):
+    Qwen3MoeConfig(num_hidden_layers=1, hidden_size=32, num_experts=2, vocab_size=32, head_dim=8).save_pretrained(
+        tmp_path
+    )
+    model = build_on_meta(tmp_path, experts_implementation=implementation)
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be built as a causal language model"),
-        (json.dumps({"model_type": "no-such-model"}), "cannot be built as a causal language model"),
-        (T5Config(num_layers=1).to_json_string(), "cannot be built as a causal language model"),
+        ("{", "cannot be built as a model for CausalLM: "),
+        (json.dumps({"model_type": "no-such-model"}), "cannot be built as a model for CausalLM: "),
+        (T5Config(num_layers=1).to_json_string(), "cannot be built as a model for CausalLM: "),
         (BertConfig(num_hidden_layers=1, is_decoder=True).to_json_string(), "bias on its output projection"),
         (GPT2Config(n_layer=1).to_json_string(), r"dropout.*transformer\.drop=0\.1, .*set it to 0"),
     ],
@@ -74,11 +128,11 @@ def test_frozen_model_is_held_in_the_compute_dtype(run_ranks, folder):
 def test_models_that_cannot_be_trained_are_refused(tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
-        build_on_meta(tmp_path, torch.float32)
+        build_on_meta(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_dropout_is_refused_before_the_first_step(tmp_path, family):
     tiny_folder(family, tmp_path, attention_dropout=0.1)
     with pytest.raises(ModelError, match=r"attention_dropout=0\.1 is active\); set it to 0 in config\.json$"):
-        build_on_meta(tmp_path, torch.float32)
+        build_on_meta(tmp_path)

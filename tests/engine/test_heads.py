@@ -1,0 +1,123 @@
+"""The heads as modules on plain tensors, against the models of transformers that they stand for."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from shardwise.engine.heads import LogprobHead, ValueHead, initial_projection, make_head
+from shardwise.engine.token_slice import ScoredTokens, TokenSlice
+from shardwise.types import TokenBatch
+
+CPU = torch.device("cpu")
+LENGTHS = [7, 4, 1]
+CLASSES = {"token_values": AutoModelForTokenClassification, "sequence_scores": AutoModelForSequenceClassification}
+
+
+def value_model(family, name):
+    """Float32, eager, with a head that is not zero."""
+    config = tiny_model(family).config
+    config.num_labels = 1
+    torch.manual_seed(3)
+    return CLASSES[name].from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 100, (length,), generator=generator) for length in LENGTHS]
+
+
+def batch_of(tokens, loss_mask):
+    return TokenBatch(
+        input_ids=tokens,
+        position_ids=torch.arange(len(tokens)),
+        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
+        loss_mask=loss_mask,
+        sample_index=[0],
+    )
+
+
+def values_of(model, name, tokens):
+    """[T] values by our head from the backbone's states."""
+    batch = batch_of(tokens, torch.arange(len(tokens)) > 0)
+    head = make_head(model, name)
+    piece = TokenSlice.of(batch, head.scored, ulysses=None, device=CPU)
+    hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    (values,) = head(hidden, piece.states, piece.targets, temperature=0.5, with_entropy=True)
+    return head.outputs(piece.assemble(values, None))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_value_of_a_token_is_the_logit_of_the_token_before_it(family):
+    """The value of token s is known before s is: transformers' token classifier puts it on s - 1."""
+    model = value_model(family, "token_values")
+    for tokens in sequences():
+        outputs = values_of(model, "token_values", tokens)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
+        assert outputs.logprobs is outputs.entropy is None
+        torch.testing.assert_close(outputs.values, torch.cat([torch.zeros(1), logits[:-1]]), rtol=0, atol=1e-5)
+        assert len(tokens) == 1 or logits.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_score_of_a_sequence_is_the_pooled_logit_on_its_last_token(family):
+    """transformers pools the logit of the last token that is no padding; none of the tokens is padding here."""
+    model = value_model(family, "sequence_scores")
+    for tokens in sequences():
+        outputs = values_of(model, "sequence_scores", tokens)
+        pooled = model(input_ids=tokens[None], use_cache=False).logits[0, 0]
+        expected = torch.zeros(len(tokens))
+        expected[-1] = pooled
+        torch.testing.assert_close(outputs.values, expected, rtol=0, atol=1e-5)
+        assert pooled.abs() > 0.001
+
+
+def test_gradients_of_a_value_head_equal_those_of_the_model_of_transformers():
+    tokens = sequences()[0]
+    ours, theirs = (value_model("llama", "token_values") for _ in range(2))
+    weights = torch.linspace(-1, 1, len(tokens))
+    (values_of(ours, "token_values", tokens).values * weights).sum().backward()
+    (theirs(input_ids=tokens[None], use_cache=False).logits[0, :-1, 0] * weights[1:]).sum().backward()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert ours.score.weight.grad.abs().max() > 0.01
+
+
+def test_bfloat16_states_are_projected_in_float32():
+    """A value of 100 in bfloat16 would be off by up to 0.25."""
+    projection = torch.nn.Linear(64, 1, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 64).bfloat16()
+    states = torch.tensor([0, 2, 4])
+    (values,) = ValueHead(projection, ScoredTokens.LAST)(hidden, states, states, temperature=1.0, with_entropy=False)
+    expected = hidden[states].double() @ projection.weight[0].double() + projection.bias.double()
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_logprob_head_reads_the_transform_and_the_projection_of_its_family():
+    """Gemma 2 bends its logits with a softcap of 2."""
+    model = tiny_model("gemma2").eval()
+    tokens = sequences()[0]
+    head = make_head(model, "logprobs")
+    assert isinstance(head, LogprobHead)
+    piece = TokenSlice.of(batch_of(tokens, torch.arange(7) > 2), head.scored, ulysses=None, device=CPU)
+    hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    logprobs, entropy = head(hidden, piece.states, piece.targets, temperature=0.7, with_entropy=True)
+    logs = (model(input_ids=tokens[None], use_cache=False).logits[0].double() / 0.7).log_softmax(-1)
+    assert model(input_ids=tokens[None], use_cache=False).logits.abs().max() < 2
+    expected = torch.stack([logs[token - 1, tokens[token]] for token in range(3, 7)])
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(logs.exp() * logs).sum(-1)[2:6], rtol=0, atol=1e-5)
+    outputs = head.outputs(logprobs, entropy)
+    assert outputs.logprobs is logprobs
+    assert outputs.entropy is entropy
+    assert outputs.values is None
+
+
+def test_initial_projection_is_drawn_the_same_whatever_was_drawn_before():
+    first = initial_projection((1, 4096), 0.02)
+    torch.manual_seed(99)
+    assert torch.equal(initial_projection((1, 4096), 0.02), first)
+    assert abs(float(first.std()) - 0.02) < 0.001
+    assert abs(float(first.mean())) < 0.001

@@ -1,0 +1,189 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import random_samples, tiny_folder
+
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine
+from shardwise.engine.freeze import freeze
+from shardwise.engine.model import build_on_meta
+from shardwise.engine.precision import Precision
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+GATE = "model.layers.0.mlp.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+def kept_dtypes(folder, config, frozen_prefixes=()):
+    """Of each parameter the dtype between steps, by its name."""
+    model = build_on_meta(folder)
+    if isinstance(config, FrozenEngineConfig):
+        model.requires_grad_(False)
+    else:
+        freeze(model, frozen_prefixes)
+    precision = Precision(model, config)
+    precision.cast_parameters(model)
+    return precision, {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "frozen"),
+    [
+        ({}, F32, F32),
+        ({"param_dtype": "bfloat16"}, F32, BF16),
+        ({"param_dtype": "bfloat16", "master_dtype": "bfloat16"}, BF16, BF16),
+        ({"param_dtype": "float16"}, F32, F16),
+    ],
+)
+def test_trained_parameters_are_masters_and_frozen_ones_are_kept_as_they_compute(folder, options, trained, frozen):
+    """Trap 3."""
+    _, dtypes = kept_dtypes(folder, EngineConfig(**options), ["model.layers.0.", "model.embed_tokens"])
+    for name, dtype in dtypes.items():
+        is_frozen = name.startswith(("model.layers.0.", "model.embed_tokens"))
+        assert dtype == (frozen if is_frozen else trained), name
+    assert set(kept_dtypes(folder, FrozenEngineConfig(param_dtype="bfloat16"))[1].values()) == {BF16}
+
+
+def test_frozen_parameters_of_an_override_are_kept_in_its_dtype_and_trained_ones_stay_masters(folder):
+    overrides = [{"module": GATE, "param_dtype": "float32"}]
+    _, dtypes = kept_dtypes(folder, FrozenEngineConfig(param_dtype="bfloat16", module_precision=overrides))
+    assert {name for name, dtype in dtypes.items() if dtype == F32} == {f"{GATE}.weight"}
+    overrides = [{"module": GATE, "param_dtype": "bfloat16"}]
+    _, dtypes = kept_dtypes(folder, EngineConfig(module_precision=overrides))
+    assert set(dtypes.values()) == {F32}
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_innermost_override_decides_how_a_frozen_parameter_is_kept(folder, inner_first):
+    """A gate that computes in float32 inside a layer that computes in bfloat16 must not be rounded between steps."""
+    overrides = [
+        {"module": GATE, "param_dtype": "float32"},
+        {"module": "model.layers.0", "param_dtype": "bfloat16"},
+    ]
+    config = FrozenEngineConfig(param_dtype="float16", module_precision=overrides if inner_first else overrides[::-1])
+    _, dtypes = kept_dtypes(folder, config)
+    for name, dtype in dtypes.items():
+        expected = F32 if name.startswith(GATE) else BF16 if name.startswith("model.layers.0.") else F16
+        assert dtype == expected, name
+
+
+def test_policy_of_a_unit_is_the_engines_or_its_overrides(folder):
+    overrides = [
+        {"module": "model.layers.*.mlp.gate_proj", "param_dtype": "float32"},
+        {"module": "model.norm", "cast_forward_inputs": False},
+    ]
+    config = EngineConfig(param_dtype="bfloat16", reduce_dtype="bfloat16", module_precision=overrides)
+    precision, _ = kept_dtypes(folder, config)
+    assert list(precision.overrides) == [GATE, "model.layers.1.mlp.gate_proj", "model.norm"]
+    found = {
+        path: (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
+        for path in (None, "model.layers.0", GATE, "model.norm")
+        for policy in [precision.policy(path)]
+    }
+    assert found == {
+        None: (BF16, BF16, None, True),
+        "model.layers.0": (BF16, BF16, None, True),
+        GATE: (F32, BF16, BF16, True),
+        "model.norm": (BF16, BF16, BF16, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("model.layers.*.mlp", ["model.layers.0.mlp", "model.layers.1.mlp"]),
+        ("model.layers.0.*_layernorm", [f"model.layers.0.{n}_layernorm" for n in ("input", "post_attention")]),
+        ("*.norm", ["model.norm"]),
+        ("model.layers.1", ["model.layers.1"]),
+    ],
+)
+def test_star_stands_for_one_part_of_a_name(folder, pattern, matched):
+    config = EngineConfig(module_precision=[{"module": pattern, "param_dtype": "bfloat16"}])
+    assert list(kept_dtypes(folder, config)[0].overrides) == matched
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.*.mlp.gate", "layers.0", "model.*.gate_proj", "model.layers.2"])
+def test_name_that_matches_nothing_is_refused_with_names_that_would(folder, pattern):
+    """Trap 19."""
+    config = EngineConfig(module_precision=[{"module": pattern}])
+    with pytest.raises(ConfigError) as error:
+        kept_dtypes(folder, config)
+    assert str(error.value).startswith(
+        f"engine.module_precision: {pattern} matches no module of LlamaForCausalLM; its modules have names such as "
+    )
+    shown = str(error.value).rsplit("such as ", 1)[1].split(", ")
+    assert set(shown) <= {name for name, _ in build_on_meta(folder).named_modules()}
+
+
+def seen_dtypes(folder, overrides, train):
+    """Of a gate projection: what its forward is given, what its weight is then, and what it returns."""
+    seen = []
+
+    def note(module, args, output):
+        seen.append((args[0].dtype, module.weight.dtype, output.dtype))
+
+    options = {"param_dtype": "bfloat16", "module_precision": overrides}
+    if train:
+        engine = TrainEngine.build(
+            Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig(learning_rate=0.1)
+        )
+    else:
+        engine = TrainEngine.build(Path(folder), FrozenEngineConfig(**options), device=CPU)
+    module = engine._model.hf_model.get_submodule(GATE)
+    forward = type(module).forward
+
+    def spy(x):
+        out = forward(module, x)
+        note(module, (x,), out)
+        return out
+
+    module.forward = spy
+    module.register_forward_hook(lambda _module, _args, out: seen.append(out.dtype))
+    step = pack(random_samples([6, 5]), num_shards=1, max_tokens=16)
+    if train:
+        engine.forward_backward(step.shards[0], sft_loss, step.denominators)
+        seen.append(module.weight.grad.dtype)
+    else:
+        engine.forward(step.shards[0])
+        seen.append(module.weight.dtype)
+    return seen
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_module_with_an_override_computes_in_its_own_dtype_and_hands_on_the_engines(run_ranks, folder, train):
+    override = {"module": GATE, "param_dtype": "float32"}
+    [seen] = run_ranks(seen_dtypes, 1, str(folder), [override], train)
+    assert seen == [(F32, F32, F32), BF16, F32]
+    [seen] = run_ranks(seen_dtypes, 1, str(folder), [], train)
+    assert seen == [(BF16, BF16, BF16), BF16, F32 if train else BF16]
+
+
+def uncast_inputs(folder, cast):
+    """What reaches a norm in bfloat16 of a model in float32, and its weight then."""
+    overrides = [{"module": "model.norm", "param_dtype": "bfloat16", "cast_forward_inputs": cast}]
+    engine = TrainEngine.build(Path(folder), FrozenEngineConfig(module_precision=overrides), device=CPU)
+    norm = engine._model.hf_model.model.norm
+    seen = []
+    forward = type(norm).forward
+
+    def spy(hidden):
+        seen.append((hidden.dtype, norm.weight.dtype))
+        return forward(norm, hidden)
+
+    norm.forward = spy
+    engine.forward(pack(random_samples([6]), num_shards=1, max_tokens=16).shards[0])
+    return seen
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_inputs_come_as_they_are_where_they_are_not_cast(run_ranks, folder, cast):
+    [seen] = run_ranks(uncast_inputs, 1, str(folder), cast)
+    assert seen == [(BF16 if cast else F32, BF16)]

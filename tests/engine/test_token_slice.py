@@ -1,0 +1,133 @@
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import random_samples
+
+from shardwise.data.packing import pack
+from shardwise.engine.token_slice import ScoredTokens, TokenSlice
+from shardwise.engine.ulysses import Ulysses
+from shardwise.types import TokenBatch
+
+CPU = torch.device("cpu")
+BATCH = TokenBatch(
+    input_ids=torch.tensor([5, 9, 2, 4, 8]),
+    position_ids=torch.tensor([0, 1, 2, 0, 1]),
+    cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+    loss_mask=torch.tensor([False, False, True, False, True]),
+    sample_index=[0, 1],
+)
+
+
+class Place:
+    """The part of Ulysses that says which rank of how many this is."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+def fields_of(scored, place, batch=BATCH):
+    tokens = TokenSlice.of(batch, scored, ulysses=place, device=CPU)
+    names = ("input_ids", "position_ids", "states", "targets", "sources", "destinations")
+    return {name: getattr(tokens, name).tolist() for name in names} | {"cu_seqlens": tokens.layout.cu_seqlens.tolist()}
+
+
+def test_alone_a_rank_computes_the_pack_as_it_is():
+    """Tokens 2 and 4 are trained: from the states of tokens 1 and 3."""
+    assert fields_of(ScoredTokens.TRAINED, None) == {
+        "input_ids": [5, 9, 2, 4, 8],
+        "position_ids": [0, 1, 2, 0, 1],
+        "states": [1, 3],
+        "targets": [2, 8],
+        "sources": [1, 3],
+        "destinations": [2, 4],
+        "cu_seqlens": [0, 3, 5],
+    }
+
+
+def test_two_ranks_compute_halves_of_the_padded_pack():
+    """The example of TokenSlice: padded to 6 tokens with a sequence of its own. The state of token 1 is on rank 0, that
+    of token 3 on rank 1."""
+    common = {"sources": [1, 3], "destinations": [2, 4], "cu_seqlens": [0, 3, 5, 6]}
+    assert fields_of(ScoredTokens.TRAINED, Place(0, 2)) == common | {
+        "input_ids": [5, 9, 2],
+        "position_ids": [0, 1, 2],
+        "states": [1],
+        "targets": [2],
+    }
+    assert fields_of(ScoredTokens.TRAINED, Place(1, 2)) == common | {
+        "input_ids": [4, 8, 0],
+        "position_ids": [0, 1, 0],
+        "states": [0],
+        "targets": [8],
+    }
+
+
+def test_first_token_of_a_slice_is_scored_by_the_rank_before():
+    """Token 3 trained: its logprob comes from the state of token 2, on rank 0."""
+    batch = replace(
+        BATCH,
+        cu_seqlens=torch.tensor([0, 5], dtype=torch.int32),
+        position_ids=torch.arange(5),
+        loss_mask=torch.tensor([False, False, False, True, False]),
+    )
+    first, second = (fields_of(ScoredTokens.TRAINED, Place(rank, 2), batch) for rank in (0, 1))
+    assert (first["states"], first["targets"]) == ([2], [4])
+    assert (second["states"], second["targets"]) == ([], [])
+    assert first["sources"] == second["sources"] == [2]
+    assert first["destinations"] == second["destinations"] == [3]
+
+
+def test_scores_come_from_the_last_state_of_each_sequence():
+    """Whatever the loss mask says; the padding is a sequence too, but no sequence of the batch."""
+    for place, states in ((None, [2, 4]), (Place(0, 2), [2]), (Place(1, 2), [1])):
+        fields = fields_of(ScoredTokens.LAST, place)
+        assert (fields["states"], fields["sources"], fields["destinations"]) == (states, [2, 4], [2, 4])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_ranks", "padded"), [(5, 4, 8), (8, 4, 8), (1, 4, 4), (7, 3, 9)])
+def test_padding_is_one_sequence_that_fills_the_last_ranks(num_tokens, num_ranks, padded):
+    batch = TokenBatch(
+        input_ids=torch.arange(1, num_tokens + 1),
+        position_ids=torch.arange(num_tokens),
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        loss_mask=torch.arange(num_tokens) > 0,
+        sample_index=[0],
+    )
+    ranks = [fields_of(ScoredTokens.TRAINED, Place(rank, num_ranks), batch) for rank in range(num_ranks)]
+    num_padding = padded - num_tokens
+    assert [x for rank in ranks for x in rank["input_ids"]] == [*range(1, num_tokens + 1), *[0] * num_padding]
+    assert [x for rank in ranks for x in rank["position_ids"]] == [*range(num_tokens), *range(num_padding)]
+    assert ranks[0]["cu_seqlens"] == [0, num_tokens, *([padded] if num_padding else [])]
+    scored = [rank * padded // num_ranks + state for rank in range(num_ranks) for state in ranks[rank]["states"]]
+    assert scored == list(range(num_tokens - 1))
+
+
+def assemble(batch, scored):
+    """Of states that hold 10 times their place in the pack: the assembled pack, and the gradient of this rank's."""
+    ulysses = Ulysses(dist.group.WORLD) if dist.get_world_size() > 1 else None
+    tokens = TokenSlice.of(batch, scored, ulysses=ulysses, device=CPU)
+    start = dist.get_rank() * len(tokens.input_ids)
+    results = (10.0 * (start + tokens.states)).requires_grad_()
+    whole = tokens.assemble(results, ulysses)
+    (whole * torch.arange(1.0, 1 + len(whole))).sum().backward()
+    places = (start + tokens.states).tolist()
+    return whole.tolist(), list(zip(places, results.grad.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_arrive_where_they_belong_and_gradients_where_they_came_from(run_ranks, world_size):
+    ranks = run_ranks(assemble, world_size, BATCH, ScoredTokens.TRAINED)
+    assert [whole for whole, _ in ranks] == [[0.0, 0.0, 10.0, 0.0, 30.0]] * world_size
+    assert [x for _, grads in ranks for x in grads] == [(1, 3.0), (3, 5.0)]
+    ranks = run_ranks(assemble, world_size, BATCH, ScoredTokens.LAST)
+    assert [whole for whole, _ in ranks] == [[0.0, 0.0, 20.0, 0.0, 40.0]] * world_size
+    assert [x for _, grads in ranks for x in grads] == [(2, 3.0), (4, 5.0)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_batch_without_samples_gives_zeros_and_a_gradient(run_ranks, world_size):
+    """Backward must reach every rank's collectives (trap 21)."""
+    empty = pack(random_samples([3]), num_shards=2, max_tokens=4).shards[1][0]
+    assert run_ranks(assemble, world_size, empty, ScoredTokens.TRAINED) == [([0.0], [])] * world_size

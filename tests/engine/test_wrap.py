@@ -1,0 +1,270 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError
+from tiny_models import random_samples, tiny_folder
+from torch.distributed.fsdp import FSDPModule
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig, WrapPolicyConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine
+from shardwise.engine.mesh import ParallelDims
+from shardwise.engine.model import build_on_meta, build_sharded
+from shardwise.engine.precision import Precision
+from shardwise.engine.wrap import Units, layer_paths
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYERS = ["model.layers.0", "model.layers.1"]
+LANGUAGE_LAYERS = ["model.language_model.layers.0", "model.language_model.layers.1"]
+
+
+def qwen_vl():
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    with torch.device("meta"):
+        return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=vision))
+
+
+def gemma_vl():
+    text = TEXT | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    with torch.device("meta"):
+        return Gemma3ForConditionalGeneration(config)
+
+
+def qwen_moe():
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts))
+
+
+@pytest.mark.parametrize(
+    ("build", "vision_blocks"),
+    [
+        (qwen_vl, [f"model.visual.blocks.{i}" for i in range(3)]),
+        (gemma_vl, [f"model.vision_tower.encoder.layers.{i}" for i in range(3)]),
+    ],
+)
+def test_vision_blocks_and_decoder_layers_are_units_without_being_named(build, vision_blocks):
+    """Gemma 3 also names the vision tower's embeddings and pooling head in `_no_split_modules`: no layers."""
+    assert layer_paths(build(), WrapPolicyConfig()) == [*vision_blocks, *LANGUAGE_LAYERS]
+
+
+def test_named_classes_are_units_in_the_order_of_the_forward_pass():
+    names = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
+    expected = [*(f"model.visual.blocks.{i}" for i in range(3)), *LANGUAGE_LAYERS]
+    for order in (names, names[::-1]):
+        assert layer_paths(qwen_vl(), WrapPolicyConfig(transformer_layer_cls_to_wrap=order)) == expected
+    alone = WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen3MoeAttention"])
+    assert layer_paths(qwen_moe(), alone) == [f"{layer}.self_attn" for layer in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            {"transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayr"]},
+            "engine.wrap_policy.transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayr matches no module of "
+            "Qwen3MoeForCausalLM; its modules are of Qwen3MoeDecoderLayer, ",
+        ),
+        (
+            {"moe_experts": ["Qwen3Experts"]},
+            "engine.wrap_policy.moe_experts: Qwen3Experts matches no module of Qwen3MoeForCausalLM; its modules are of "
+            "Qwen3MoeExperts, ",
+        ),
+        (
+            {"transformer_layer_cls_to_wrap": ["Qwen3MoeAttention", "Qwen3MoeDecoderLayer"]},
+            "engine.wrap_policy.transformer_layer_cls_to_wrap: model.layers.0.self_attn is inside model.layers.0; name "
+            "the class of one of them",
+        ),
+    ],
+)
+def test_wrong_class_name_is_refused_with_those_of_the_model(policy, message):
+    """Trap 19: a wrap class that matches nothing would leave the whole model in one unit."""
+    model, config = qwen_moe(), EngineConfig(wrap_policy=policy)
+    with pytest.raises(ConfigError) as error:
+        Units(model, config, Precision(model, config))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("key", ["wrap_embeddings", "wrap_lm_output"])
+def test_tied_weights_cannot_be_units(tmp_path, key):
+    model, config = build_on_meta(tiny_folder("qwen3", tmp_path)), EngineConfig(wrap_policy={key: True})
+    with pytest.raises(ConfigError) as error:
+        Units(model, config, Precision(model, config))
+    assert str(error.value) == (
+        f"engine.wrap_policy.{key}=true: the embedding and the output projection of Qwen3ForCausalLM are one weight "
+        "(tie_word_embeddings), which stays in the root unit; set it to false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "inner"),
+    [
+        ({"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}}, "model.layers.0.mlp.experts"),
+        ({"module_precision": [{"module": "model.layers.1.mlp.gate"}]}, "model.layers.1.mlp.gate"),
+        ({"module_precision": [{"module": "model.layers.1.mlp"}]}, "model.layers.1.mlp"),
+    ],
+)
+def test_what_is_computed_in_pieces_must_be_one_unit(options, inner):
+    model, config = qwen_moe(), EngineConfig(**options)
+    units = Units(model, config, Precision(model, config))
+    outer = ".".join(inner.split(".")[:4])
+    with pytest.raises(ConfigError) as error:
+        units.require_whole([f"{layer}.mlp" for layer in LAYERS], "engine.apply_tiled_mlp=true")
+    assert str(error.value) == (
+        f"engine.apply_tiled_mlp=true computes {outer} piece by piece, but {inner} inside it is an FSDP unit of its "
+        "own and would be gathered for every piece; remove one of the two"
+    )
+    units.require_whole([f"{layer}.self_attn" for layer in LAYERS], "anything")
+
+
+def parameters_of_units(folder, options):
+    """Of every unit, in the order it is returned: the names of the parameters it gathers."""
+    config = EngineConfig(**options)
+    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1).build("cpu")
+    sharded = build_sharded(Path(folder), config, mesh, device=CPU)
+    name_of = {id(parameter): name for name, parameter in sharded.model.hf_model.named_parameters()}
+    return [[name_of[id(parameter)] for parameter in owned_parameters(unit)] for unit in sharded.units]
+
+
+def owned_parameters(unit):
+    """Those below a unit that no inner unit has."""
+    inner = {
+        id(p)
+        for child in unit.modules()
+        if child is not unit and isinstance(child, FSDPModule)
+        for p in child.parameters()
+    }
+    return [p for p in unit.parameters() if id(p) not in inner]
+
+
+def test_units_own_what_the_policy_gives_them(run_ranks, tmp_path):
+    folder = str(tiny_folder("llama", tmp_path))
+    ends = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    [units] = run_ranks(parameters_of_units, 1, folder, {})
+    assert units[2] == ends
+    assert [len(unit) for unit in units] == [9, 9, 3]
+    assert all(name.startswith(layer) for layer, unit in zip(LAYERS, units, strict=False) for name in unit)
+    [units] = run_ranks(
+        parameters_of_units, 1, folder, {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}
+    )
+    assert [units[0], units[3], units[4]] == [ends[:1], ends[2:], ends[1:2]]
+    overrides = [{"module": "model.layers.*.mlp", "param_dtype": "bfloat16"}]
+    [units] = run_ranks(parameters_of_units, 1, folder, {"module_precision": overrides})
+    assert [len(unit) for unit in units] == [6, 3, 6, 3, 3]
+    assert units[1] == [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    [units] = run_ranks(
+        parameters_of_units, 1, folder, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP"]}}
+    )
+    assert [len(unit) for unit in units] == [3, 3, 15]
+
+
+def units_of_a_moe():
+    """With expert units, whole parameters of each kind of unit."""
+    model = qwen_moe()
+    config = EngineConfig(wrap_policy={"moe_experts": ["Qwen3MoeExperts"]}, activation_checkpointing="full")
+    units = Units(model, config, Precision(model, config))
+    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1).build("cpu")
+    root = torch.nn.Module()
+    root.hf_model, root.head = model, model.lm_head
+    sharded = units.shard(root, model, model.lm_head, mesh)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[name_of[id(parameter)] for parameter in owned_parameters(unit)] for unit in sharded]
+
+
+def test_experts_are_units_inside_their_layer(run_ranks):
+    for units in run_ranks(units_of_a_moe, 2):
+        for place, layer in enumerate(LAYERS):
+            experts = [f"{layer}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+            assert units[2 * place + 1] == experts
+            assert all(name.startswith(layer) and name not in experts for name in units[2 * place])
+        assert units[4] == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+
+
+def build_engine(folder, options):
+    TrainEngine.build(Path(folder), FrozenEngineConfig(**options), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reshard_after_forward": 3},
+            "engine.reshard_after_forward=3 does not divide the 4 ranks that weights are sharded over; use true, "
+            "false, 2, 4",
+        ),
+        (
+            {"reshard_after_forward": 4, "fsdp_size": 2},
+            "engine.reshard_after_forward=4 does not divide the 2 ranks that weights are sharded over; use true, "
+            "false, 2",
+        ),
+        (
+            {"module_precision": [{"module": "lm_head"}]},
+            "lm_head holds the output projection, which is applied in float32 by a head of its own; name other modules "
+            "in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)",
+        ),
+    ],
+)
+def test_impossible_units_are_refused(run_ranks, tmp_path, options, message):
+    with pytest.raises(RankError) as error:
+        run_ranks(build_engine, 4, str(tiny_folder("llama", tmp_path)), options)
+    assert f"ConfigError: {message}\n" in str(error.value)
+
+
+def test_embedding_that_is_also_the_projection_is_no_unit_of_its_own_precision(run_ranks, tmp_path):
+    with pytest.raises(RankError, match=r"ConfigError: model\.embed_tokens holds the output projection"):
+        run_ranks(
+            build_engine,
+            1,
+            str(tiny_folder("qwen3", tmp_path)),
+            {"module_precision": [{"module": "model.embed_tokens"}]},
+        )
+
+
+def gradients(folder, options):
+    """The whole gradient of one step."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([9, 7, 7, 5, 4]), num_shards=dist.get_world_size(), max_tokens=12)
+    engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    return {name: p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
+        {"wrap_policy": {"wrap_lm_output": True}, "reshard_after_forward": False},
+        {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaAttention"]}},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": 4},
+        {"forward_prefetch": 1, "backward_prefetch": 2},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_gradients_do_not_depend_on_the_units(run_ranks, tmp_path, options):
+    folder = str(tiny_folder("llama", tmp_path))
+    expected = run_ranks(gradients, 4, folder, {})[0]
+    found = run_ranks(gradients, 4, folder, options)[0]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-7, msg=name)
+        assert gradient.any(), name
