@@ -85,9 +85,9 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.num_tokens = dist.get_rank(group), values.shape[0]
-        gathered = values.new_empty(values.shape[0] * dist.get_world_size(group))
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
-        return gathered
+        gathered = values.new_empty(dist.get_world_size(group), values.shape[0])
+        dist.all_gather(list(gathered), values.contiguous(), group=group)
+        return gathered.flatten()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

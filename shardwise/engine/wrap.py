@@ -1,6 +1,6 @@
 """Which modules become FSDP units, and how each unit is sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, cast
 
 from torch import nn
@@ -70,14 +70,29 @@ class Units:
                 )
 
     def require_whole(self, paths: Sequence[str], key: str) -> None:
-        """Raises ConfigError if a module at one of `paths` holds a unit inside it."""
+        """Raises ConfigError if a module at one of `paths` is a unit or holds one inside it."""
+        for path, inner in self._within(paths):
+            raise ConfigError(
+                f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
+                "would be gathered for every piece; remove one of the two"
+            )
+
+    def require_whole_layers(self, key: str) -> None:
+        """Raises ConfigError if a layer holds a unit inside it: recomputing a layer, torch compares its operations by
+        number with those of the forward pass, and what FSDP does to gather a unit differs between the two."""
+        for path, inner in self._within(self.layers):
+            if inner != path:
+                raise ConfigError(
+                    f"{key} recomputes {path} operation by operation, but {inner} inside it is an FSDP unit of its own "
+                    "(engine.module_precision or engine.wrap_policy.moe_experts), gathered by operations that differ; "
+                    "use activation_checkpointing=full or checkpoint_every_layers, or remove the unit"
+                )
+
+    def _within(self, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
         for inner in (*self._experts, *self._precision.overrides):
             for path in paths:
                 if inner == path or inner.startswith(f"{path}."):
-                    raise ConfigError(
-                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
-                        "would be gathered for every piece; remove one of the two"
-                    )
+                    yield path, inner
 
     def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:
         """Shards the units, inner ones first, the root with what is left.
@@ -100,7 +115,9 @@ class Units:
             units["embeddings"] = self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True)
         if wrap.wrap_lm_output:
             units["lm_output"] = self._shard(head, mesh, reshard_after_forward=keep)
-        units["root"] = self._shard(root, mesh, reshard_after_forward=False)
+        # The root reaches the projection through the model too, and would shard it once more.
+        taken = set(head.parameters()) if wrap.wrap_lm_output else set()
+        units["root"] = self._shard(root, mesh, reshard_after_forward=False, taken=taken)
         layers = [units[path] for path in self.layers]
         self._prefetch(layers)
         return list(units.values())
@@ -128,7 +145,13 @@ class Units:
         )
 
     def _shard(
-        self, module: nn.Module, mesh: EngineMesh, *, reshard_after_forward: bool | int, path: str | None = None
+        self,
+        module: nn.Module,
+        mesh: EngineMesh,
+        *,
+        reshard_after_forward: bool | int,
+        path: str | None = None,
+        taken: Set[nn.Parameter] = frozenset(),
     ) -> FSDPModule:
         on_accelerator = mesh.fsdp.device_type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=on_accelerator) if self._config.offload_policy else OffloadPolicy()
@@ -138,6 +161,7 @@ class Units:
             mp_policy=self._precision.policy(path),
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload,
+            ignored_params=set(taken),
         )
         unit = cast(FSDPModule, module)
         unit.set_gradient_divide_factor(1.0)
