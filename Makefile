@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test check format docs clean
+.PHONY: install quickstart test test-full check format docs clean
 
 install: $(VENV)/installed
 
@@ -19,6 +19,10 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# Every combination of layouts and memory options, where `make test` takes every pair.
+test-full: install
+	$(BIN)/python -m pytest -m full
 
 check: install
 	$(BIN)/ruff format --check .

@@ -41,10 +41,14 @@ def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConf
             f"engine.checkpoint_every_layers={every} would checkpoint none of the model's {len(paths)} layers; "
             f"use at most {len(paths)}"
         )
-    by_operation = config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None
-    run = partial(_run_checkpointed, offload=config.activation_offload, by_operation=by_operation)
+    run = partial(_run_checkpointed, offload=config.activation_offload, by_operation=chooses_by_operation(config))
     for path in paths[every - 1 :: every]:
         model.set_submodule(path, checkpoint_wrapper(model.get_submodule(path), checkpoint_fn=run))
+
+
+def chooses_by_operation(config: EngineConfig) -> bool:
+    """Whether each operation of a layer is kept or computed again on its own account."""
+    return config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None
 
 
 def _run_checkpointed(layer: nn.Module, *args: Any, offload: bool, by_operation: bool, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ Shapes: t tokens of this rank, n of them scored, D hidden size, V vocabulary.
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -63,8 +62,8 @@ class ValueHead(nn.Module):
         self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor]:
         """hidden [t, D], states [n] -> values [n] float32; the other arguments are those of a LogprobHead, unused."""
-        bias = None if self.projection.bias is None else self.projection.bias.float()
-        return (F.linear(hidden.index_select(0, states).float(), self.projection.weight.float(), bias)[:, 0],)
+        values = hidden.index_select(0, states).float() @ self.projection.weight.float()[0]
+        return (values if self.projection.bias is None else values + self.projection.bias.float(),)
 
     def outputs(self, values: Tensor) -> TokenOutputs:
         return TokenOutputs(values=values)

@@ -1,29 +1,184 @@
-"""A loss and its gradients are those of the samples, whatever the packing, split, order, ranks (traps 1, 5 and 6).
+"""A loss and its gradients are those of the samples, whatever the layout, the packing and the options that save memory
+(traps 1, 5 and 6).
 
 The reference is one padded batch through a Hugging Face model with an attention mask, and losses written out as loops.
+Everything that may not change a number is an axis of AXES; a cell takes one option of each. `make test` runs cells in
+which every pair of options that can be combined occurs together; `make test-full` runs the product.
 """
 
-from dataclasses import replace
+import copy
+import itertools
+import random
+from collections import namedtuple
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import FAMILIES, random_samples, tiny_folder
+from tiny_models import FAMILIES, random_samples, tiny_model
 
 from shardwise.config import AlgorithmConfig, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
+from shardwise.engine.names import plain_name
 from shardwise.recipes.losses import policy_loss, sft_loss
 
 TEMPERATURE = 0.7
 DIVISOR = 16.0
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
-LOSSES = ["sft", *MODES]
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 SHORT = [9, 5, 5]
 """Three samples: one of four ranks has only an empty micro-batch."""
-LONG = [11, 4, 7, 7, 1, 16, 3]
-"""One sequence of a single token, which trains nothing."""
+LONG = [11, 4, 7, 7, 1, 16, 3, 9, 9, 5, 2, 12]
+"""One sequence of a single token, which trains nothing; a run of four ranks needs two micro-batches of 16 each."""
+CAP = 16
+LOSS_TOLERANCE = 2e-6
+"""Relative."""
+GRADIENT_TOLERANCE = 1e-5
+"""Of the largest element of each parameter's gradient."""
+
+FROZEN = ["model.embed_tokens", "model.layers.0.mlp"]
+WORLD_SIZES = {"1": 1, "2": 2, "2 replicas": 2, "2 sp2": 2, "4": 4, "4 replicas": 4, "2x2": 4, "4 sp2": 4, "4 sp4": 4}
+WORLD_SIZES |= {"2x2 sp2": 4}
+AXES: dict[str, dict[str, dict]] = {
+    "layout": {
+        "1": {},
+        "2": {},
+        "2 replicas": {"fsdp_size": 1},
+        "2 sp2": {"ulysses_size": 2},
+        "4": {},
+        "4 replicas": {"fsdp_size": 1},
+        "2x2": {"fsdp_size": 2},
+        "4 sp2": {"ulysses_size": 2},
+        "4 sp4": {"ulysses_size": 4},
+        "2x2 sp2": {"fsdp_size": 2, "ulysses_size": 2},
+    },
+    "checkpointing": {
+        "none": {},
+        "full": {"activation_checkpointing": "full"},
+        "full offload": {"activation_checkpointing": "full", "activation_offload": True},
+        "by operation": {"activation_checkpointing": "selective"},
+        "by operation offload": {"activation_checkpointing": "selective", "activation_offload": True},
+        "every 2nd": {"activation_checkpointing": "selective", "checkpoint_every_layers": 2},
+        "every 2nd offload": {
+            "activation_checkpointing": "selective",
+            "checkpoint_every_layers": 2,
+            "activation_offload": True,
+        },
+    },
+    "micro_batches": {"one": {}, "several": {}, "each sequence": {}, "some empty": {}},
+    "tiled_mlp": {
+        "whole": {},
+        "4 tiles": {"apply_tiled_mlp": True},
+        "3 tiles": {"apply_tiled_mlp": True, "tiled_num_shards": 3},
+    },
+    "reshard": {
+        "reshard": {},
+        "keep": {"reshard_after_forward": False},
+        "over 2": {"reshard_after_forward": 2},
+    },
+    "offload_policy": {"on device": {}, "on host": {"offload_policy": True}},
+    "reduce": {"each": {}, "last": {"reduce_gradients": "last_micro_batch"}},
+    # LoRA, once engine.lora is wired: an axis {"no lora": {}, "lora": {"lora": {"rank": 4}}} here, a row in IMPOSSIBLE
+    # with "frozen", and in `reference` the gradients of the adapters, by peft on the plain transformers model.
+    "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
+    "family": {name: {} for name in FAMILIES},
+    "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
+    "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
+    "wrap": {"root": {}, "wrapped ends": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
+    "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
+}
+"""Of every axis its options, and what each sets in `engine`. The first option of an axis goes with every other."""
+IMPOSSIBLE = [
+    ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
+    ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
+    ("precision", {"attention units"}, "checkpointing", {"by operation", "by operation offload"}),
+]
+"""Pairs of options that the engine refuses."""
+CORE = ["layout", "checkpointing", "micro_batches", "tiled_mlp", "reshard", "reduce"]
+"""The axes of the product; of the others each of its cells draws an option."""
+
+
+class Cell(namedtuple("Cell", AXES)):
+    """One option of every axis."""
+
+    @property
+    def name(self):
+        """The options that are not the first of their axis."""
+        others = [o for o, (axis, known) in zip(self, AXES.items(), strict=True) if o != next(iter(known))]
+        return ", ".join(others) or "defaults"
+
+    @property
+    def world_size(self):
+        return WORLD_SIZES[self.layout]
+
+    @property
+    def engine(self):
+        merged = {}
+        for option, known in zip(self, AXES.values(), strict=True):
+            merged |= known[option]
+        return merged
+
+
+def can_combine(chosen):
+    """`chosen` maps some axes to options."""
+    return not any(chosen.get(a) in options and chosen.get(b) in others for a, options, b, others in IMPOSSIBLE)
+
+
+def all_pairs():
+    """Every two options of two axes that can be combined, in a fixed order."""
+    return {
+        ((a, option), (b, other)): None
+        for a, b in itertools.combinations(AXES, 2)
+        for option, other in itertools.product(AXES[a], AXES[b])
+        if can_combine({a: option, b: other})
+    }
+
+
+def covering_cells():
+    """Greedy: a cell starts from the first pair that no cell has yet; its other axes take, one by one, the option that
+    brings most pairs that are still missing."""
+    missing = all_pairs()
+    cells = []
+    while missing:
+        chosen = dict(next(iter(missing)))
+        for axis in (axis for axis in AXES if axis not in chosen):
+            possible = [option for option in AXES[axis] if can_combine({**chosen, axis: option})]
+            start = len(cells) % len(possible)  # ties go around
+            chosen[axis] = max(
+                possible[start:] + possible[:start],
+                key=lambda o, axis=axis: sum(
+                    ((axis, o), c) in missing or (c, (axis, o)) in missing for c in chosen.items()
+                ),
+            )
+        cells.append(Cell(**chosen))
+        for pair in itertools.combinations(cells[-1]._asdict().items(), 2):
+            missing.pop(pair, None)
+    return cells
+
+
+def product_cells():
+    """Every combination of the core axes, with one way to tile; of each other axis an option drawn at random."""
+    draw = random.Random(0)
+    cells = []
+    for core in itertools.product(*(AXES[axis] for axis in CORE)):
+        chosen = dict(zip(CORE, core, strict=True))
+        if chosen["tiled_mlp"] == "3 tiles" or not can_combine(chosen):
+            continue
+        for axis in (axis for axis in AXES if axis not in CORE):
+            chosen[axis] = draw.choice([option for option in AXES[axis] if can_combine({**chosen, axis: option})])
+        cells.append(Cell(**chosen))
+    return cells
+
+
+def batches_of_cells(cells, size):
+    """Cells that share one call of the ranks, as pytest parameters."""
+    batches = []
+    for world_size in (1, 2, 4):
+        alike = [cell for cell in cells if cell.world_size == world_size]
+        for start in range(0, len(alike), size):
+            batches.append(pytest.param(alike[start : start + size], id=f"{world_size}-ranks-from-{start}"))
+    return batches
 
 
 def algorithm(mode):
@@ -39,15 +194,34 @@ def algorithm(mode):
     )
 
 
-def padded_logprobs(model, samples):
-    """[N, L]: right-padded, with an attention mask; 0 at position 0."""
+def value_loss(outputs, batch, denominators):
+    """0.5 (v - return)^2, token mean; `advantages` holds the returns."""
+    errors = torch.where(batch.loss_mask, outputs.values - batch.advantages, 0.0)
+    return 0.5 * errors.square().sum() / denominators.num_tokens, {}
+
+
+def loss_function(name):
+    match name:
+        case "sft":
+            return sft_loss
+        case "value":
+            return value_loss
+        case mode:
+            return policy_loss(algorithm(mode))
+
+
+def padded_scores(model, samples):
+    """Logprobs, or the values of a token classifier, [N, L]: right-padded, with an attention mask; 0 at position 0."""
     width = max(len(sample.token_ids) for sample in samples)
     ids, mask = torch.zeros(2, len(samples), width, dtype=torch.int64)
     for row, sample in enumerate(samples):
         ids[row, : len(sample.token_ids)] = sample.token_ids
         mask[row, : len(sample.token_ids)] = 1
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits / TEMPERATURE
-    scores = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    if logits.shape[-1] == 1:
+        scores = logits[:, :-1, 0]
+    else:
+        scores = (logits / TEMPERATURE)[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     return torch.cat([scores.new_zeros(len(samples), 1), scores], dim=1)
 
 
@@ -55,7 +229,7 @@ def with_policy_fields(model, samples):
     """Old and reference logprobs near the model's own, so that every clip and both signs of the KL term occur."""
     torch.manual_seed(1)
     with torch.no_grad():
-        current = padded_logprobs(model, samples)
+        current = padded_scores(model, samples)
     filled = []
     for row, sample in enumerate(samples):
         length = len(sample.token_ids)
@@ -68,7 +242,7 @@ def with_policy_fields(model, samples):
 
 def reference_loss(model, samples, name):
     """One scalar, token by token, from the definitions."""
-    logprobs = padded_logprobs(model, samples)
+    scores = padded_scores(model, samples)
     per_sample = []
     for row, sample in enumerate(samples):
         terms = []
@@ -76,20 +250,23 @@ def reference_loss(model, samples, name):
             if not sample.loss_mask[t]:
                 continue
             if name == "sft":
-                terms.append(-logprobs[row, t])
+                terms.append(-scores[row, t])
                 continue
-            ratio = torch.exp(logprobs[row, t] - sample.old_logprobs[t])
             advantage = sample.advantages[t].item()
+            if name == "value":
+                terms.append(0.5 * (scores[row, t] - advantage) ** 2)
+                continue
+            ratio = torch.exp(scores[row, t] - sample.old_logprobs[t])
             surrogate = min(ratio * advantage, ratio.clamp(0.9, 1.25) * advantage)
             if advantage < 0:
                 surrogate = max(surrogate, torch.tensor(1.5 * advantage))
-            x = sample.ref_logprobs[t] - logprobs[row, t]
+            x = sample.ref_logprobs[t] - scores[row, t]
             terms.append(-surrogate + 0.3 * (torch.exp(x) - x - 1))
         if terms:
             per_sample.append(terms)
     num_tokens = sum(len(terms) for terms in per_sample)
     match name:
-        case "sft" | "token-mean":
+        case "sft" | "value" | "token-mean":
             return sum(sum(terms) for terms in per_sample) / num_tokens
         case "seq-mean-token-mean":
             return sum(sum(terms) / len(terms) for terms in per_sample) / len(per_sample)
@@ -101,112 +278,275 @@ def reference_loss(model, samples, name):
             return sum(sum(terms) for terms in per_sample)
 
 
-def reference(folder, samples):
-    """Of every loss: its value and its gradients. In float32: in float64 transformers' masks make padded rows NaN."""
-    from transformers import AutoModelForCausalLM
+def reference(model, samples, name):
+    """A loss and its gradients. In float32: in float64 transformers' masks make padded rows NaN."""
+    model.zero_grad()
+    loss = reference_loss(model, samples, name)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    results = {}
-    for name in LOSSES:
-        model.zero_grad()
-        loss = reference_loss(model, samples, name)
-        loss.backward()
-        results[name] = loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+def value_model(causal_lm):
+    """The same backbone with a score head."""
+    from transformers import AutoModelForTokenClassification
+
+    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict() | {"num_labels": 1})
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model.base_model.load_state_dict(causal_lm.base_model.state_dict())
+    with torch.no_grad():
+        model.score.weight.normal_(0, 0.2)
+        model.score.bias.fill_(0.3)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Families:
+    """What cells start from and are compared to, by family."""
+
+    models: dict
+    """(family, whether it has a value head) -> model."""
+    folders: dict[tuple[str, bool], str]
+    samples: dict[tuple[str, str], list]
+    """(family, "short" or "long") -> samples."""
+    references: dict
+    """(family, "short" or "long", loss) -> loss and gradients, computed when first asked for."""
+
+    def expected(self, cell):
+        case = case_of(cell)
+        key = cell.family, case, cell.loss
+        if key not in self.references:
+            model = self.models[cell.family, cell.loss == "value"]
+            self.references[key] = reference(model, self.samples[cell.family, case], cell.loss)
+        return self.references[key]
+
+
+def case_of(cell):
+    return "short" if cell.micro_batches == "some empty" else "long"
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    models, folders, samples = {}, {}, {}
+    for family in FAMILIES:
+        heads = {"hidden_size": 28, "num_attention_heads": 4} if family == "llama" else {}
+        causal_lm = tiny_model(family, **heads).eval()
+        for has_value_head, model in {False: causal_lm, True: value_model(causal_lm)}.items():
+            models[family, has_value_head] = model
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            folders[family, has_value_head] = str(folder)
+        for case, lengths in {"short": SHORT, "long": LONG}.items():
+            samples[family, case] = with_policy_fields(
+                causal_lm, random_samples(lengths, prompt_tokens=1, seed=len(lengths))
+            )
+    return Families(models, folders, samples, {})
+
+
+def split(samples, how, num_shards):
+    """Micro-batches of every shard, and the denominators of the step."""
+    whole = pack(samples, num_shards=num_shards, max_tokens=sum(len(sample.token_ids) for sample in samples))
+    match how:
+        case "one":
+            return whole.shards, whole.denominators
+        case "several":
+            return pack(samples, num_shards=num_shards, max_tokens=CAP).shards, whole.denominators
+        case "some empty":
+            return pack(samples, num_shards=num_shards, max_tokens=max(SHORT)).shards, whole.denominators
+    assert how == "each sequence"
+    alone = [pack([s], num_shards=2, max_tokens=CAP).shards for s in samples]  # the second shard is an empty batch
+    padding = [alone[0][1][0]] * (-len(samples) % num_shards)
+    batches = [shards[0][0] for shards in alone] + padding
+    return [batches[shard::num_shards] for shard in range(num_shards)], whole.denominators
+
+
+def train_cells(folders, samples, cells, param_dtype="float32"):
+    """Of every cell: for the samples in order and in reverse, this rank's number of micro-batches, its share of the
+    loss, and its shards of the gradients (None where there is no gradient)."""
+    results = []
+    for cell in cells:
+        try:
+            results.append(train_cell(folders, samples, cell, param_dtype))
+        except Exception as error:
+            error.add_note(f"in the cell {cell.name}")
+            raise
     return results
 
 
-def sharded_gradients(folder, engine_config, samples, orders, caps):
-    """Of every loss, order of the samples and token cap: this rank's share of the loss, and the whole gradient."""
-    torch.manual_seed(0)
+def train_cell(folders, samples, cell, param_dtype):
     engine = TrainEngine.build(
-        Path(folder), EngineConfig(**engine_config), device=torch.device("cpu"), optimizer=OptimizerConfig()
+        Path(folders[cell.family, cell.loss == "value"]),
+        EngineConfig(**cell.engine, param_dtype=param_dtype),
+        device=torch.device("cpu"),
+        optimizer=OptimizerConfig(),
+        head="token_values" if cell.loss == "value" else "logprobs",
     )
+    num_sharing = cell.engine.get("ulysses_size", 1)
+    in_order = samples[cell.family, case_of(cell)]
     results = []
-    for order in orders:
-        for cap in caps:
-            step = pack([samples[i] for i in order], num_shards=dist.get_world_size(), max_tokens=cap)
-            batches = step.shards[dist.get_rank()]
-            for name in LOSSES:
-                metrics = engine.forward_backward(
-                    batches,
-                    sft_loss if name == "sft" else policy_loss(algorithm(name)),
-                    step.denominators,
-                    temperature=TEMPERATURE,
-                    with_entropy=True,
-                )
-                named = engine._model.hf_model.named_parameters()
-                gradients = {n: torch.as_tensor(p.grad.full_tensor()).clone() for n, p in named}
-                engine._model.zero_grad()
-                shape = len(batches), sum(len(batch.sample_index) for batch in batches)
-                results.append((name, shape, metrics["train/loss"].result(), gradients))
-    return results if dist.get_rank() == 0 else [(name, shape, loss, {}) for name, shape, loss, _ in results]
+    for step_samples in (in_order, in_order[::-1]):
+        shards, denominators = split(step_samples, cell.micro_batches, dist.get_world_size() // num_sharing)
+        batches = shards[dist.get_rank() // num_sharing]
+        metrics = engine.forward_backward(
+            batches, loss_function(cell.loss), denominators, temperature=TEMPERATURE, with_entropy=True
+        )
+        gradients = {
+            plain_name(name): None if p.grad is None else p.grad.to_local().clone()
+            for name, p in engine._model.hf_model.named_parameters()
+        }
+        engine._model.zero_grad()
+        results.append((len(batches), metrics["train/loss"].result(), gradients))
+    return results
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request, tmp_path_factory):
-    """A folder, and of each list of lengths the samples and their reference."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    cases = {}
-    for key, lengths in {"short": SHORT, "long": LONG}.items():
-        samples = with_policy_fields(model, random_samples(lengths, prompt_tokens=1, seed=len(lengths)))
-        cases[key] = samples, reference(folder, samples)
-    return folder, cases
+def whole_gradients(shards_by_rank, fsdp_size):
+    """Puts the ranks' shards together. Replicas must hold the same bits."""
+    first = shards_by_rank[:fsdp_size]
+    for start in range(fsdp_size, len(shards_by_rank), fsdp_size):
+        for own, other in zip(first, shards_by_rank[start : start + fsdp_size], strict=True):
+            assert all(own[name] is other[name] or torch.equal(own[name], other[name]) for name in own)
+    return {
+        name: None if shard is None else torch.cat([rank[name] for rank in first]) for name, shard in first[0].items()
+    }
 
 
-LAYOUTS = {
-    "1-rank": (1, {}, "long", [64, 16]),
-    "2-ranks": (2, {}, "long", [64, 16]),
-    "4-ranks": (4, {}, "long", [16]),
-    "hsdp-2x2": (4, {"fsdp_size": 2}, "long", [16]),
-    "4-ranks-one-empty": (4, {}, "short", [9]),
-    "2-ranks-one-batch-empty": (2, {}, "short", [9]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_gradients_equal_the_padded_reference(run_ranks, family, layout):
-    world_size, engine_config, case, caps = LAYOUTS[layout]
-    folder, cases = family
-    samples, expected = cases[case]
-    natural = list(range(len(samples)))
-    ranks = run_ranks(
-        sharded_gradients, world_size, str(folder), engine_config, samples, [natural, natural[::-1]], caps
-    )
-    assert len(ranks[0]) == 2 * len(caps) * len(LOSSES)
+def errors_of_cell(cell, ranks, expected):
+    """The relative error of the loss, and of each gradient the largest error relative to its largest element, over both
+    orders of the samples."""
+    loss, gradients = expected
+    num_sharing = cell.engine.get("ulysses_size", 1)
+    loss_error, gradient_errors = 0.0, dict.fromkeys(gradients, 0.0)
     for parts in zip(*ranks, strict=True):
-        name, _, _, gradients = parts[0]
-        loss, reference_gradients = expected[name]
-        assert sum(part[2] for part in parts) == pytest.approx(loss, rel=2e-6), name
-        assert gradients.keys() == reference_gradients.keys()
-        for parameter, gradient in gradients.items():
-            error = (gradient - reference_gradients[parameter]).abs().max()
-            largest = reference_gradients[parameter].abs().max()
-            assert error < 1e-5 * largest, (name, parameter, float(error / largest))
-    held = [[part[1] for part in rank] for rank in ranks]
-    if layout == "4-ranks-one-empty":
-        assert sorted(rank[0] for rank in held) == [(1, 0), (1, 1), (1, 1), (1, 1)]
-    if layout == "1-rank":
-        assert set(held[0]) == {(1, 7), (4, 7)}, "one pack, and four micro-batches"
+        if cell.micro_batches in ("several", "each sequence"):
+            assert parts[0][0] >= 2, cell.name
+        total = sum(part[1] for part in parts[::num_sharing])
+        loss_error = max(loss_error, abs(total - loss) / abs(loss))
+        whole = whole_gradients([part[2] for part in parts], cell.engine.get("fsdp_size", cell.world_size))
+        assert whole.keys() == gradients.keys()
+        for name, gradient in whole.items():
+            if cell.frozen == "frozen" and name.startswith(tuple(FROZEN)):
+                assert gradient is None, (cell.name, name)
+                continue
+            error = (gradient - gradients[name]).abs().max() / gradients[name].abs().max()
+            gradient_errors[name] = max(gradient_errors[name], error.item())
+    return loss_error, gradient_errors
 
 
-def test_policy_reference_takes_every_branch(family):
+def assert_cells_equal_the_reference(run_ranks, families, cells):
+    results = run_ranks(
+        train_cells,
+        cells[0].world_size,
+        families.folders,
+        families.samples,
+        cells,
+        timeout_seconds=60 + 10 * len(cells),
+    )
+    wrong = []
+    for cell, ranks in zip(cells, zip(*results, strict=True), strict=True):
+        loss_error, gradient_errors = errors_of_cell(cell, ranks, families.expected(cell))
+        worst = max(gradient_errors, key=gradient_errors.get)
+        print(f"{cell.name}: {loss_error:.1e} {gradient_errors[worst]:.1e}")
+        if not (loss_error <= LOSS_TOLERANCE and gradient_errors[worst] <= GRADIENT_TOLERANCE):
+            wrong.append(f"{cell.name}: loss {loss_error:.1e}, gradient of {worst} {gradient_errors[worst]:.1e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_covering_cells_hold_every_pair_of_options_that_can_be_combined():
+    """Guards the tests below; pairs that the engine refuses are few."""
+    cells = covering_cells()
+    held = {pair for cell in cells for pair in itertools.combinations(cell._asdict().items(), 2)}
+    assert held == all_pairs().keys()
+    assert len(set(cells)) == len(cells)
+
+
+@pytest.mark.parametrize("cells", batches_of_cells(covering_cells(), 16))
+def test_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
+    assert_cells_equal_the_reference(run_ranks, families, cells)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cells", batches_of_cells(product_cells(), 64))
+def test_all_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
+    assert_cells_equal_the_reference(run_ranks, families, cells)
+
+
+def flat(gradients):
+    return torch.cat([gradient.double().flatten() for gradient in gradients.values()])
+
+
+def distance(gradients, others):
+    """L2, of the whole gradient, relative to `others`."""
+    return (flat(gradients) - flat(others)).norm().item() / flat(others).norm().item()
+
+
+def cell(**options):
+    return Cell(**{axis: next(iter(known)) for axis, known in AXES.items()} | options)
+
+
+HALF_CELLS = {
+    1: [{}, {"micro_batches": "several"}, {"checkpointing": "full", "tiled_mlp": "4 tiles"}],
+    2: [
+        {"layout": "2", "micro_batches": "several"},
+        {"layout": "2", "micro_batches": "several", "reduce": "last", "checkpointing": "by operation offload"},
+        {"layout": "2 sp2", "tiled_mlp": "3 tiles"},
+    ],
+    4: [
+        {"layout": "4", "micro_batches": "each sequence", "reshard": "over 2"},
+        {"layout": "2x2", "micro_batches": "several"},
+        {"layout": "4 sp4", "micro_batches": "several"},
+        {"layout": "2x2 sp2", "micro_batches": "several", "checkpointing": "full"},
+    ],
+}
+HALF_LOSS_TOLERANCE = 5e-3
+"""Relative, to the reference; 2.5e-3 is measured."""
+HALF_GRADIENT_TOLERANCE = 0.035
+"""Relative L2 distance of the whole gradient to the reference's; 0.024 is measured, and 0.037 between the reference
+and float32."""
+HALF_LAYOUT_TOLERANCE = 0.01
+"""The same between two layouts, where only sums are in another order; 0.006 is measured."""
+
+
+@pytest.mark.parametrize(("family", "loss"), [("qwen3", "sft"), ("llama", "value"), ("gemma2", "sft")])
+def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_errors_break(
+    run_ranks, families, family, loss
+):
+    """The reference is the same padded batch through the model in bfloat16. A lost micro-batch is five times farther
+    from it than is allowed, a factor 1/sp fourteen times."""
+    samples, model = families.samples[family, "long"], families.models[family, loss == "value"]
+    expected_loss, expected = reference(copy.deepcopy(model).bfloat16(), samples, loss)
+    first = None
+    for world_size, rows in HALF_CELLS.items():
+        cells = [cell(family=family, loss=loss, **row) for row in rows]
+        results = run_ranks(train_cells, world_size, families.folders, families.samples, cells, "bfloat16")
+        for half_cell, ranks in zip(cells, zip(*results, strict=True), strict=True):
+            parts = [rank[0] for rank in ranks]
+            total = sum(part[1] for part in parts[:: half_cell.engine.get("ulysses_size", 1)])
+            gradients = whole_gradients([part[2] for part in parts], half_cell.engine.get("fsdp_size", world_size))
+            first = gradients if first is None else first
+            assert total == pytest.approx(expected_loss, rel=HALF_LOSS_TOLERANCE), half_cell.name
+            assert distance(gradients, expected) < HALF_GRADIENT_TOLERANCE, half_cell.name
+            assert distance(gradients, first) < HALF_LAYOUT_TOLERANCE, half_cell.name
+
+    longest = LONG.index(max(LONG))  # alone in its micro-batch
+    kept = samples[:longest] + samples[longest + 1 :]
+    share, num_tokens = (sum(int(sample.loss_mask.sum()) for sample in some) for some in (kept, samples))
+    _, gradients = reference(model, kept, loss)
+    lost = {name: gradient * share / num_tokens for name, gradient in gradients.items()}
+    assert distance(lost, expected) > 5 * HALF_GRADIENT_TOLERANCE
+
+
+def test_policy_reference_takes_every_branch(families):
     """Guards the tests above: each clip, and tokens that no clip cuts, occur in the samples."""
-    from transformers import AutoModelForCausalLM
-
-    folder, cases = family
-    samples, _ = cases["long"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        logprobs = padded_logprobs(model, samples)
-    ratios = [
-        (torch.exp(logprobs[row, t] - s.old_logprobs[t]).item(), s.advantages[t].item())
-        for row, s in enumerate(samples)
-        for t in s.loss_mask.nonzero()[:, 0].tolist()
-    ]
-    assert any(r > 1.25 and a > 0 for r, a in ratios)
-    assert any(r < 0.9 and a < 0 for r, a in ratios)
-    assert any(r > 1.5 and a < 0 for r, a in ratios)
-    assert any(0.9 < r < 1.25 for r, _ in ratios)
+    for family in FAMILIES:
+        samples = families.samples[family, "long"]
+        with torch.no_grad():
+            logprobs = padded_scores(families.models[family, False], samples)
+        ratios = [
+            (torch.exp(logprobs[row, t] - s.old_logprobs[t]).item(), s.advantages[t].item())
+            for row, s in enumerate(samples)
+            for t in s.loss_mask.nonzero()[:, 0].tolist()
+        ]
+        assert any(r > 1.25 and a > 0 for r, a in ratios)
+        assert any(r < 0.9 and a < 0 for r, a in ratios)
+        assert any(r > 1.5 and a < 0 for r, a in ratios)
+        assert any(0.9 < r < 1.25 for r, _ in ratios)
