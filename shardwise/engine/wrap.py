@@ -129,9 +129,7 @@ class Units:
         taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:
             ordered.append(self._shard(head, mesh, reshard_after_forward=keep))
-            taken = set(
-                head.parameters()
-            )  # which the root also reaches through the model's own name for the projection
+            taken = set(head.parameters())  # the root reaches them by the model's own name for the projection too
         return [*ordered, self._shard(root, mesh, reshard_after_forward=False, ignored=taken)]
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:

@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from shardwise.engine.heads import LogprobHead, ValueHead, initial_projection, make_head
+from shardwise.engine.heads import LogprobHead, ValueHead, fresh_head, make_head
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
 from shardwise.types import TokenBatch
 
@@ -115,9 +115,15 @@ def test_logprob_head_reads_the_transform_and_the_projection_of_its_family():
     assert outputs.values is None
 
 
-def test_initial_projection_is_drawn_the_same_whatever_was_drawn_before():
-    first = initial_projection((1, 4096), 0.02)
+def test_a_fresh_head_is_drawn_the_same_whatever_was_drawn_before():
+    model = value_model("llama", "token_values")
+    first = fresh_head(model, "token_values")
     torch.manual_seed(99)
-    assert torch.equal(initial_projection((1, 4096), 0.02), first)
-    assert abs(float(first.std()) - 0.02) < 0.001
-    assert abs(float(first.mean())) < 0.001
+    again = fresh_head(model, "token_values")
+    assert first.keys() == again.keys() == {"score.weight", "score.bias"}
+    assert torch.equal(again["score.weight"], first["score.weight"])
+    std = model.config.initializer_range
+    assert 0.5 * std < float(first["score.weight"].std()) < 1.5 * std
+    assert not first["score.bias"].any()
+    assert fresh_head(value_model("llama", "sequence_scores"), "sequence_scores").keys() == {"score.weight"}
+    assert fresh_head(tiny_model("llama"), "logprobs") is None

@@ -192,5 +192,5 @@ def test_a_layer_makes_four_exchanges_and_no_other_collective(run_ranks, tmp_pat
         added = {name: count - without.get(name, 0) for name, count in counts.items()}
         assert {name: count for name, count in added.items() if count} == {
             "alltoall_base_": 2 * 4 * num_passes,
-            "_allgather_base_": 2,
+            "allgather_": 2,
         }
