@@ -1,0 +1,213 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import random_samples, tiny_folder, tiny_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine, activations
+from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, checkpoint_layers
+from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
+from shardwise.engine.names import plain_name
+from shardwise.ops import PackedLayout
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_TOKENS, HIDDEN = 4, 10, 32
+PATHS = [f"model.layers.{i}" for i in range(NUM_LAYERS)]
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+EVERY_SECOND = SELECTIVE | {"checkpoint_every_layers": 2}
+
+
+def packed_model(options, num_layers=NUM_LAYERS):
+    """A model whose layers are checkpointed as the options say."""
+    register_packed_attention()
+    model = tiny_model("qwen3", num_hidden_layers=num_layers)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    checkpoint_layers(model, PATHS[:num_layers], EngineConfig(**options))
+    return model.train()
+
+
+def forward(model):
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 6, NUM_TOKENS], dtype=torch.int32), device=CPU)
+    ids = torch.arange(3, 3 + NUM_TOKENS)[None]
+    positions = torch.tensor([[*range(6), *range(4)]])
+    call = PackedCall(layout, AttentionBackend("auto", None))
+    return model(input_ids=ids, position_ids=positions, use_cache=False, packed=call).logits
+
+
+def gradients(model):
+    loss = forward(model).log_softmax(-1)[..., 7].sum()
+    loss.backward()
+    return loss.item(), {plain_name(name): p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapped"),
+    [
+        ({}, []),
+        (FULL, [0, 1, 2, 3]),
+        (SELECTIVE, [0, 1, 2, 3]),
+        (EVERY_SECOND, [1, 3]),
+        (SELECTIVE | {"checkpoint_every_layers": 3}, [2]),
+        (SELECTIVE | {"checkpoint_every_layers": 4}, [3]),
+    ],
+)
+def test_chosen_layers_are_wrapped(options, wrapped):
+    layers = packed_model(options).model.layers
+    assert [i for i, layer in enumerate(layers) if isinstance(layer, CheckpointWrapper)] == wrapped
+
+
+def test_checkpointing_none_of_the_layers_is_refused():
+    with pytest.raises(ConfigError) as error:
+        packed_model(SELECTIVE | {"checkpoint_every_layers": 5})
+    assert str(error.value) == (
+        "engine.checkpoint_every_layers=5 would checkpoint none of the model's 4 layers; use at most 4"
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("options", [FULL, SELECTIVE, EVERY_SECOND], ids=["full", "selective", "every second"])
+def test_gradients_are_those_without_checkpoints_to_the_last_bit(options, offload):
+    loss, expected = gradients(packed_model({}))
+    found_loss, found = gradients(packed_model(options | {"activation_offload": offload}))
+    assert found_loss == loss
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+        assert gradient.any(), name
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [1, 1, 1, 1]), (FULL, [2, 2, 2, 2]), (SELECTIVE, [2, 2, 2, 2]), (EVERY_SECOND, [1, 2, 1, 2])],
+    ids=["none", "full", "selective", "every second"],
+)
+def test_checkpointed_layers_run_forward_twice(options, expected):
+    model = packed_model(options)
+    runs = Counter()
+    for index, path in enumerate(PATHS):
+        layer = model.get_submodule(path)
+        inner = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
+        inner.input_layernorm.register_forward_pre_hook(lambda *_, index=index: runs.update([index]))
+    gradients(model)
+    assert [runs[index] for index in range(NUM_LAYERS)] == expected
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are really computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, operations):
+        return sum(self.counts[operation] for operation in operations)
+
+
+def test_selective_computes_attention_once_and_half_of_the_matrix_products_again():
+    """7 matrix products a layer: query, key, value, output, gate, up, down; one attention call for each of the two
+    sequences. Backward needs no result of the last product, so all but that are computed again, or the 2nd, 4th and
+    6th."""
+    found = {}
+    for name, options in {"none": {}, "full": FULL, "selective": SELECTIVE}.items():
+        model = packed_model(options)
+        with Operations() as operations:
+            logits = forward(model)
+            forward_matmuls, forward_attention = operations.of(MATMUL_OPS), operations.of(ATTENTION_OPS)
+            logits.sum().backward()
+        found[name] = operations.of(MATMUL_OPS), operations.of(ATTENTION_OPS)
+        assert forward_matmuls == 7 * NUM_LAYERS + 1
+        assert forward_attention == 2 * NUM_LAYERS
+    matmuls, attention = found["none"]
+    assert found["full"] == (matmuls + 6 * NUM_LAYERS, attention + 2 * NUM_LAYERS)
+    assert found["selective"] == (matmuls + 3 * NUM_LAYERS, attention)
+
+
+def shapes_kept(num_layers):
+    """What autograd keeps between forward and backward beside the parameters."""
+    model = packed_model(FULL, num_layers)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = Counter()
+
+    def note(tensor):
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in parameters:
+            shapes[tuple(tensor.shape)] += 1
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        forward(model)
+    return shapes
+
+
+def test_full_keeps_one_input_for_each_layer():
+    """Two layers more: two inputs more."""
+    assert shapes_kept(NUM_LAYERS) - shapes_kept(NUM_LAYERS - 2) == {(1, NUM_TOKENS, HIDDEN): 2}
+
+
+def test_offload_moves_the_inputs_of_checkpointed_layers_and_nothing_else(monkeypatch):
+    moved, back = [], []
+    to_host, to_device = activations._to_host, activations._to_device
+    monkeypatch.setattr(activations, "_to_host", lambda t: moved.append((tuple(t.shape), t.nbytes)) or to_host(t))
+    monkeypatch.setattr(activations, "_to_device", lambda p: back.append(tuple(p[1].shape)) or to_device(p))
+    gradients(packed_model(EVERY_SECOND | {"activation_offload": True}))
+    inputs = [(shape, size) for shape, size in moved if size]
+    assert inputs == [((1, NUM_TOKENS, HIDDEN), 4 * NUM_TOKENS * HIDDEN)] * 2
+    assert [shape for shape in back if 0 not in shape] == [(1, NUM_TOKENS, HIDDEN)] * 2
+
+
+def test_offloaded_tensor_is_a_copy_that_returns_to_its_device():
+    tensor = torch.randn(3, 4).t()
+    packed = activations._to_host(tensor)
+    original = tensor.clone()
+    tensor.zero_()
+    assert packed[0] == CPU
+    assert packed[1].untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    returned = activations._to_device(packed)
+    assert torch.equal(returned, original)
+    assert returned.stride() == original.stride()
+
+
+def gradients_on_ranks(folder, options):
+    """The whole gradient of one step."""
+    config = EngineConfig(**options)
+    engine = TrainEngine.build(Path(folder), config, device=CPU, optimizer=OptimizerConfig())
+    num_shards = dist.get_world_size() // config.ulysses_size
+    step = pack(random_samples([9, 7, 7, 5, 4]), num_shards=num_shards, max_tokens=12)
+    engine.forward_backward(step.shards[dist.get_rank() // config.ulysses_size], sft_loss, step.denominators)
+    return {plain_name(n): p.grad.full_tensor() for n, p in engine._model.hf_model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FULL,
+        FULL | {"activation_offload": True},
+        SELECTIVE,
+        EVERY_SECOND,
+        FULL | {"reshard_after_forward": False},
+        SELECTIVE | {"ulysses_size": 2},
+        FULL | {"ulysses_size": 2, "activation_offload": True},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_recomputation_inside_fsdp_units_gives_the_same_gradients(run_ranks, tmp_path, options):
+    """With Ulysses the exchanges of attention are repeated too, on all ranks alike."""
+    folder = str(tiny_folder("gemma2", tmp_path))
+    layout = {key: value for key, value in options.items() if key == "ulysses_size"}
+    expected = run_ranks(gradients_on_ranks, 2, folder, layout)[0]
+    found = run_ranks(gradients_on_ranks, 2, folder, options)[0]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-7, msg=name)
+        assert gradient.any(), name
