@@ -188,6 +188,7 @@ def import_blocks(
     Returns:
         The blocks, and the names that become nothing in this model, each with the name that renaming gave it.
     """
+    targets = dict(runtime)
     prefix = model.base_model_prefix
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -196,11 +197,11 @@ def import_blocks(
     unused: dict[str, str] = {}
     for stored in sorted(stored_names, key=dot_natural_key):
         renamed = apply_renamings(stored, renamings)
-        target, pattern = rename_source_key(renamed, [], converters, prefix, dict(runtime))
-        if target not in runtime and stored in runtime:
+        target, pattern = rename_source_key(renamed, [], converters, prefix, targets)
+        if target not in targets and stored in targets:
             renamed = target = stored
             pattern = None
-        if target not in runtime:
+        if target not in targets:
             unused[stored] = target
             continue
         new = ImportBlock(target, {}, _Transform(model, target, _owner(pattern, converters)))

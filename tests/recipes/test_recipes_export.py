@@ -46,8 +46,8 @@ def test_exported_weights_are_the_sources_cast(model_folder, tmp_path, capsys, d
     tokenizers = [AutoTokenizer.from_pretrained(path) for path in (model_folder, out)]
     assert tokenizers[0]("2+3=5").input_ids == tokenizers[1]("2+3=5").input_ids
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
-    size = (out / "model.safetensors").stat().st_size / 2**30
-    assert capsys.readouterr().out == f"{out}: {dtype}, {size:.2f} GiB in 1 files\n"
+    size = (out / "model.safetensors").stat().st_size / 2**20
+    assert capsys.readouterr().out == f"{out}: {dtype}, {size:,.1f} MiB in 1 file\n"
 
 
 def test_fused_experts_are_written_as_the_files_of_transformers(model_folder, tmp_path, group_of_one):
