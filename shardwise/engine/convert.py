@@ -9,12 +9,13 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder
 from shardwise.engine.loading import load_weights
+from shardwise.engine.model_folder import take_generation_config
 
 
 def convert_folder(
@@ -55,8 +56,7 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = _model_class(folder, config.architectures)._from_config(config, dtype=dtype)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():
         tensors[name].data = tensors[name].data.to(stored)

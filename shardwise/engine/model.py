@@ -23,6 +23,7 @@ from shardwise.engine.freeze import freeze
 from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, fresh_head, make_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
+from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.precision import Precision
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
@@ -191,6 +192,7 @@ def build_on_meta(
     if reason := unsupported_reason(model, has_projection=head_name == "logprobs"):
         raise ModelError(f"{folder}: {reason}")
     _refuse_dropout(model)
+    take_generation_config(model, folder)
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model

@@ -7,12 +7,14 @@ from typing import Self
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+GENERATION_CONFIG_NAME = "generation_config.json"
 
 
 def resolve_folder(path: str) -> Path:
@@ -106,3 +108,9 @@ class ModelFolder:
             if not (self.folder / file).is_file():
                 raise ValueError(f"it puts {name} into {file}, which does not exist")
         return weight_map
+
+
+def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Gives a model that is built from its config the generation config beside it, so that exports keep it."""
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

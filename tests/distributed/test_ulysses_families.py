@@ -1,13 +1,12 @@
 """Ranks that share sequences compute what one rank and plain transformers compute, family by family (traps 4 and 6)."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
-from tiny_models import random_samples, reference_logprobs, tiny_folder, tiny_model
+from tiny_models import random_samples, reference_logprobs, tiny_folder
 
 from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -15,7 +14,6 @@ from shardwise.engine import TrainEngine
 from shardwise.engine.attention import AttentionBackend, PackedCall, _packed_attention
 from shardwise.engine.ulysses import Ulysses
 from shardwise.ops import PackedLayout
-from shardwise.types import MetricValue
 
 CPU = torch.device("cpu")
 PACKS = [[13], [5, 3, 9], [8], [2], [1]]

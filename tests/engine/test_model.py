@@ -6,7 +6,7 @@ import torch
 from ranks import RankError
 from tiny_models import FAMILIES, random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, Qwen3MoeConfig, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, GPT2Config, Qwen3MoeConfig, T5Config
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack
@@ -136,3 +136,10 @@ def test_attention_dropout_is_refused_before_the_first_step(tmp_path, family):
     tiny_folder(family, tmp_path, attention_dropout=0.1)
     with pytest.raises(ModelError, match=r"attention_dropout=0\.1 is active\); set it to 0 in config\.json$"):
         build_on_meta(tmp_path)
+
+
+def test_the_generation_config_beside_the_model_is_kept(tmp_path):
+    """Qwen's holds two tokens that end a completion; config.json knows one of them."""
+    folder = tiny_folder("qwen3", tmp_path)
+    GenerationConfig(eos_token_id=[1, 7], temperature=0.6).save_pretrained(folder)
+    assert build_on_meta(folder).generation_config.eos_token_id == [1, 7]
