@@ -111,6 +111,19 @@ class ModelFolder:
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Gives a model that is built from its config the generation config beside it, so that exports keep it."""
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    """Gives a model that is built from its config the generation config beside it, so that exports keep it.
+
+    Raises:
+        ModelError: transformers would refuse to save it.
+    """
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return
+    config = GenerationConfig.from_pretrained(folder)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"{folder / GENERATION_CONFIG_NAME} cannot be saved again as it is; correct it: {text}"
+        ) from None
+    model.generation_config = config

@@ -141,5 +141,12 @@ def test_attention_dropout_is_refused_before_the_first_step(tmp_path, family):
 def test_the_generation_config_beside_the_model_is_kept(tmp_path):
     """Qwen's holds two tokens that end a completion; config.json knows one of them."""
     folder = tiny_folder("qwen3", tmp_path)
-    GenerationConfig(eos_token_id=[1, 7], temperature=0.6).save_pretrained(folder)
+    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(folder)
     assert build_on_meta(folder).generation_config.eos_token_id == [1, 7]
+
+
+def test_a_generation_config_that_could_not_be_saved_again_is_refused_at_once(tmp_path):
+    folder = tiny_folder("qwen3", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be saved again .*do_sample"):
+        build_on_meta(folder)
