@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import RankError
 from tiny_models import random_samples, reference_logprobs, tiny_folder
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.engine.attention import AttentionBackend, PackedCall, _packed_attention
@@ -165,7 +165,7 @@ def forward_versions(folders, versions):
     """Of every folder and version of the samples: the logprobs of each sequence."""
     results = []
     for folder in folders:
-        engine = TrainEngine.build(Path(folder), EngineConfig(ulysses_size=dist.get_world_size()), device=CPU)
+        engine = TrainEngine.build(Path(folder), FrozenEngineConfig(ulysses_size=dist.get_world_size()), device=CPU)
         steps = [pack(samples, num_shards=1, max_tokens=64) for samples in versions]
         outputs = engine.forward([step.shards[0][0] for step in steps])
         results.append([unpack(step, [[out.logprobs]]) for step, out in zip(steps, outputs, strict=True)])
