@@ -95,6 +95,7 @@ def test_sequences_without_trained_tokens_are_packed_but_not_counted():
 
 
 def test_sample_over_the_cap_is_refused_by_name_with_both_numbers():
+    """Trap 2."""
     with pytest.raises(DataError, match=r"sample 1 has 9 tokens, more than engine\.max_tokens_per_micro_batch=8,"):
         pack(samples_of([3, 9]), num_shards=1, max_tokens=8)
     assert layout(pack(samples_of([8]), num_shards=1, max_tokens=8)) == [[[0]]]
@@ -110,6 +111,7 @@ lengths_and_shards = st.tuples(st.lists(st.integers(1, 32), max_size=60), st.int
 
 @given(lengths_and_shards)
 def test_packing_holds_its_promises(case):
+    """Trap 2: no batch exceeds the cap, whatever the lengths."""
     lengths, num_shards, max_tokens = case
     samples = samples_of(lengths)
     step = pack(samples, num_shards=num_shards, max_tokens=max_tokens)
@@ -117,7 +119,7 @@ def test_packing_holds_its_promises(case):
     assert len(step.shards) == num_shards
     assert len({len(shard) for shard in step.shards}) == 1
     assert len(step.shards[0]) >= 1
-    assert all(len(batch.input_ids) <= max_tokens for batch in batches)  # trap 2
+    assert all(len(batch.input_ids) <= max_tokens for batch in batches)
     assert sorted(index for batch in batches for index in batch.sample_index) == list(range(len(samples)))
     for batch in batches:
         sizes = batch.cu_seqlens.diff().tolist()
