@@ -72,7 +72,9 @@ def rank_main(folder: Path, dtype: str, args: argparse.Namespace) -> None:
     with process_group(rank, device_type="cpu", timeout_seconds=600):
         peer = BareTraining(folder, param_dtype=getattr(torch, dtype), learning_rate=LEARNING_RATE)
         sides = dict(zip(SIDES, (our_step(folder, dtype), peer.step), strict=True))
-        losses = {side: [mean_over_ranks(step(rows)) for rows in batches[:NUM_CHECKED_STEPS]] for side, step in sides.items()}
+        losses = {
+            side: [mean_over_ranks(step(rows)) for rows in batches[:NUM_CHECKED_STEPS]] for side, step in sides.items()
+        }
         check_losses(losses, dtype)
         turns = [timed_turn(sides, batches, turn, args.steps_per_turn) for turn in range(args.rounds)]
         if rank.rank == 0:

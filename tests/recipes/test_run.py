@@ -19,7 +19,9 @@ def config(output_dir, **trainer) -> SFTConfig:
 
 def run_of(output_dir, group, *, total_steps=5, **trainer) -> Run:
     whole = config(output_dir, **trainer)
-    return Run("sft", whole, whole.model, whole.trainer, group=group, total_steps=total_steps, model_size="1M parameters")
+    return Run(
+        "sft", whole, whole.model, whole.trainer, group=group, total_steps=total_steps, model_size="1M parameters"
+    )
 
 
 def lines(path):
