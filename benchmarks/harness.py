@@ -56,8 +56,9 @@ def report(
     memory_ratios: Mapping[str, float],
     values: Mapping[str, Any],
     write: bool = True,
+    out: Path | None = None,
 ) -> None:
-    """Writes results/NAME.json, and prints the result as the last line.
+    """Writes results/NAME.json (or `out`), and prints the result as the last line.
 
     Args:
         ratios: ours / peer of tokens per second, the medians of paired rounds; a peer that did not run is left out.
@@ -66,9 +67,10 @@ def report(
     """
     result = {"benchmark": name, "ratios": dict(ratios), "memory_ratios": dict(memory_ratios), "values": dict(values)}
     if write:
-        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}.json" if out is None else out
+        path.parent.mkdir(parents=True, exist_ok=True)
         stamped = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "versions": versions(), **result}
-        (RESULTS / f"{name}.json").write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 
