@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError
+from tiny_models import random_samples, tiny_folder, tiny_model
+
+from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine
+from shardwise.engine.compile import compile_layers, use_liger_kernels
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+
+
+def train(folder, compiles):
+    """Loss and whole gradient of a step of packs of several lengths; how many layers are compiled."""
+    engine = TrainEngine.build(
+        Path(folder), EngineConfig(compile_layers=compiles), device=CPU, optimizer=OptimizerConfig()
+    )
+    step = pack(random_samples([9, 7, 5]), num_shards=dist.get_world_size(), max_tokens=12)
+    metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    gradients = {name: p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
+    compiled = sum(layer._compiled_call_impl is not None for layer in engine._model.hf_model.model.layers)
+    return metrics["train/loss"].result(), gradients, compiled
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(run_ranks, tmp_path):
+    """Over packed sequences, whose layout changes from batch to batch."""
+    folder = str(tiny_folder("llama", tmp_path, num_hidden_layers=1))
+    [(expected_loss, expected, _)] = run_ranks(train, 1, folder, False)
+    [(loss, gradients, num_compiled)] = run_ranks(train, 1, folder, True, timeout_seconds=240)
+    assert num_compiled == 1
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
+def test_only_the_layers_named_are_compiled():
+    model = tiny_model("llama")
+    compile_layers(model, ["model.layers.1"])
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["model.layers.1"]
+
+
+def build_with_liger(folder):
+    TrainEngine.build(Path(folder), EngineConfig(use_liger_kernels=True), device=CPU, optimizer=OptimizerConfig())
+
+
+def test_liger_kernels_are_refused_on_a_cpu(run_ranks, tmp_path):
+    with pytest.raises(
+        RankError, match=r"ConfigError: engine\.use_liger_kernels=true needs a CUDA device, and this rank runs on cpu\n"
+    ):
+        run_ranks(build_with_liger, 1, str(tiny_folder("llama", tmp_path)))
+
+
+def test_liger_kernels_without_the_package_are_refused(monkeypatch):
+    def not_installed(*_args):
+        raise ImportError("liger-kernel")
+
+    monkeypatch.setattr("shardwise.engine.compile.apply_liger_kernel", not_installed)
+    with pytest.raises(ConfigError) as error:
+        use_liger_kernels(tiny_model("llama"), torch.device("cuda", 0))
+    assert str(error.value) == "engine.use_liger_kernels=true needs the package liger-kernel, which is not installed"

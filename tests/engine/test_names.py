@@ -1,0 +1,65 @@
+import pytest
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from shardwise.engine.names import closest_classes, closest_modules, plain_name
+from shardwise.engine.tiled_mlp import TiledMLP
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp, self.norm = (
+            nn.Linear(2, 2),
+            nn.Sequential(nn.Linear(2, 2), nn.GELU()),
+            nn.LayerNorm(2),
+        )
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda module: TiledMLP(module, 2)])
+def test_plain_names_are_those_before_anything_was_wrapped(wrap):
+    model = Model()
+    before = [name for name, _ in model.named_parameters()]
+    model.layers[1].mlp = wrap(model.layers[1].mlp)
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    modules = dict(model.named_modules())
+    assert "layers.1._checkpoint_wrapped_module.mlp._checkpoint_wrapped_module.0" in modules
+    assert [plain_name(name) for name in modules if name.endswith(".0")] == [
+        "layers.0",
+        "layers.0.mlp.0",
+        "layers.1.mlp.0",
+    ]
+    # The wrappers leave themselves out of the names of parameters in a state dict, but not of named_parameters.
+    assert [plain_name(name) for name, _ in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("layers.0.norms", "layers.0.norm, layers.1.norm, layers.0.mlp, layers.0, layers.0.mlp.1"),
+        ("xyz", "embed, layers, layers.0, layers.0.attention, layers.0.mlp"),
+    ],
+)
+def test_closest_modules_are_similar_names_or_the_first_ones(given, shown):
+    assert closest_modules(Model(), given) == f"its modules have names such as {shown}"
+
+
+def test_closest_modules_have_plain_names():
+    model = Model()
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    message = closest_modules(model, "layers.1.norm")
+    assert message.startswith("its modules have names such as layers.1.norm, ")
+    assert "_checkpoint" not in message
+
+
+def test_closest_classes_are_all_that_have_parameters_the_most_similar_first():
+    first, *others = closest_classes(Model(), "Blok").removeprefix("its modules are of ").split(", ")
+    assert first == "Block"
+    assert sorted(others) == ["Embedding", "LayerNorm", "Linear", "Model", "ModuleList", "Sequential"]

@@ -1,0 +1,168 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import random_samples, tiny_folder
+from torch.distributed.tensor import DTensor
+
+from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine
+from shardwise.engine.offload import HostCopies
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.recipes.losses import sft_loss
+
+CPU = torch.device("cpu")
+PARTS = ["params", "grads", "optimizer"]
+needs_state_tensors = pytest.mark.skipif(
+    not hasattr(ShardedOptimizer, "state_tensors"), reason="the optimizer does not name its states yet"
+)
+
+
+def test_storages_are_empty_while_away_and_hold_the_same_bits_afterwards():
+    tensors = [torch.randn(3, 5), torch.arange(7), torch.tensor(float("nan")), torch.randn(2).bfloat16()]
+    originals = [tensor.clone() for tensor in tensors]
+    pointers = [id(tensor) for tensor in tensors]
+    copies = HostCopies()
+    assert not copies
+    copies.take(tensors)
+    assert copies
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 4
+    assert [tensor.shape for tensor in tensors] == [original.shape for original in originals]
+    copies.give_back()
+    assert not copies
+    assert [id(tensor) for tensor in tensors] == pointers
+    for tensor, original in zip(tensors, originals, strict=True):
+        torch.testing.assert_close(tensor, original, rtol=0, atol=0, equal_nan=True)
+
+
+def test_views_of_one_storage_share_one_copy():
+    base = torch.arange(12.0)
+    views = [base[:5], base.view(3, 4).t(), base[8:]]
+    copies = HostCopies()
+    copies.take([*views, base])
+    assert sum(host.nbytes for _, host in copies._copies.values()) == base.nbytes
+    assert base.untyped_storage().nbytes() == 0
+    copies.give_back()
+    assert base.tolist() == list(range(12))
+    views[0].fill_(-1)
+    assert base[:6].tolist() == [-1, -1, -1, -1, -1, 5]
+
+
+def test_taking_or_giving_back_twice_changes_nothing():
+    first, second = torch.arange(4.0), torch.arange(3)
+    copies = HostCopies()
+    copies.give_back()
+    copies.take([first])
+    copies.take([first, second])  # the first is away already
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+    copies.give_back()
+    copies.give_back()
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3], [0, 1, 2])
+    copies.take([first])
+    copies.give_back()
+    assert first.tolist() == [0, 1, 2, 3]
+
+
+def test_empty_tensor_and_no_tensor_are_nothing_to_take():
+    copies = HostCopies()
+    copies.take([torch.zeros(0), torch.zeros(3, 0)])
+    copies.take([])
+    assert not copies
+    copies.give_back()
+
+
+def test_offload_that_returns_to_the_wrong_device():
+    """Trap 27: the storage itself is filled again, so there is no other device to return to."""
+    tensor = torch.arange(5.0)
+    storage = tensor.untyped_storage()
+    copies = HostCopies()
+    copies.take([tensor])
+    copies.give_back()
+    assert tensor.untyped_storage()._cdata == storage._cdata
+    assert (tensor.device, storage.device, storage.nbytes()) == (CPU, CPU, 20)
+
+
+def local_bytes(tensors):
+    """What the shards occupy."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
+
+
+def tensors_of(engine, part):
+    return engine._tensors(part)
+
+
+def train_with_trips(folder, trips, options):
+    """Three optimizer steps; before each, and between gradient and update, the parts named in `trips` make a trip.
+    Returns the weights, and the sizes of every part while one is away."""
+    engine = TrainEngine.build(
+        Path(folder),
+        EngineConfig(**options),
+        device=CPU,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        total_steps=3,
+    )
+    step = pack(random_samples([9, 7, 7, 5, 4]), num_shards=dist.get_world_size(), max_tokens=12)
+    batches, away = step.shards[dist.get_rank()], []
+
+    def trip():
+        for part in trips:
+            others = [other for other in ("params", "grads") if other != part]
+            before = {other: local_bytes(tensors_of(engine, other)) for other in (part, *others)}
+            engine.offload(part)
+            after = {other: local_bytes(tensors_of(engine, other)) for other in (part, *others)}
+            away.append((before[part], after[part], [before[o] for o in others] == [after[o] for o in others]))
+            engine.onload(part)
+            assert local_bytes(tensors_of(engine, part)) == before[part]
+
+    for _ in range(3):
+        trip()
+        engine.forward_backward(batches, sft_loss, step.denominators)
+        trip()
+        engine.optim_step()
+    logprobs = engine.forward(batches)[0].logprobs
+    return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}, logprobs, away
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize("part", ["params", "grads", pytest.param("optimizer", marks=needs_state_tensors)])
+def test_training_with_trips_to_the_host_gives_the_same_bits(run_ranks, tmp_path, part, options):
+    """Each part leaves on its own, the others stay where they are."""
+    folder = str(tiny_folder("llama", tmp_path))
+    expected = run_ranks(train_with_trips, 2, folder, [], options)
+    found = run_ranks(train_with_trips, 2, folder, [part], options)
+    for (weights, logprobs, away), (other_weights, other_logprobs, _) in zip(found, expected, strict=True):
+        assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
+        assert torch.equal(logprobs, other_logprobs)
+        sizes = [before for before, _, _ in away]
+        assert len(sizes) == 6
+        assert all(after == 0 and others_stay for _, after, others_stay in away)
+        assert max(sizes) > 0
+        assert all(sizes) or part != "params"
+
+
+def leave_and_step(folder):
+    """How many bytes of each part are on the device after everything has left, and after everything is back."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([9, 7]), num_shards=2, max_tokens=12)
+    batches = step.shards[dist.get_rank()]
+    for _ in range(2):
+        engine.forward_backward(batches, sft_loss, step.denominators)
+        engine.optim_step()
+    engine.forward_backward(batches, sft_loss, step.denominators)
+    here = {part: local_bytes(tensors_of(engine, part)) for part in PARTS}
+    engine.offload(*PARTS)
+    away = {part: local_bytes(tensors_of(engine, part)) for part in PARTS}
+    engine.onload(*PARTS)
+    return here, away, {part: local_bytes(tensors_of(engine, part)) for part in PARTS}
+
+
+@needs_state_tensors
+def test_optimizer_states_that_never_leave(run_ranks, tmp_path):
+    """Trap 27: after `offload` nothing of the two moments is on the device."""
+    for here, away, back in run_ranks(leave_and_step, 2, str(tiny_folder("llama", tmp_path))):
+        assert away == dict.fromkeys(PARTS, 0)
+        assert back == here
+        assert here["optimizer"] >= 2 * here["params"] * 0.9  # FSDP pads parameters, not the moments
+        assert here["grads"] > 0
