@@ -1,0 +1,126 @@
+"""Adapters as a user trains them: `shardwise sft` and `rl` with engine.lora, then `export`, `eval`, peft itself."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+SFT_STEPS, RL_STEPS = 3, 3
+
+
+@pytest.fixture(scope="module")
+def sft(assets, shell, tmp_path_factory):
+    """On two ranks that share their sequences, layers computed twice, adapters saved alone."""
+    folder = tmp_path_factory.mktemp("lora") / "sft"
+    done = shell(
+        *["shardwise", "sft", "--nproc", "2", f"model.path={assets.model}", f"data.train_files={assets.sft}"],
+        *["data.max_sequence_tokens=64", f"trainer.output_dir={folder}", f"trainer.total_steps={SFT_STEPS}"],
+        *["trainer.batch_size=8", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],
+        *["engine.lora={rank: 4, alpha: 16, use_dora: true, save_merged: false}", "engine.ulysses_size=2"],
+        *["engine.activation_checkpointing=full", "engine.apply_tiled_mlp=true"],
+    )
+    assert done.code == 0, done.err
+    assert "M trained) on 2 ranks" in done.out
+    return folder
+
+
+def test_only_the_adapter_is_saved_and_commands_say_how_to_merge_it(sft, assets, command):
+    checkpoint = sft / "checkpoints" / f"step_{SFT_STEPS}"
+    assert [path.name for path in checkpoint.iterdir()] == ["adapter"]
+    config = json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["use_dora"], config["base_model_name_or_path"]) == (4, True, str(assets.model))
+    done = command(
+        "eval", f"model.path={sft}", f"data.validation_files={assets.rl}", f"reward.function={assets.reward}"
+    )
+    assert done.code == 2
+    assert (
+        f"holds an adapter and no whole model (engine.lora.save_merged=false); merge them with `shardwise export {sft}"
+        in (done.err)
+    )
+
+
+def test_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shell, tmp_path):
+    from peft import PeftModel
+
+    done = shell("shardwise", "export", str(sft), str(tmp_path / "merged"), "--dtype", "float32", "--nproc", "2")
+    assert done.code == 0, done.err
+    base = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32)
+    start = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, sft / "checkpoints" / f"step_{SFT_STEPS}" / "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert merged.keys() == start.keys()
+    for name, tensor in adapted.state_dict().items():
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-5)
+    moved = [name for name in start if not torch.equal(start[name], merged[name])]
+    assert all("_proj." in name for name in moved)
+    assert len(moved) == 14, "seven linear layers in each of two layers"
+
+
+@pytest.fixture(scope="module")
+def rl(assets, shell, tmp_path_factory):
+    """With a KL term, two optimizer steps for each rollout, and everything off the device between phases."""
+    folder = tmp_path_factory.mktemp("lora") / "rl"
+    done = shell(
+        *["shardwise", "rl", "--nproc", "2", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
+        *["data.max_prompt_tokens=40", "engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4"],
+        *["rollout.group_size=4", "rollout.max_response_tokens=8", f"reward.function={assets.reward}"],
+        *[f"trainer.total_steps={RL_STEPS}", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],
+        *[f"trainer.output_dir={folder}", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"],
+        *["engine.lora={rank: 4}", "engine.param_offload=true", "engine.optimizer_offload=true"],
+    )
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_rollout_serves_the_adapted_weights_and_the_reference_is_the_base(rl, assets, metrics_of):
+    """Trap 11: an adapter that never reaches the rollout would show in its logprobs."""
+    metrics = metrics_of(rl)
+    assert len(metrics) == RL_STEPS
+    for row in metrics:
+        assert row["rollout/logprob_abs_diff_max"] < 1e-4
+        assert row["train/grad_norm"] > 1e-4
+    kl = [row["policy/ref_kl"] for row in metrics]
+    assert kl[-1] > kl[0], "the policy has left its reference"
+    assert kl[-1] > 1e-4
+    checkpoint = rl / "checkpoints" / f"step_{RL_STEPS}"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["adapter", "hf"]
+    base = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(checkpoint / "hf", dtype=torch.float32).state_dict()
+    assert sum(not torch.equal(merged[name], base[name]) for name in base) == 14
+
+
+def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_of, tmp_path):
+    done = command(
+        *["rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
+        *["engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4", "rollout.group_size=4"],
+        *["rollout.max_response_tokens=8", f"reward.function={assets.reward}", f"trainer.total_steps={RL_STEPS}"],
+        *["trainer.learning_rate=1e-2", "trainer.tensorboard=false", f"trainer.output_dir={tmp_path}"],
+        *["algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "engine.lora={rank: 4}"],
+    )
+    assert done.code == 0, done.err
+    for offloaded, kept in zip(metrics_of(rl), metrics_of(tmp_path), strict=True):
+        assert offloaded["reward/mean"] == kept["reward/mean"]
+        assert offloaded["train/loss"] == pytest.approx(kept["train/loss"], abs=1e-5)
+        assert offloaded["policy/ref_kl"] == pytest.approx(kept["policy/ref_kl"], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.lora={rank: 4, target_modules: [q_prj]}"], "'q_prj' matches no module of Qwen3ForCausalLM"),
+        (["engine.lora={rank: 4, adapter_path: nowhere}"], "nowhere cannot be read as a LoRA adapter"),
+        (["engine.lora={rank: 0}"], "engine.lora.rank=0: input should be greater than 0"),
+        (["engine.lora={rnk: 4}"], "engine.lora.rnk: unknown key; did you mean engine.lora.rank?"),
+        (["engine.param_offload=true"], "engine.param_offload=true has no effect in supervised fine-tuning"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_step(assets, command, tmp_path, overrides, message):
+    done = command(
+        *["sft", f"model.path={assets.model}", f"data.train_files={assets.sft}", "data.max_sequence_tokens=64"],
+        *[f"trainer.output_dir={tmp_path}", "trainer.total_steps=1", *overrides],
+    )
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "metrics.jsonl").exists()
