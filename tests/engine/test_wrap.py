@@ -256,6 +256,7 @@ def gradients(folder, options):
     [
         {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
         {"wrap_policy": {"wrap_lm_output": True}, "reshard_after_forward": False},
+        {"wrap_policy": {"wrap_embeddings": True}, "module_precision": [{"module": "model.embed_tokens"}]},
         {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaAttention"]}},
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
