@@ -39,7 +39,7 @@ class WrapPolicyConfig(Config):
     """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the
     vision blocks of models that have them."""
     wrap_embeddings: bool = False
-    """The token embedding is a unit: freed after its forward, at the price of another gather. Not for models whose
+    """The token embedding is a unit: sharded like a layer, at the price of another gather. Not for models whose
     embedding and output projection are one weight."""
     wrap_lm_output: bool = False
     """The output projection (or value head) is a unit, gathered only while it works. Not for tied weights either."""

@@ -40,33 +40,34 @@ class Precision:
             self.overrides |= dict.fromkeys(paths, entry)
 
     def policy(self, path: str | None) -> MixedPrecisionPolicy:
-        """Of the unit at `path`; None stands for a unit without an override."""
-        entry = self.overrides.get(path) if path is not None else None
-        if entry is None:
+        """Of the unit at `path`; None stands for the root."""
+        at = None if path is None else self._override_of(path)
+        if path is None or at is None:
             return MixedPrecisionPolicy(param_dtype=self._compute, reduce_dtype=self._reduce)
-        # What follows the module computes in the engine's dtype and would not take another one.
+        # What follows the overridden module computes in the dtype around it and would not take another one.
+        around = self._override_of(path.rpartition(".")[0])
         return MixedPrecisionPolicy(
-            param_dtype=self._compute_dtype(entry),
+            param_dtype=self._compute_dtype(at),
             reduce_dtype=self._reduce,
-            output_dtype=self._compute,
-            cast_forward_inputs=entry.cast_forward_inputs,
+            output_dtype=self._compute_dtype(around) if at == path else None,
+            cast_forward_inputs=self.overrides[at].cast_forward_inputs,
         )
 
     def cast_parameters(self, model: nn.Module) -> None:
         """Gives every parameter of a model on meta its dtype between steps."""
-        innermost_first = sorted(self.overrides.items(), key=lambda item: item[0].count("."), reverse=True)
         for name, parameter in model.named_parameters():
-            dtype = self._master
-            if not parameter.requires_grad:
-                dtype = next(
-                    (self._compute_dtype(e) for path, e in innermost_first if name.startswith(f"{path}.")),
-                    self._compute,
-                )
+            dtype = self._master if parameter.requires_grad else self._compute_dtype(self._override_of(name))
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 
-    def _compute_dtype(self, entry: ModulePrecisionConfig) -> torch.dtype:
-        return self._compute if entry.param_dtype is None else getattr(torch, entry.param_dtype)
+    def _override_of(self, path: str) -> str | None:
+        """The innermost module with an override that `path` is or lies in."""
+        above = [at for at in self.overrides if path == at or path.startswith(f"{at}.")]
+        return max(above, key=len, default=None)
+
+    def _compute_dtype(self, at: str | None) -> torch.dtype:
+        name = None if at is None else self.overrides[at].param_dtype
+        return self._compute if name is None else getattr(torch, name)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -115,6 +115,8 @@ class Units:
         # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
         chosen = {*self.layers, *self._experts, *self._precision.overrides}
+        if wrap.wrap_embeddings:
+            chosen.update(path for path, module in modules.items() if module is hf_model.get_input_embeddings())
         self._require_no_projection(chosen, modules, head)
         keep: Any = self._keep_sharded(mesh)
         units = {
@@ -124,8 +126,6 @@ class Units:
         }
         self._prefetch([units[path] for path in self.layers])
         ordered = list(reversed(units.values()))
-        if wrap.wrap_embeddings:
-            ordered.insert(0, self._shard(hf_model.get_input_embeddings(), mesh, reshard_after_forward=True))
         taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:
             ordered.append(self._shard(head, mesh, reshard_after_forward=keep))

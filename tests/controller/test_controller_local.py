@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.controller.launch import launch
-from shardwise.controller.local import RankGroup
+from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 
 ROOT = Path(__file__).parents[2]
@@ -113,3 +113,44 @@ def test_a_rank_that_is_stopped_is_named_within_its_deadline(tmp_path, capfd, me
     error = capfd.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.rank, self.heard = torch.distributed.get_rank(), []
+
+    def hear(self, shard, common):
+        self.heard.append([shard.tolist(), common])
+        return 100 * self.rank + int(shard.sum())
+
+    def recall(self):
+        return self.heard
+
+
+def scatter_shards(num_shards):
+    """Of four ranks: the results of a scatter, and what each rank was given."""
+    worker, control = Listener(), torch.distributed.group.WORLD
+    if torch.distributed.get_rank() != 0:
+        serve(worker, control)
+        return None
+    group = RankGroup(worker, control, timeout_seconds=20)
+    shards = [torch.tensor([1 + index, 10]) for index in range(num_shards)]
+    found = group.scatter("hear", shards, "all"), group.call("recall")
+    with pytest.raises(AssertionError, match=r"\(3, 4\)"):
+        group.scatter("hear", shards[:1] * 3, "all")
+    group.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "results", "heard"),
+    [
+        (4, [11, 112, 213, 314], [1, 2, 3, 4]),
+        (2, [11, 212], [1, 1, 2, 2]),
+        (1, [11], [1, 1, 1, 1]),
+    ],
+)
+def test_neighbouring_ranks_share_a_shard_and_the_first_of_them_answers(run_ranks, num_shards, results, heard):
+    """Ranks of one sequence (engine.ulysses_size) are neighbours too."""
+    found, _, _, _ = run_ranks(scatter_shards, 4, num_shards)
+    assert found == (results, [[[[first, 10], "all"]] for first in heard])

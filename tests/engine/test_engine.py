@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,8 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankError
 from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.config import EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
@@ -201,3 +204,117 @@ def test_num_parameters_counts_the_whole_model_once(run_ranks, folder):
 
     expected = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert {result[2] for result in run_ranks(shares_of_the_loss, 2, str(folder), [5])} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "message"),
+    [
+        (
+            EngineConfig(),
+            None,
+            "strategy=fsdp2_train needs an optimizer; trained engines are fsdp2_train, frozen ones fsdp2_infer",
+        ),
+        (
+            FrozenEngineConfig(),
+            OptimizerConfig(),
+            "strategy=fsdp2_infer takes no optimizer; trained engines are fsdp2_train, frozen ones fsdp2_infer",
+        ),
+    ],
+)
+def test_strategy_and_optimizer_belong_together(config, optimizer, message):
+    with pytest.raises(ConfigError) as error:
+        TrainEngine.build(Path("nowhere"), config, device=CPU, optimizer=optimizer)
+    assert str(error.value) == message
+
+
+class Collectives(TorchDispatchMode):
+    """Counts them by name. (CommDebugMode's notion of modules does not survive a second backward.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reduced_gradients(folder, engine_config):
+    """Of two optimizer steps: the number of micro-batches, of collectives, and the whole gradient."""
+    config = EngineConfig(**engine_config)
+    engine = TrainEngine.build(Path(folder), config, device=CPU, optimizer=OptimizerConfig(learning_rate=1e-2))
+    step = pack(random_samples([9, 7, 7, 5, 8, 6, 9, 4]), num_shards=dist.get_world_size(), max_tokens=9)
+    results = []
+    for _ in range(2):
+        with Collectives() as mode:
+            metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+        named = engine._model.hf_model.named_parameters()
+        gradients = {name: p.grad.full_tensor().clone() for name, p in named}
+        results.append((len(step.shards[0]), mode.counts, metrics["train/loss"].result(), gradients))
+        engine.optim_step()
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {}), (4, {"fsdp_size": 2})], ids=["fsdp", "hsdp"])
+def test_gradients_reduced_once_a_step_equal_those_reduced_every_micro_batch(run_ranks, folder, world_size, layout):
+    """Three units (two layers and the root): a reduction of each after every micro-batch, or after the last. Replicas
+    are summed once a step either way."""
+    each = run_ranks(reduced_gradients, world_size, str(folder), layout)
+    once = run_ranks(reduced_gradients, world_size, str(folder), layout | {"reduce_gradients": "last_micro_batch"})
+    for ours, theirs in zip(once, each, strict=True):
+        for (num_batches, once_counts, loss, gradients), (_, each_counts, other_loss, expected) in zip(
+            ours, theirs, strict=True
+        ):
+            assert num_batches > 1
+            assert each_counts["_reduce_scatter_base_"] == 3 * num_batches
+            assert once_counts["_reduce_scatter_base_"] == 3
+            num_replica_sums = 3 if layout else 0
+            assert each_counts["allreduce_"] == once_counts["allreduce_"] == num_replica_sums
+            assert loss == pytest.approx(other_loss, rel=1e-6)
+            for name, gradient in expected.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6, msg=name)
+                assert gradient.any(), name
+
+
+def modes_and_shards(folder, reshard_after_forward):
+    """Whether modules were in training mode, and whether parameters were whole: inside the last layer, and afterwards,
+    for a forward, a step and a forward."""
+    engine = TrainEngine.build(
+        Path(folder),
+        EngineConfig(reshard_after_forward=reshard_after_forward),
+        device=CPU,
+        optimizer=OptimizerConfig(),
+    )
+    hf_model = engine._model.hf_model
+    step = pack(random_samples([9, 7]), num_shards=2, max_tokens=9)
+    batches = step.shards[dist.get_rank()]
+
+    def whole(module):
+        return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+    inside = []
+    hf_model.model.norm.register_forward_hook(
+        lambda module, *_: inside.append((module.training, bool(whole(hf_model.model.layers[0])), bool(whole(module))))
+    )
+    afterwards = []
+    for run in (
+        lambda: engine.forward(batches),
+        lambda: engine.forward_backward(batches, sft_loss, step.denominators),
+        lambda: engine.forward(batches),
+    ):
+        run()
+        afterwards.append(whole(engine._model))
+    return inside, afterwards
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_units_hold_only_their_shards_between_passes_and_dropout_would_act_in_training_only(
+    run_ranks, folder, reshard_after_forward
+):
+    """While the final norm runs the root is whole; a layer before it is, where units are kept for a backward pass that
+    never follows a plain forward."""
+    kept = not reshard_after_forward
+    for inside, afterwards in run_ranks(modes_and_shards, 2, str(folder), reshard_after_forward):
+        assert inside == [(False, kept, True), (True, kept, True), (False, kept, True)]
+        assert afterwards == [[], [], []]

@@ -96,6 +96,29 @@ def test_policy_of_a_unit_is_the_engines_or_its_overrides(folder):
     }
 
 
+def test_units_inside_an_override_compute_as_it_does_and_hand_on_what_is_around_them(folder):
+    """The layers of a model are units of their own, and so are modules with another override inside them."""
+    overrides = [
+        {"module": "model", "param_dtype": "bfloat16", "cast_forward_inputs": False},
+        {"module": GATE, "param_dtype": "float32"},
+    ]
+    precision, kept = kept_dtypes(folder, FrozenEngineConfig(module_precision=overrides, param_dtype="float16"))
+    found = {
+        path: (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs)
+        for path in (None, "model", "model.layers.0", GATE, "lm_head")
+        for policy in [precision.policy(path)]
+    }
+    assert found == {
+        None: (F16, None, True),
+        "model": (BF16, F16, False),
+        "model.layers.0": (BF16, None, False),
+        GATE: (F32, BF16, True),
+        "lm_head": (F16, None, True),
+    }
+    assert kept["model.layers.0.self_attn.q_proj.weight"] == kept["model.norm.weight"] == BF16
+    assert kept["lm_head.weight"] == F16
+
+
 @pytest.mark.parametrize(
     ("pattern", "matched"),
     [

@@ -205,28 +205,31 @@ def build_engine(folder, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("world_size", "options", "message"),
     [
         (
+            4,
             {"reshard_after_forward": 3},
             "engine.reshard_after_forward=3 does not divide the 4 ranks that weights are sharded over; use true, "
             "false, 2, 4",
         ),
         (
-            {"reshard_after_forward": 4, "fsdp_size": 2},
+            2,
+            {"reshard_after_forward": 4},
             "engine.reshard_after_forward=4 does not divide the 2 ranks that weights are sharded over; use true, "
             "false, 2",
         ),
         (
+            1,
             {"module_precision": [{"module": "lm_head"}]},
             "lm_head holds the output projection, which is applied in float32 by a head of its own; name other modules "
             "in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)",
         ),
     ],
 )
-def test_impossible_units_are_refused(run_ranks, tmp_path, options, message):
+def test_impossible_units_are_refused(run_ranks, tmp_path, world_size, options, message):
     with pytest.raises(RankError) as error:
-        run_ranks(build_engine, 4, str(tiny_folder("llama", tmp_path)), options)
+        run_ranks(build_engine, world_size, str(tiny_folder("llama", tmp_path)), options)
     assert f"ConfigError: {message}\n" in str(error.value)
 
 
@@ -253,6 +256,7 @@ def gradients(folder, options):
     [
         {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
         {"wrap_policy": {"wrap_lm_output": True}, "reshard_after_forward": False},
+        {"wrap_policy": {"wrap_embeddings": True}, "module_precision": [{"module": "model.embed_tokens"}]},
         {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaAttention"]}},
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
