@@ -65,8 +65,8 @@ SELECTIVE_WITH_UNIT = {
             "qwen3",
             2,
             {"experts_implementation": "batched_mm"},
-            "engine.experts_implementation=batched_mm has no effect on Qwen3ForCausalLM, which has no experts that can be "
-            "computed in several ways; remove it",
+            "engine.experts_implementation=batched_mm has no effect on Qwen3ForCausalLM, which has no experts that can "
+            "be computed in several ways; remove it",
         ),
         (
             "qwen3",
