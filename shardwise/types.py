@@ -154,7 +154,7 @@ class TokenOutputs:
     logprobs: Tensor | None = None
     """[T] float32, nats, temperature applied."""
     entropy: Tensor | None = None
-    """[T] float32, nats, of the distribution that predicts the token; carries no gradient."""
+    """[T] float32, nats, of the distribution that predicts the token; carries no gradient. None unless asked for."""
     values: Tensor | None = None
     """[T] float32."""
 

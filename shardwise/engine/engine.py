@@ -110,7 +110,7 @@ class TrainEngine:
         """What the head says about every micro-batch, on the host.
 
         Args:
-            with_entropy: False leaves it at 0 and saves a pass over the logits.
+            with_entropy: False leaves it out and saves a pass over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
         """
         self._model.eval()

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.config import ConfigError
-from shardwise.engine.names import closest_modules
+from shardwise.engine.names import closest_modules, is_within
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Freezes every parameter whose name starts with one of the prefixes, at a dot or in the middle of a name.
+    """Freezes every parameter whose name is, or begins before a dot with, one of the prefixes.
 
     Raises:
         ConfigError: a prefix matches nothing, or nothing is left to train.
     """
     for prefix in prefixes:
-        matched = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+        matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix)]
         if not matched:
             raise ConfigError(
                 f"engine.freeze_module_prefix: {prefix} is not the beginning of any parameter's name in "

@@ -35,9 +35,9 @@ class LogprobHead(nn.Module):
 
     def forward(
         self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [t, D], states and targets [n] -> logprobs [n] and entropy [n], float32."""
-        return selected_logprobs(
+    ) -> tuple[Tensor, ...]:
+        """hidden [t, D], states and targets [n] -> logprobs [n] and, if asked for, entropy [n], float32."""
+        logprobs, entropy = selected_logprobs(
             hidden.index_select(0, states),
             self.projection.weight,
             targets,
@@ -45,8 +45,9 @@ class LogprobHead(nn.Module):
             transform=self._transform,
             with_entropy=with_entropy,
         )
+        return (logprobs, entropy) if with_entropy else (logprobs,)
 
-    def outputs(self, logprobs: Tensor, entropy: Tensor) -> TokenOutputs:
+    def outputs(self, logprobs: Tensor, entropy: Tensor | None = None) -> TokenOutputs:
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 

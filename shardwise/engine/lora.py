@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
-from shardwise.engine.names import plain_name
+from shardwise.engine.names import is_within, plain_name
 
 ADAPTER = "default"
 """peft's name for an adapter that has no name; part of module paths, absent from files."""
@@ -104,7 +104,7 @@ def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
                     f"name its members ({name}.{next(iter(dict(module.named_children())), 0)})"
                 )
             for pair in tied.items():
-                if any(weight.startswith(f"{name}.") for weight in pair):
+                if any(is_within(weight, name) for weight in pair):
                     raise ConfigError(
                         f"engine.lora.modules_to_save: {name} shares its weight ({' = '.join(pair)}); a trained copy "
                         "would part from it, and neither the merged model nor the adapter could say so; remove it"
@@ -140,7 +140,7 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
                     f"its linear layers end in: {endings}"
                 )
             targets += matches
-    targets = [name for name in dict.fromkeys(targets) if not any(f"{name}.".startswith(f"{s}.") for s in saved)]
+    targets = [name for name in dict.fromkeys(targets) if not any(is_within(name, one) for one in saved)]
     if not targets:
         raise ConfigError(
             f"engine.lora.target_modules={given} leaves no layer of {type(model).__name__} to adapt, with "

@@ -199,8 +199,9 @@ def build_on_meta(
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:
-    # transformers itself ignores the setting where no part of the model can take it.
-    if not any(part._can_set_experts_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)):
+    """transformers takes some names for models without experts too, and does nothing."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not any(part._can_set_experts_implementation() for part in parts):
         raise ConfigError(
             f"engine.experts_implementation={implementation} has no effect on {type(model).__name__}, which has no "
             "experts that can be computed in several ways; remove it"

@@ -14,6 +14,11 @@ def plain_name(path: str) -> str:
     return path.replace(_WRAPPER, "")
 
 
+def is_within(name: str, module: str) -> bool:
+    """Whether a parameter or module is `module` or lies in it: `model.layers.1` does not hold `model.layers.10`."""
+    return name == module or name.startswith(f"{module}.")
+
+
 def closest_modules(model: nn.Module, given: str) -> str:
     """For errors: real module names that look like `given`."""
     paths = [plain_name(path) for path, _ in model.named_modules() if path]

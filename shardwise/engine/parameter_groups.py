@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
-from shardwise.engine.names import plain_name
+from shardwise.engine.names import is_within, plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
             TrainedParameter(
                 name=name,
                 parameter=parameter,
-                rate_prefix=next((prefix for prefix in longest_first if _is_below(name, prefix)), None),
+                rate_prefix=next((prefix for prefix in longest_first if is_within(name, prefix)), None),
                 is_decayed=parameter.dim() >= 2 and id(parameter) not in embeddings,
                 is_hidden_matrix=id(parameter) in matrices,
             )
@@ -107,15 +107,11 @@ def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfi
     ]
 
 
-def _is_below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
-
-
 def _check_takes_effect(prefix: str, trained: Sequence[TrainedParameter]) -> None:
     if any(one.rate_prefix == prefix for one in trained):
         return
-    if any(_is_below(one.name, prefix) for one in trained):
-        longer = sorted({one.rate_prefix for one in trained if _is_below(one.name, prefix) and one.rate_prefix})
+    if any(is_within(one.name, prefix) for one in trained):
+        longer = sorted({one.rate_prefix for one in trained if is_within(one.name, prefix) and one.rate_prefix})
         raise ConfigError(
             f"trainer.module_learning_rates.{prefix} has no effect: longer keys ({', '.join(longer)}) take all of its "
             "parameters; remove it"

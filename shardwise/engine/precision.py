@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
-from shardwise.engine.names import closest_modules
+from shardwise.engine.names import closest_modules, is_within
 
 
 class Precision:
@@ -36,6 +36,11 @@ class Precision:
                 raise ConfigError(
                     f"engine.module_precision: {entry.module} matches no module of {type(model).__name__}; "
                     f"{closest_modules(model, entry.module)}"
+                )
+            if taken := [path for path in paths if path in self.overrides]:
+                raise ConfigError(
+                    f"engine.module_precision: {taken[0]} is meant by two entries, {self.overrides[taken[0]].module} and "
+                    f"{entry.module}; remove one of them"
                 )
             self.overrides |= dict.fromkeys(paths, entry)
 
@@ -62,7 +67,7 @@ class Precision:
 
     def _override_of(self, path: str) -> str | None:
         """The innermost module with an override that `path` is or lies in."""
-        above = [at for at in self.overrides if path == at or path.startswith(f"{at}.")]
+        above = [at for at in self.overrides if is_within(path, at)]
         return max(above, key=len, default=None)
 
     def _compute_dtype(self, at: str | None) -> torch.dtype:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
 from shardwise.engine.mesh import EngineMesh, divisors
-from shardwise.engine.names import closest_classes, plain_name
+from shardwise.engine.names import closest_classes, is_within, plain_name
 from shardwise.engine.precision import Precision
 from shardwise.ops import decoder_layers
 
@@ -29,7 +29,7 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
         key = "engine.wrap_policy.transformer_layer_cls_to_wrap"
         paths = _paths_of_classes(model, policy.transformer_layer_cls_to_wrap, key)
         for outer, inner in pairwise(paths):
-            if inner.startswith(f"{outer}."):
+            if is_within(inner, outer):
                 raise ConfigError(f"{key}: {inner} is inside {outer}; name the class of one of them")
         return paths
     path_of = {id(module): path for path, module in model.named_modules()}
@@ -40,7 +40,7 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
         for path, module in model.named_modules()
         if type(module).__name__ in named and path.rpartition(".")[2].isdigit()
     ]
-    outside = [path for path in blocks if not any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
+    outside = [path for path in blocks if not any(is_within(path, layer) for layer in layers)]
     return [*outside, *layers]
 
 
@@ -99,7 +99,7 @@ class Units:
     def _within(self, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
         for inner in (*self._experts, *self._precision.overrides):
             for path in paths:
-                if inner == path or inner.startswith(f"{path}."):
+                if is_within(inner, path):
                     yield path, inner
 
     def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:

@@ -48,8 +48,10 @@ def test_float16_learns_as_float32_does(run_ranks, tmp_path):
         for ranks in (full, half)
     ]
     assert losses[0][-1] < losses[0][0] - 0.5
-    assert sum(row[2] for row in half[0][0]) == 0, "no step was skipped"
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.02, atol=0.02)
+    # The first scale may overflow; a skipped step leaves the weights, so the next one sees the same loss.
+    taken = [loss for loss, row in zip(losses[1], half[0][0], strict=True) if row[2] == 0]
+    assert NUM_STEPS - 3 <= len(taken) <= NUM_STEPS
+    torch.testing.assert_close(torch.tensor(taken), torch.tensor(losses[0][: len(taken)]), rtol=0.02, atol=0.02)
     assert all(row[1] is None for row in full[0][0])
     assert [row[1] for row in half[0][0]] == [row[1] for row in half[1][0]]
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_lora import peft_model, random_adapter
 from tiny_models import FAMILIES, random_samples, tiny_model
 
-from shardwise.config import AlgorithmConfig, EngineConfig, OptimizerConfig
+from shardwise.config import AlgorithmConfig, EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.names import plain_name
@@ -37,6 +38,7 @@ LOSS_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-5
 """Of the largest element of each parameter's gradient."""
 
+LORA = {"rank": 3, "alpha": 12.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 FROZEN = ["model.embed_tokens", "model.layers.0.mlp"]
 WORLD_SIZES = {"1": 1, "2": 2, "2 replicas": 2, "2 sp2": 2, "4": 4, "4 replicas": 4, "2x2": 4, "4 sp2": 4, "4 sp4": 4}
 WORLD_SIZES |= {"2x2 sp2": 4}
@@ -79,11 +81,10 @@ AXES: dict[str, dict[str, dict]] = {
     },
     "offload_policy": {"on device": {}, "on host": {"offload_policy": True}},
     "reduce": {"each": {}, "last": {"reduce_gradients": "last_micro_batch"}},
-    # LoRA, once engine.lora is wired: an axis {"no lora": {}, "lora": {"lora": {"rank": 4}}} here, a row in IMPOSSIBLE
-    # with "frozen", and in `reference` the gradients of the adapters, by peft on the plain transformers model.
     "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
     "family": {name: {} for name in FAMILIES},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
+    "adapters": {"no adapters": {}, "lora": {"lora": LORA}},
     "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
     "wrap": {"root": {}, "wrapped ends": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
     "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
@@ -92,9 +93,11 @@ AXES: dict[str, dict[str, dict]] = {
 IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
+    ("adapters", {"lora"}, "frozen", {"frozen"}),
+    ("adapters", {"lora"}, "loss", {"value"}),  # peft would train the head too
     ("precision", {"attention units"}, "checkpointing", {"by operation", "by operation offload"}),
 ]
-"""Pairs of options that the engine refuses."""
+"""Pairs of options that the engine refuses, or that have no reference."""
 CORE = ["layout", "checkpointing", "micro_batches", "tiled_mlp", "reshard", "reduce"]
 """The axes of the product; of the others each of its cells draws an option."""
 
@@ -283,7 +286,8 @@ def reference(model, samples, name):
     model.zero_grad()
     loss = reference_loss(model, samples, name)
     loss.backward()
-    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+    names = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters()}  # peft's prefix
+    return loss.item(), {n: None if p.grad is None else p.grad.clone() for n, p in names.items()}
 
 
 def value_model(causal_lm):
@@ -305,20 +309,27 @@ class Families:
     """What cells start from and are compared to, by family."""
 
     models: dict
-    """(family, whether it has a value head) -> model."""
-    folders: dict[tuple[str, bool], str]
-    samples: dict[tuple[str, str], list]
-    """(family, "short" or "long") -> samples."""
+    """(family, "policy", "value" or "lora") -> model."""
+    folders: dict[tuple[str, str], str]
+    """Likewise; that of lora holds the adapter."""
+    samples: dict[tuple[str, str, str], list]
+    """(family, kind of model, "short" or "long") -> samples; old logprobs are near those of the model."""
     references: dict
-    """(family, "short" or "long", loss) -> loss and gradients, computed when first asked for."""
+    """(family, kind of model, "short" or "long", loss) -> loss and gradients, computed when first asked for."""
 
     def expected(self, cell):
         case = case_of(cell)
-        key = cell.family, case, cell.loss
+        key = cell.family, kind_of(cell), case, cell.loss
         if key not in self.references:
-            model = self.models[cell.family, cell.loss == "value"]
-            self.references[key] = reference(model, self.samples[cell.family, case], cell.loss)
+            model = self.models[cell.family, kind_of(cell)]
+            self.references[key] = reference(model, self.samples[cell.family, kind_of(cell), case], cell.loss)
         return self.references[key]
+
+
+def kind_of(cell):
+    if cell.adapters == "lora":
+        return "lora"
+    return "value" if cell.loss == "value" else "policy"
 
 
 def case_of(cell):
@@ -331,15 +342,18 @@ def families(tmp_path_factory):
     for family in FAMILIES:
         heads = {"hidden_size": 28, "num_attention_heads": 4} if family == "llama" else {}
         causal_lm = tiny_model(family, **heads).eval()
-        for has_value_head, model in {False: causal_lm, True: value_model(causal_lm)}.items():
-            models[family, has_value_head] = model
-            folder = tmp_path_factory.mktemp(family)
-            model.save_pretrained(folder)
-            folders[family, has_value_head] = str(folder)
+        for kind, model in {"policy": causal_lm, "value": value_model(causal_lm)}.items():
+            models[family, kind] = model
+            folders[family, kind] = str(tmp_path_factory.mktemp(kind))
+            model.save_pretrained(folders[family, kind])
+        folders[family, "lora"] = str(tmp_path_factory.mktemp("adapter"))
+        random_adapter(folders[family, "policy"], LoraConfig(**LORA), folders[family, "lora"])
+        models[family, "lora"] = peft_model(folders[family, "policy"], folders[family, "lora"]).eval()
         for case, lengths in {"short": SHORT, "long": LONG}.items():
-            samples[family, case] = with_policy_fields(
-                causal_lm, random_samples(lengths, prompt_tokens=1, seed=len(lengths))
-            )
+            for kind in ("policy", "lora"):
+                drawn = random_samples(lengths, prompt_tokens=1, seed=len(lengths))
+                samples[family, kind, case] = with_policy_fields(models[family, kind], drawn)
+            samples[family, "value", case] = samples[family, "policy", case]
     return Families(models, folders, samples, {})
 
 
@@ -374,15 +388,18 @@ def train_cells(folders, samples, cells, param_dtype="float32"):
 
 
 def train_cell(folders, samples, cell, param_dtype):
+    keys = {**cell.engine, "param_dtype": param_dtype}
+    if cell.adapters == "lora":
+        keys["lora"] = {**LORA, "adapter_path": folders[cell.family, "lora"]}
     engine = TrainEngine.build(
-        Path(folders[cell.family, cell.loss == "value"]),
-        EngineConfig(**cell.engine, param_dtype=param_dtype),
+        Path(folders[cell.family, "value" if cell.loss == "value" else "policy"]),
+        EngineConfig(**keys),
         device=torch.device("cpu"),
         optimizer=OptimizerConfig(),
         head="token_values" if cell.loss == "value" else "logprobs",
     )
     num_sharing = cell.engine.get("ulysses_size", 1)
-    in_order = samples[cell.family, case_of(cell)]
+    in_order = samples[cell.family, kind_of(cell), case_of(cell)]
     results = []
     for step_samples in (in_order, in_order[::-1]):
         shards, denominators = split(step_samples, cell.micro_batches, dist.get_world_size() // num_sharing)
@@ -424,8 +441,9 @@ def errors_of_cell(cell, ranks, expected):
         whole = whole_gradients([part[2] for part in parts], cell.engine.get("fsdp_size", cell.world_size))
         assert whole.keys() == gradients.keys()
         for name, gradient in whole.items():
-            if cell.frozen == "frozen" and name.startswith(tuple(FROZEN)):
-                assert gradient is None, (cell.name, name)
+            is_frozen = cell.frozen == "frozen" and name.startswith(tuple(FROZEN))
+            assert (gradient is None) == (is_frozen or gradients[name] is None), (cell.name, name)
+            if gradient is None:
                 continue
             error = (gradient - gradients[name]).abs().max() / gradients[name].abs().max()
             gradient_errors[name] = max(gradient_errors[name], error.item())
@@ -512,7 +530,8 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
 ):
     """The reference is the same padded batch through the model in bfloat16. A lost micro-batch is five times farther
     from it than is allowed, a factor 1/sp fourteen times."""
-    samples, model = families.samples[family, "long"], families.models[family, loss == "value"]
+    kind = "value" if loss == "value" else "policy"
+    samples, model = families.samples[family, kind, "long"], families.models[family, kind]
     expected_loss, expected = reference(copy.deepcopy(model).bfloat16(), samples, loss)
     first = None
     for world_size, rows in HALF_CELLS.items():
@@ -538,9 +557,9 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
 def test_policy_reference_takes_every_branch(families):
     """Guards the tests above: each clip, and tokens that no clip cuts, occur in the samples."""
     for family in FAMILIES:
-        samples = families.samples[family, "long"]
+        samples = families.samples[family, "policy", "long"]
         with torch.no_grad():
-            logprobs = padded_scores(families.models[family, False], samples)
+            logprobs = padded_scores(families.models[family, "policy"], samples)
         ratios = [
             (torch.exp(logprobs[row, t] - s.old_logprobs[t]).item(), s.advantages[t].item())
             for row, s in enumerate(samples)

@@ -244,8 +244,19 @@ def test_an_fsdp_size_that_does_not_divide_lists_those_that_do(sft):
     assert_one_line(done, "engine.fsdp_size=3 does not divide the world size 1", "use 1")
 
 
-def test_a_mistake_found_by_two_ranks_is_printed_once(assets, shell, tmp_path):
-    """The shape of the model is seen by every rank; whichever notes it first, one line comes out."""
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("engine.fsdp_size=4", ["engine.fsdp_size=4 does not divide the world size 2", "use 1 or 2"]),
+        (
+            "engine.freeze_module_prefix=[model.visual]",
+            ["engine.freeze_module_prefix: model.visual is not the beginning of any", "names such as model"],
+        ),
+    ],
+    ids=["layout", "model"],
+)
+def test_a_mistake_found_by_two_ranks_is_printed_once(assets, shell, tmp_path, override, parts):
+    """The layout and the model are seen by every rank; whichever notes it first, one line comes out."""
     done = shell(
         "shardwise",
         "sft",
@@ -255,10 +266,10 @@ def test_a_mistake_found_by_two_ranks_is_printed_once(assets, shell, tmp_path):
         f"data.train_files={assets.sft}",
         "data.max_train_rows=4",
         "data.max_sequence_tokens=64",
-        "engine.fsdp_size=4",
+        override,
         f"trainer.output_dir={tmp_path / 'run'}",
     )
-    assert_one_line(done, "engine.fsdp_size=4 does not divide the world size 2", "use 1 or 2")
+    assert_one_line(done, *parts)
 
 
 # The reward function
