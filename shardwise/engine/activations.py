@@ -70,7 +70,7 @@ def _keep_by_operation() -> Callable[..., CheckpointPolicy]:
             return CheckpointPolicy.MUST_SAVE
         if operation in MATMUL_OPS:
             counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2:
+            if counts[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -15,11 +15,11 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
         ConfigError: a prefix matches nothing, or nothing is left to train.
     """
     for prefix in prefixes:
-        matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix)]
+        matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix.rstrip("."))]
         if not matched:
             raise ConfigError(
-                f"engine.freeze_module_prefix: {prefix} is not the beginning of any parameter's name in "
-                f"{type(model).__name__}; {closest_modules(model, prefix)}"
+                f"engine.freeze_module_prefix: {prefix!r} names no module or parameter of {type(model).__name__}; "
+                f"{closest_modules(model, prefix)}"
             )
         for parameter in matched:
             parameter.requires_grad_(False)

@@ -93,7 +93,7 @@ SELECTIVE_WITH_UNIT = {
             "qwen3",
             2,
             {"freeze_module_prefix": ["model.embed_token_"]},
-            "engine.freeze_module_prefix: model.embed_token_ is not the beginning of any parameter's name in "
+            "engine.freeze_module_prefix: 'model.embed_token_' names no module or parameter of "
             "Qwen3ForCausalLM; its modules have names such as model.embed_tokens",
         ),
         (

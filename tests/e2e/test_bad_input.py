@@ -250,7 +250,7 @@ def test_an_fsdp_size_that_does_not_divide_lists_those_that_do(sft):
         ("engine.fsdp_size=4", ["engine.fsdp_size=4 does not divide the world size 2", "use 1 or 2"]),
         (
             "engine.freeze_module_prefix=[model.visual]",
-            ["engine.freeze_module_prefix: model.visual is not the beginning of any", "names such as model"],
+            ["engine.freeze_module_prefix: 'model.visual' names no module or parameter", "names such as model"],
         ),
     ],
     ids=["layout", "model"],
