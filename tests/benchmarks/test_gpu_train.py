@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from benchmarks.gpu_train import Cell, cells, default_options
 from benchmarks.limits import QWEN3, ModelShape
-from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(hidden=24, layers=3, heads=4, kv_heads=2, head_dim=10, ffn=56, tied=False, vocab=96)
