@@ -1,9 +1,9 @@
-# Every target makes its own virtual environment first. `make install PYTHON=python3.12` picks another interpreter.
+# Every target but gpu-test makes its own virtual environment first. `make install PYTHON=python3.12` picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test check format docs clean
+.PHONY: install quickstart test gpu-test check format docs clean
 
 install: $(VENV)/installed
 
@@ -19,6 +19,10 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU, in the environment it has: torch, transformers, pydantic, safetensors, pyyaml, pytest.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu
 
 check: install
 	$(BIN)/ruff format --check .
