@@ -1,9 +1,9 @@
-# Every target makes its own virtual environment first. `make install PYTHON=python3.12` picks another interpreter.
+# Every target but gpu-test makes its own virtual environment first. `make install PYTHON=python3.12` picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-full check format docs clean
+.PHONY: install quickstart test test-full gpu-test check format docs clean
 
 install: $(VENV)/installed
 
@@ -23,6 +23,10 @@ test: install
 # Every combination of layouts and memory options, where `make test` takes every pair.
 test-full: install
 	$(BIN)/python -m pytest -m full
+
+# On a machine with a GPU, in the environment it has: torch, transformers, pydantic, safetensors, pyyaml, pytest.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu
 
 check: install
 	$(BIN)/ruff format --check .

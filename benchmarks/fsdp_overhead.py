@@ -44,7 +44,7 @@ LOSS_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 
 def our_step(folder: Path, dtype: str) -> Callable[[Tensor], float]:
     """TrainEngine with default options; a step maps this rank's rows [B, L] to its share of the mean loss."""
-    config = EngineConfig(param_dtype=dtype, max_tokens_per_micro_batch=2**20)
+    config = EngineConfig.load(None, [f"param_dtype={dtype}", f"max_tokens_per_micro_batch={2**20}"])
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
     engine = TrainEngine.build(folder, config, device=torch.device("cpu"), optimizer=optimizer)
 

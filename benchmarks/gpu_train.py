@@ -50,7 +50,7 @@ GIB = 2**30
 DOCUMENT_TOKENS = 4096
 MEMORY_SHARE = 0.8
 """Of the device: what a cell's estimate may take. Fragmentation, NCCL and the CUDA context take some too."""
-MEMORY_LADDER = (
+MEMORY_LADDER: tuple[list[str], ...] = (
     [],
     ["activation_checkpointing=selective"],
     ["activation_checkpointing=full"],

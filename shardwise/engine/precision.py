@@ -39,8 +39,8 @@ class Precision:
                 )
             if taken := [path for path in paths if path in self.overrides]:
                 raise ConfigError(
-                    f"engine.module_precision: {taken[0]} is meant by two entries, {self.overrides[taken[0]].module} and "
-                    f"{entry.module}; remove one of them"
+                    f"engine.module_precision: two entries, {self.overrides[taken[0]].module} and {entry.module}, mean "
+                    f"{taken[0]}; remove one of them"
                 )
             self.overrides |= dict.fromkeys(paths, entry)
 
