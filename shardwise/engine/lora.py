@@ -32,10 +32,12 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     One FSDP unit may hold both: what it gathers is cast to the compute dtype first, and FSDP2 asks for one original
     dtype among trained parameters only.
 
+    A value head is trained whole.
+
     Raises:
         ConfigError: a name matches no module, a module that is not a linear layer, or a weight tied to another.
     """
-    saved = _modules_to_save(model, config.modules_to_save)
+    saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
     targets = _target_modules(model, config.target_modules, saved)
     peft_config = PeftLoraConfig(
         task_type="CAUSAL_LM",
@@ -116,6 +118,11 @@ def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
             f"engine.lora.modules_to_save: {nested[0]} lies inside another module of the list; remove one of them"
         )
     return list(dict.fromkeys(saved))
+
+
+def _value_heads(model: PreTrainedModel) -> list[str]:
+    """A critic's or reward model's head starts at random, so it is trained whole, as peft does for classifiers."""
+    return [] if model.get_output_embeddings() is not None else ["score"]
 
 
 def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[str]) -> list[str]:
