@@ -35,7 +35,12 @@ def paired_ratios(ours: Sequence[float], peer: Sequence[float]) -> dict[str, flo
 
 def machine() -> dict[str, Any]:
     """What a reader needs to judge the numbers: never the name of the machine or a path on it."""
-    return {"cores": os.cpu_count(), "architecture": platform.machine(), "python": platform.python_version()}
+    return {
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[1], 1),  # over five minutes: more than the benchmark's own processes?
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+    }
 
 
 def versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ from shardwise.types import Sample
 
 VOCAB = 151_936
 MIB = 2**20
-FULL_LOGITS_COPIES = 5
+FULL_LOGITS_COPIES = 4
 """Of all logits that log_softmax, entropy and their backward hold at their peak; only to see whether they would fit."""
 STEP_OPTIONS = {
     "full": ["activation_checkpointing=full"],
