@@ -21,8 +21,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     build_glob_alternation,
     dot_natural_key,
     rename_source_key,
@@ -163,9 +161,9 @@ def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: 
     transforms: dict[str, _Transform] = {}
     members: dict[str, list[str]] = {}
     for name in sorted(meta, key=dot_natural_key) if rules else meta:
-        key, pattern = apply_converters(name, converters)
+        key, pattern = rename_source_key(name, [], converters)
         if pattern is None:
-            key = apply_renamings(name, renamings)
+            key = _renamed(name, renamings)
         transform = transforms.setdefault(key, _Transform(model, key, _owner(pattern, converters)))
         if pattern is not None:
             transform.pattern_of[name] = pattern
@@ -174,7 +172,7 @@ def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: 
     for key, transform in transforms.items():
         hub = transform.run({name: meta[name] for name in members[key]})
         if transform.converter is not None:
-            hub = {apply_renamings(name, renamings): tensor for name, tensor in hub.items()}
+            hub = {_renamed(name, renamings): tensor for name, tensor in hub.items()}
         stored = {name: dtypes[name] for name in members[key]}
         blocks.append(ExportBlock(tuple(members[key]), hub, stored, transform))
     return blocks
@@ -196,7 +194,7 @@ def import_blocks(
     blocks: dict[str, ImportBlock] = {}
     unused: dict[str, str] = {}
     for stored in sorted(stored_names, key=dot_natural_key):
-        renamed = apply_renamings(stored, renamings)
+        renamed = _renamed(stored, renamings)
         target, pattern = rename_source_key(renamed, [], converters, prefix, targets)
         if target not in targets and stored in targets:
             renamed = target = stored
@@ -213,6 +211,11 @@ def import_blocks(
         block.sources.setdefault(slot, {})[renamed.removeprefix(f"{prefix}.")] = stored
         block._transform.pattern_of[stored] = slot
     return list(blocks.values()), unused
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    renamed: str = rename_source_key(name, renamings, [])[0]
+    return renamed
 
 
 def _owner(pattern: str | None, converters: list[WeightConverter]) -> WeightConverter | None:
