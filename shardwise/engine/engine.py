@@ -46,6 +46,7 @@ class TrainEngine:
         self._optimizer = optimizer
         self._device = device
         self._export_dtype: torch.dtype = getattr(torch, config.param_dtype)
+        self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
         self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
         self._on_host: dict[Part, HostCopies] = {
             "params": HostCopies(),
@@ -198,7 +199,9 @@ class TrainEngine:
     def _set_reduction(self, *, is_last: bool) -> None:
         """Reduced each time, gradients are scattered over the shards after every micro-batch; replicas of them are
         summed once, after the last."""
-        self._root.set_is_last_backward(is_last)
+        # FSDP gathers a unit without a backward pass for it all the same, and drops that only after a last backward;
+        # the next forward would take it for its own, gathered from other shards if reshard_after_forward is a number.
+        self._root.set_is_last_backward(is_last or self._has_frozen)
         self._root.set_requires_gradient_sync(self._reduces_each or is_last)
         self._root.set_requires_all_reduce(is_last)
 
