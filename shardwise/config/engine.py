@@ -173,7 +173,7 @@ class EngineConfig(LayoutConfig):
     activation_offload: bool = False
     """The inputs of checkpointed layers wait for backward in host memory."""
     optimizer_offload: bool = False
-    """In reinforcement learning the optimizer states leave the device between optimizer steps."""
+    """In reinforcement learning the optimizer states leave the device while other engines work."""
     freeze_module_prefix: list[str] = Field(default_factory=list)
     """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
     lora: LoraConfig | None = None
@@ -205,6 +205,26 @@ class EngineConfig(LayoutConfig):
             raise ValueError(
                 f"lora.dropout={self.lora.dropout} with apply_tiled_mlp=true: a tiled MLP is computed twice and would "
                 "drop other elements the second time; set lora.dropout=0"
+            )
+        if self.compile_layers and self.activation_checkpointing == "selective" and not self.checkpoint_every_layers:
+            raise ValueError(
+                "activation_checkpointing=selective chooses by operation, which compile_layers=true hides from it; use "
+                "full, or set checkpoint_every_layers"
+            )
+        if self.lora is not None and self.master_dtype != "float32":
+            raise ValueError(
+                f"master_dtype={self.master_dtype} with lora: adapters are float32 masters, and the frozen base is "
+                "kept in param_dtype anyway; remove it"
+            )
+        if self.offload_policy and self.optimizer_offload:
+            raise ValueError(
+                "offload_policy=true already keeps the optimizer states in host memory, so optimizer_offload=true has "
+                "no effect; remove one of them"
+            )
+        if self.backward_prefetch and self.reshard_after_forward is False:
+            raise ValueError(
+                f"backward_prefetch={self.backward_prefetch} has no effect with reshard_after_forward=false, which "
+                "leaves nothing to gather in backward; remove one of them"
             )
         if self.master_dtype == "bfloat16" and self.param_dtype != "bfloat16":
             raise ValueError(

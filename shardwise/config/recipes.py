@@ -96,6 +96,11 @@ class RLConfig(Config):
             raise ValueError(
                 "reference has no effect with algorithm.kl_coef=0, which needs no reference policy; remove one of them"
             )
+        if self.engine.optimizer_offload and self.trainer.optimizer == "adamw_cpu":
+            raise ValueError(
+                "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true "
+                "has no effect; remove one of them"
+            )
         self._require_fit_for_sampling()
         if self.rollout.group_size == 1:
             raise ValueError(

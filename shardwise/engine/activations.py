@@ -24,7 +24,12 @@ ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+MATMUL_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+}
 
 
 def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConfig) -> None:

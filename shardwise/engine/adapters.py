@@ -21,23 +21,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from shardwise.config import ModelError
+from shardwise.config import ExportError, ModelError
+from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.lora import ADAPTER, adapter_names, base_names, lora_layers, trained_copies
 from shardwise.engine.weights import gathered
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 WITHOUT_EFFECT_ON_WEIGHTS = {
-    *(
-        "auto_mapping",
-        "base_model_name_or_path",
-        "exclude_modules",
-        "inference_mode",
-        "lora_dropout",
-        "modules_to_save",
-    ),
-    *("layers_pattern", "layers_to_transform", "peft_version", "revision", "runtime_config", "target_modules"),
-    *("ensure_weight_tying", "task_type"),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_version",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
 }
 """Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names."""
 
@@ -136,37 +142,51 @@ def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> 
     """Collective. Writes a folder that `PeftModel.from_pretrained(base, path)` loads: the config and float32 tensors.
 
     Rank 0 writes to a temporary name and renames it when everything is on disk, so `path` is whole or absent.
+
+    Raises:
+        ExportError: on every rank, if it could not be written.
     """
     is_writer = dist.get_rank() == 0
     tensors = {}
     for name, tensor in adapter_weights(model, torch.float32):
         if is_writer:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
-    if is_writer:
-        staging = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        config = copy.copy(model.peft_config[ADAPTER])
-        config.base_model_name_or_path = base_model_name
-        config.inference_mode = True
-        config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
-        config.save_pretrained(str(staging))
+    with raised_on_every_rank(ExportError), named_failures(path):
+        if is_writer:
+            _write_adapter(model, path, base_model_name, tensors)
+
+
+def _write_adapter(model: PreTrainedModel, path: Path, base_model_name: str, tensors: dict[str, Tensor]) -> None:
+    staging = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path = base_model_name
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
+    config.save_pretrained(str(staging))
+    try:
         save_file(tensors, staging / WEIGHTS_NAME, metadata={"format": "pt"})
-        with (staging / WEIGHTS_NAME).open("rb") as file:
-            os.fsync(file.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(staging, path)
-    dist.barrier()
+    except SafetensorError as error:  # what a full disk is to it
+        raise OSError(str(error)) from None
+    fsync_folder(staging)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(staging, path)
 
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Fills the adapters of a materialized model from an adapter folder; each rank reads its rows only.
+    """Collective. Fills the adapters of a materialized model from an adapter folder; each rank reads its rows only.
 
     Raises:
-        ModelError: no adapter there, one of another form (rank, alpha, DoRA), or tensors missing, left over or of
-            another shape; lists them.
+        ModelError: on every rank: no adapter there, one of another form (rank, alpha, DoRA), or tensors missing, left
+            over or of another shape; lists them.
     """
+    with raised_on_every_rank(ModelError):
+        _load_rows(model, folder)
+
+
+def _load_rows(model: PreTrainedModel, folder: Path) -> None:
     try:
         stored_config = json.loads((folder / CONFIG_NAME).read_text())
         if not isinstance(stored_config, dict):

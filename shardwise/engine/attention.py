@@ -48,6 +48,7 @@ class AttentionBackend:
         problems = {
             "tensors on the CPU": not query.is_cuda,
             "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
+            "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
             "attention sinks": sinks is not None,
             "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
             "soft-capped scores": softcap is not None and self._implementation in ("auto", "varlen"),

@@ -16,6 +16,7 @@ from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
@@ -40,6 +41,7 @@ class TrainEngine:
         device: torch.device,
     ) -> None:
         self._model = sharded.model
+        self._model.eval()  # no pass over the same tokens may differ from another: dropout, router noise
         self._units = sharded.units
         self._root = sharded.units[-1]
         self._backend = sharded.backend
@@ -97,7 +99,9 @@ class TrainEngine:
                 loss_scaling=config.param_dtype == "float16",
                 seed=seed,
             )
-        return cls(sharded, sharded_optimizer, config=config, device=device)
+        engine = cls(sharded, sharded_optimizer, config=config, device=device)
+        engine._probe(config)
+        return engine
 
     @torch.no_grad()
     def forward(
@@ -114,7 +118,6 @@ class TrainEngine:
             with_entropy: False leaves it out and saves a pass over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
         """
-        self._model.eval()
         with nullcontext() if with_adapters else self._adapters_off():
             outputs = [self._run(batch, temperature, with_entropy).to(torch.device("cpu")) for batch in batches]
         for unit in self._units:
@@ -138,7 +141,18 @@ class TrainEngine:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
-        self._model.train()
+        with self._adapter_dropout():
+            return self._accumulate(batches, loss_fn, denominators, temperature, with_entropy)
+
+    def _accumulate(
+        self,
+        batches: Sequence[TokenBatch],
+        loss_fn: LossFn,
+        denominators: Denominators,
+        temperature: float,
+        with_entropy: bool,
+    ) -> Metrics:
+        assert self._optimizer is not None
         parts: list[Metrics] = []
         for index, batch in enumerate(batches):
             self._set_reduction(is_last=index == len(batches) - 1)
@@ -204,6 +218,33 @@ class TrainEngine:
         self._root.set_is_last_backward(is_last or self._has_frozen)
         self._root.set_requires_gradient_sync(self._reduces_each or is_last)
         self._root.set_requires_all_reduce(is_last)
+
+    def _probe(self, config: EngineConfig | FrozenEngineConfig) -> None:
+        """Two tokens through the whole model: what an option cannot compute shows here, before anything is trained."""
+        batch = TokenBatch(
+            input_ids=torch.zeros(2, dtype=torch.int64),
+            position_ids=torch.arange(2),
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            loss_mask=torch.tensor([False, True]),
+            sample_index=[],
+        )
+        try:
+            self.forward([batch])
+        except RuntimeError as error:
+            if not config.module_precision:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"engine.module_precision does not fit the model: {reason}. Modules that do not cast their inputs "
+                "themselves need cast_forward_inputs=true"
+            ) from None
+
+    def _adapter_dropout(self) -> AbstractContextManager[None]:
+        if not has_adapters(self._model.hf_model):
+            return nullcontext()
+        from shardwise.engine.lora import adapter_dropout
+
+        return adapter_dropout(self._model.hf_model)
 
     def _adapters_off(self) -> AbstractContextManager[None]:
         from shardwise.engine.lora import adapters_off  # importing peft takes seconds

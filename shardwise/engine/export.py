@@ -19,7 +19,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.model_folder import INDEX_NAME
-from shardwise.engine.runtime_state import merged_state, runtime_state
+from shardwise.engine.runtime_state import buffer_names, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.weights import gathered
 
@@ -50,7 +50,7 @@ def export_folder(
         ExportError: on every rank, if a rank could not write; names it and the cause.
     """
     staging = path.with_name(f".{path.name}.partial")
-    with raised_on_every_rank(ExportError), _named_failures(staging):
+    with raised_on_every_rank(ExportError), named_failures(staging):
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -61,17 +61,31 @@ def export_folder(
     merged = merged_state(model)
     for block in blocks:
         writers.write(block, [gathered(merged[name], block.dtypes[name]) for name in block.runtime_names])
-    with raised_on_every_rank(ExportError), _named_failures(staging):
+    with raised_on_every_rank(ExportError), named_failures(staging):
         writers.finish()
-    with raised_on_every_rank(ExportError), _named_failures(path):
+    with raised_on_every_rank(ExportError), named_failures(path):
         if dist.get_rank() == 0:
-            plan.write_index(staging, num_parameters=model.num_parameters())
+            plan.write_index(staging, num_parameters=_num_parameters(model))
             shutil.rmtree(path, ignore_errors=True)
             os.replace(staging, path)
 
 
+def _num_parameters(model: PreTrainedModel) -> int:
+    """Of the exported model: tied weights once, adapters not."""
+    left_out = set(model.get_expanded_tied_weights_keys()) | buffer_names(model)
+    return sum(tensor.numel() for name, tensor in runtime_state(model).items() if name not in left_out)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes the files of a folder, and their names in it, durable."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 @contextmanager
-def _named_failures(folder: Path) -> Iterator[None]:
+def named_failures(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -124,10 +138,7 @@ class _FilePlan:
             metadata = {"total_parameters": num_parameters, "total_size": self.total_bytes}
             tree = {"metadata": metadata, "weight_map": self.file_of}
             (folder / INDEX_NAME).write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for path in (*folder.iterdir(), folder):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        fsync_folder(folder)
 
 
 class _RankWriters:

@@ -233,6 +233,19 @@ def trained_copies(model: PreTrainedModel) -> dict[str, str]:
 
 
 @contextmanager
+def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Inside it the adapters' own dropout is at work; the rest of the model stays in evaluation mode."""
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+@contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     """Inside it the model is its base alone: the reference policy, without a second model."""
     _switch(model, on=False)

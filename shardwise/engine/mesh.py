@@ -36,13 +36,13 @@ class ParallelDims:
         if world_size % size:
             raise ConfigError(
                 f"engine.fsdp_size={size} does not divide the world size {world_size}; "
-                f"use {_any_of(divisors(world_size))} ({world_size} = shard over all ranks)"
+                f"use {any_of(divisors(world_size))} ({world_size} = shard over all ranks)"
             )
         if size % ulysses_size:
             multiples = [d for d in divisors(world_size) if d % ulysses_size == 0]
-            ways = [f"engine.ulysses_size={_any_of(divisors(size))}"]
+            ways = [f"engine.ulysses_size={any_of(divisors(size))}"]
             if multiples:
-                ways.append(f"engine.fsdp_size={_any_of(multiples)}")
+                ways.append(f"engine.fsdp_size={any_of(multiples)}")
             raise ConfigError(
                 f"engine.ulysses_size={ulysses_size} does not divide the {size} ranks that share one copy of the model "
                 f"({'engine.fsdp_size' if fsdp_size else 'the world size'}); use {', or '.join(ways)}"
@@ -86,7 +86,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _any_of(numbers: Iterable[int]) -> str:
+def any_of(numbers: Iterable[int]) -> str:
     """1, 2 or 4."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last

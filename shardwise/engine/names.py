@@ -4,6 +4,8 @@ import difflib
 
 from torch import nn
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules without a forward: nothing can be gathered for them."""
 _WRAPPER = "_checkpoint_wrapped_module."
 """What torch's activation wrappers insert into the paths of the modules they wrap."""
 NUM_SHOWN = 5
@@ -21,13 +23,14 @@ def is_within(name: str, module: str) -> bool:
 
 def closest_modules(model: nn.Module, given: str) -> str:
     """For errors: real module names that look like `given`."""
-    paths = [plain_name(path) for path, _ in model.named_modules() if path]
+    paths = [plain_name(path) for path, part in model.named_modules() if path and not isinstance(part, CONTAINERS)]
     near = difflib.get_close_matches(given, paths, n=NUM_SHOWN, cutoff=0.4) or paths[:NUM_SHOWN]
     return f"its modules have names such as {', '.join(near)}"
 
 
 def closest_classes(model: nn.Module, given: str) -> str:
     """For errors: class names of the model's modules with parameters, the most similar first."""
-    names = sorted({type(module).__name__ for module in model.modules() if next(module.parameters(), None) is not None})
+    parts = [part for part in model.modules() if not isinstance(part, CONTAINERS)]
+    names = sorted({type(part).__name__ for part in parts if next(part.parameters(), None) is not None})
     near = difflib.get_close_matches(given, names, n=len(names), cutoff=0.0)
     return f"its modules are of {', '.join(near)}"

@@ -23,17 +23,18 @@ class HostCopies:
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copies the storages of the tensors to (pinned) host memory and frees them. Returns when all have arrived."""
-        device = torch.device("cpu")
+        devices = set()
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
             if storage._cdata in self._copies or storage.nbytes() == 0:
                 continue
-            device = local.device
-            data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type != "cpu")
+            devices.add(local.device)
+            data = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=local.device.type != "cpu")
             self._copies[storage._cdata] = storage, host.copy_(data, non_blocking=True)
-        _wait(device)
+        for device in devices:
+            _wait(device)
         for storage, _ in self._copies.values():
             storage.resize_(0)
 

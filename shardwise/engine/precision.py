@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
-from shardwise.engine.names import closest_modules, is_within
+from shardwise.engine.names import CONTAINERS, closest_modules, is_within
 
 
 class Precision:
@@ -31,7 +31,11 @@ class Precision:
         self.overrides: dict[str, ModulePrecisionConfig] = {}
         """By the path of a module."""
         for entry in config.module_precision:
-            paths = [path for path, _ in model.named_modules() if _matches(path, entry.module)]
+            paths = [
+                path
+                for path, part in model.named_modules()
+                if _matches(path, entry.module) and not isinstance(part, CONTAINERS)
+            ]
             if not paths:
                 raise ConfigError(
                     f"engine.module_precision: {entry.module} matches no module of {type(model).__name__}; "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, ModelError
-from shardwise.engine.mesh import divisors
+from shardwise.engine.mesh import any_of, divisors
 
 
 class Ulysses:
@@ -97,8 +97,7 @@ class _GatherTokens(torch.autograd.Function):
 def check_heads(num_heads: int, ulysses_size: int) -> None:
     """Raises ConfigError if the query heads cannot be split, listing the sizes that could."""
     if num_heads % ulysses_size:
-        *first, last = map(str, divisors(num_heads))
-        allowed = f"{', '.join(first)} or {last}" if first else last
         raise ConfigError(
-            f"engine.ulysses_size={ulysses_size} does not divide num_attention_heads={num_heads}; use {allowed}"
+            f"engine.ulysses_size={ulysses_size} does not divide num_attention_heads={num_heads}; use "
+            f"{any_of(divisors(num_heads))}"
         )

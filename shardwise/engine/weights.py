@@ -36,8 +36,8 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Collective for a DTensor. The full tensor, cast before it is gathered, on the mesh's device (where a shard that
-    is kept in host memory is not)."""
-    cast = tensor.to(dtype)
+    is kept in host memory is not). Never the weight itself: who receives it may keep it, or freeze its storage."""
+    cast = tensor.to(dtype, copy=True)
     if not isinstance(cast, DTensor):
         return cast
     on_mesh = cast.to(cast.device_mesh.device_type)

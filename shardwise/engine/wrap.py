@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
 from shardwise.engine.mesh import EngineMesh, divisors
-from shardwise.engine.names import closest_classes, is_within, plain_name
+from shardwise.engine.names import CONTAINERS, closest_classes, is_within, plain_name
 from shardwise.engine.precision import Precision
 from shardwise.ops import decoder_layers
 
@@ -46,7 +46,7 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
     """In the order of the modules, whatever the order of the names."""
-    of_class = {path: type(module).__name__ for path, module in model.named_modules()}
+    of_class = {path: type(part).__name__ for path, part in model.named_modules() if not isinstance(part, CONTAINERS)}
     for class_name in class_names:
         if class_name not in of_class.values():
             raise ConfigError(

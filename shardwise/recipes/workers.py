@@ -112,6 +112,7 @@ class Worker:
             assert self._policy is not None
             self._policy.onload("params")
             return _logprobs(self._policy.forward(batches, temperature=self._temperature, with_adapters=False))
+        self._release_policy()
         self._reference.onload("params")
         logprobs = _logprobs(self._reference.forward(batches, temperature=self._temperature))
         self._reference.offload(*self._reference_parts)
@@ -120,18 +121,15 @@ class Worker:
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""
         assert self._rollout is not None
+        self._release_policy()
         return self._rollout.generate(requests)
 
     def sync_weights(self, version: int) -> int:
-        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank.
-
-        Training ends with it: what engine.param_offload and engine.optimizer_offload name leaves the device.
-        """
+        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
         assert self._policy is not None
         assert self._rollout is not None
         self._policy.onload("params")
         receipt = sync_local(self._policy, self._rollout, version=version, dtype=self._dtype)
-        self._policy.offload(*self._policy_parts)
         return receipt.num_bytes
 
     def save_weights(self, checkpoint: str, model: str) -> None:
@@ -157,9 +155,15 @@ class Worker:
             adapter=Path(adapter) if adapter else None,
         )
 
+    def _release_policy(self) -> None:
+        """What engine.param_offload and engine.optimizer_offload name leaves the device while another engine works."""
+        if self._policy is not None:
+            self._policy.offload(*self._policy_parts)
+
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
-        self._policy = self._reference = self._rollout = None
+        self._policy = self._reference = self._rollout = self._lora = None
+        self._policy_parts, self._reference_parts = [], []
         self._loss_fn, self._temperature = sft_loss, 1.0
 
 

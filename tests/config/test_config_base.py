@@ -185,7 +185,7 @@ def test_yaml_round_trip_gives_an_equal_config_with_every_default_written_out(tm
     assert cls.load(write(tmp_path, text)) == config
     written = set(written_keys(yaml.safe_load(text)))
     assert written <= set(key_paths(cls))
-    closed = ("engine.lora.", "engine.module_precision.")  # an optional group, and a list of them
+    closed = ("engine.lora.", "engine.module_precision.", "reference.")  # an optional group, and a list of them
     assert {key for key in key_paths(cls) if not key.startswith(closed)} <= written
 
 

@@ -15,8 +15,6 @@ def parse(cls, **tree):
         ("param_dtype", "float8"),
         ("reduce_dtype", "fp32"),
         ("max_tokens_per_micro_batch", 0),
-        ("reshard_after_forward", 1),
-        ("reshard_after_forward", "no"),
         ("forward_prefetch", -1),
         ("tiled_num_shards", 1),
         ("checkpoint_every_layers", 1),
@@ -152,3 +150,28 @@ def test_decay_steps_without_wsd_would_do_nothing_and_are_refused(schedule):
     assert str(error.value) == (
         f"test: lr_decay_steps=5 has no effect with lr_schedule={schedule}; remove it or set lr_schedule=wsd"
     )
+
+
+@pytest.mark.parametrize("value", [1, 0, -1, "no", 2.5])
+def test_reshard_after_forward_is_true_false_or_a_number_of_ranks(value):
+    with pytest.raises(ConfigError) as error:
+        parse(EngineConfig, reshard_after_forward=value)
+    assert str(error.value) == (
+        f"test: reshard_after_forward: {value!r} is neither true, false nor a number of ranks from 2 on; "
+        "use one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile_layers": True, "activation_checkpointing": "selective"}, "which compile_layers=true hides from it"),
+        ({"lora": {}, "master_dtype": "bfloat16", "param_dtype": "bfloat16"}, "adapters are float32 masters"),
+        ({"offload_policy": True, "optimizer_offload": True}, "already keeps the optimizer states in host memory"),
+        ({"backward_prefetch": 1, "reshard_after_forward": False}, "leaves nothing to gather in backward"),
+    ],
+)
+def test_engine_keys_that_contradict_each_other_are_refused(options, message):
+    """Trap 18, for combinations."""
+    with pytest.raises(ConfigError, match=message):
+        parse(EngineConfig, **options)

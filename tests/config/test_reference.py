@@ -8,7 +8,7 @@ from shardwise.config import EvalConfig, RLConfig, SFTConfig, key_paths
 from shardwise.config.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-VALUES_WITH_KEYS = {"engine.lora", "engine.module_precision"}
+VALUES_WITH_KEYS = {"engine.lora", "engine.module_precision", "reference", "reference.module_precision"}
 RECIPES = {"sft": SFTConfig, "rl": RLConfig, "eval": EvalConfig}
 
 

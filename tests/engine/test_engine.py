@@ -9,6 +9,7 @@ from ranks import RankError
 from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -295,7 +296,7 @@ def modes_and_shards(folder, reshard_after_forward):
 
     inside = []
     hf_model.model.norm.register_forward_hook(
-        lambda module, *_: inside.append((module.training, bool(whole(hf_model.model.layers[0])), bool(whole(module))))
+        lambda module, *_: inside.append((bool(whole(hf_model.model.layers[0])), bool(whole(module))))
     )
     afterwards = []
     for run in (
@@ -305,16 +306,80 @@ def modes_and_shards(folder, reshard_after_forward):
     ):
         run()
         afterwards.append(whole(engine._model))
-    return inside, afterwards
+    return inside, afterwards, any(module.training for module in engine._model.modules())
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_units_hold_only_their_shards_between_passes_and_dropout_would_act_in_training_only(
-    run_ranks, folder, reshard_after_forward
-):
+def test_units_hold_only_their_shards_between_passes(run_ranks, folder, reshard_after_forward):
     """While the final norm runs the root is whole; a layer before it is, where units are kept for a backward pass that
     never follows a plain forward."""
     kept = not reshard_after_forward
-    for inside, afterwards in run_ranks(modes_and_shards, 2, str(folder), reshard_after_forward):
-        assert inside == [(False, kept, True), (True, kept, True), (False, kept, True)]
+    for inside, afterwards, is_training in run_ranks(modes_and_shards, 2, str(folder), reshard_after_forward):
+        assert inside == [(kept, True)] * 3
         assert afterwards == [[], [], []]
+        assert not is_training, "dropout and router noise would make two passes over the same tokens differ"
+
+
+def losses_of_one_batch(folder):
+    """The same batch three times, without an optimizer step in between."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([9, 7, 5]), num_shards=1, max_tokens=32)
+    return [
+        engine.forward_backward(step.shards[0], sft_loss, step.denominators)["train/loss"].result() for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("opt", {"dropout": 0.5, "attention_dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+        (
+            "phimoe",
+            {
+                "num_local_experts": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 48,
+                "router_jitter_noise": 0.3,
+                "attention_dropout": 0.0,
+            },
+        ),
+    ],
+)
+def test_two_training_passes_over_the_same_tokens_are_the_same_bits(run_ranks, tmp_path, family, options):
+    """OPT drops activations by a function, not a module; PhiMoE draws its routing while it trains."""
+    common = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **common, **options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (losses,) = run_ranks(losses_of_one_batch, 1, str(tmp_path))
+    assert losses[0] > 1
+    assert losses == [losses[0]] * 3
+
+
+def build_with(folder, options):
+    TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_implementation": "varlen"}, "varlen cannot compute tensors on the CPU; set it to auto or loop"),
+        (
+            {
+                "module_precision": [
+                    {"module": "model.layers.*.mlp", "param_dtype": "bfloat16", "cast_forward_inputs": False}
+                ]
+            },
+            r"engine\.module_precision does not fit the model: .* need cast_forward_inputs=true",
+        ),
+        ({"module_precision": [{"module": "model.layers"}]}, "model.layers matches no module of"),
+        (
+            {"wrap_policy": {"transformer_layer_cls_to_wrap": ["ModuleList"]}},
+            r"transformer_layer_cls_to_wrap: ModuleList matches no module of",
+        ),
+    ],
+    ids=["kernel", "inputs", "container", "container class"],
+)
+def test_what_the_model_cannot_compute_is_refused_when_it_is_built(run_ranks, tmp_path, options, message):
+    with pytest.raises(RankError, match=message):
+        run_ranks(build_with, 1, str(tiny_folder("qwen3", tmp_path)), options)

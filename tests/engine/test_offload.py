@@ -10,14 +10,10 @@ from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.offload import HostCopies
-from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
 PARTS = ["params", "grads", "optimizer"]
-needs_state_tensors = pytest.mark.skipif(
-    not hasattr(ShardedOptimizer, "state_tensors"), reason="the optimizer does not name its states yet"
-)
 
 
 def test_storages_are_empty_while_away_and_hold_the_same_bits_afterwards():
@@ -126,7 +122,7 @@ def train_with_trips(folder, trips, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-@pytest.mark.parametrize("part", ["params", "grads", pytest.param("optimizer", marks=needs_state_tensors)])
+@pytest.mark.parametrize("part", ["params", "grads", "optimizer"])
 def test_training_with_trips_to_the_host_gives_the_same_bits(run_ranks, tmp_path, part, options):
     """Each part leaves on its own, the others stay where they are."""
     folder = str(tiny_folder("llama", tmp_path))
@@ -158,7 +154,6 @@ def leave_and_step(folder):
     return here, away, {part: local_bytes(tensors_of(engine, part)) for part in PARTS}
 
 
-@needs_state_tensors
 def test_optimizer_states_that_never_leave(run_ranks, tmp_path):
     """Trap 27: after `offload` nothing of the two moments is on the device."""
     for here, away, back in run_ranks(leave_and_step, 2, str(tiny_folder("llama", tmp_path))):

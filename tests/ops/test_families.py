@@ -157,6 +157,23 @@ BAD = {
     "falcon": ({"alibi": False, "new_decoder_architecture": False}, UNREGISTERED),
     "gptj": ({"rotary_dim": 4, **GPT}, UNREGISTERED),
     "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, UNREGISTERED),
+    "phi3": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 32,
+            },
+            "original_max_position_embeddings": 32,
+        },
+        "has rotary frequencies that depend on the longest sequence of a batch .rope_type longrope.",
+    ),
+    "llama": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "has rotary frequencies that depend on the longest sequence of a batch .rope_type dynamic.",
+    ),
     "bert": ({}, "has a bias on its output projection"),
     "phi": ({}, "has a bias on its output projection"),
     "nemotron": ({}, "NemotronAttention .* does not pass keyword arguments on to its attention"),

@@ -151,6 +151,60 @@ def test_the_reference_stays_where_the_policy_started(tmp_path):
     torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference_logprobs")), start)
 
 
+def bytes_on_device(engine) -> tuple[int, int]:
+    """Of the weights, and of the optimizer's states."""
+    return tuple(
+        sum(storage.nbytes() for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+        for tensors in (
+            [parameter.to_local() for parameter in engine._model.parameters()],
+            list(engine._optimizer.state_tensors()) if engine._optimizer else [],
+        )
+    )
+
+
+def test_the_policy_is_away_whenever_another_engine_works_and_saving_does_not_bring_it_back(tmp_path, monkeypatch):
+    """Trap 27, in the order of reinforcement learning: score, reference, train, sync, save, sample."""
+    folder = tiny_folder("llama", tmp_path / "llama")
+    model = ModelConfig(path=str(folder)).model_dump_json()
+    engine = EngineConfig(param_offload=True, optimizer_offload=True)
+    worker = Worker(torch.device("cpu"))
+    worker.build_policy(model, engine.model_dump_json(), OptimizerConfig(learning_rate=0.02).model_dump_json(), 4, 0)
+    worker.build_reference(model, engine.frozen().model_dump_json())
+    worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), "float32")
+    worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
+    worker.sync_weights(0)
+    seen = {}
+
+    def watched(owner, name):
+        original = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            seen[owner, name] = bytes_on_device(worker._policy)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    watched(worker._reference, "forward")
+    watched(worker._rollout, "generate")
+    samples = roll_out(worker)
+    assert seen[worker._rollout, "generate"] == (0, 0)
+    trainer_logprobs(worker, samples)
+    assert bytes_on_device(worker._policy)[0] > 0
+    trainer_logprobs(worker, samples, "reference_logprobs")
+    assert seen[worker._reference, "forward"] == (0, 0)
+    assert bytes_on_device(worker._reference)[0] == 0
+    packed = pack(samples, num_shards=1, max_tokens=40)
+    worker.train(packed.shards[0], packed.denominators)
+    weights, states = bytes_on_device(worker._policy)
+    assert states == 2 * weights > 0
+    worker.sync_weights(1)
+    worker._policy.export_hf = lambda *_: None
+    monkeypatch.setattr("shardwise.recipes.workers.load_tokenizer", lambda _: None)
+    worker.save_weights(str(tmp_path / "step"), model)
+    roll_out(worker)
+    assert seen[worker._rollout, "generate"] == (0, 0)
+
+
 def test_supervised_training_is_the_default_and_at_temperature_one(tmp_path):
     worker = Worker(torch.device("cpu"))
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path))).model_dump_json()

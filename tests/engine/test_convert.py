@@ -1,0 +1,80 @@
+"""A folder in, a folder out, over ranks; the command around it is tested with the recipes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError
+from tiny_models import tiny_folder, tiny_model
+from transformers import AutoModelForCausalLM
+
+from shardwise.engine.convert import convert_folder
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+
+def convert(source, target, dtype, max_shard_size, adapter):
+    convert_folder(
+        Path(source),
+        Path(target),
+        NoTokenizer(),
+        getattr(torch, dtype),
+        max_shard_size=max_shard_size,
+        device=torch.device("cpu"),
+        adapter=None if adapter is None else Path(adapter),
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_converted_folder_is_what_transformers_saves_in_the_other_dtype(run_ranks, tmp_path, family, world_size):
+    source = tiny_folder(family, tmp_path / "source")
+    run_ranks(convert, world_size, str(source), str(tmp_path / "out"), "bfloat16", "8KB", None)
+    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path / "expected", max_shard_size="8KB")
+    names = sorted(path.name for path in (tmp_path / "expected").glob("model*"))
+    assert len(names) > 2
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Of peft, with weights that are not zero and a module trained whole."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(tiny_model("llama"), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_adapter_is_merged_as_peft_merges_it_and_the_index_counts_the_merged_model(
+    run_ranks, tmp_path, adapter, world_size
+):
+    from peft import PeftModel
+
+    source = tiny_folder("llama", tmp_path / "source")
+    run_ranks(convert, world_size, str(source), str(tmp_path / "out"), "float32", "20KB", str(adapter))
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=1e-6)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == found.num_parameters()
+
+
+def test_a_folder_without_an_adapter_is_refused(run_ranks, tmp_path):
+    source = tiny_folder("llama", tmp_path / "source")
+    with pytest.raises(RankError, match=r"ModelError: .*source cannot be read as a LoRA adapter"):
+        run_ranks(convert, 2, str(source), str(tmp_path / "out"), "float32", "20KB", str(source))
