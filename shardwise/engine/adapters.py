@@ -10,21 +10,23 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.lora import ADAPTER, adapter_names, base_names, lora_layers, trained_copies
+from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.shards import local_box, local_shard
 from shardwise.engine.weights import gathered
 
 CONFIG_NAME = "adapter_config.json"
@@ -62,23 +64,14 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         drawn = torch.empty(lora_a.shape, device="cpu")
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        local, start = _rows(lora_a)
-        local.copy_(drawn[start : start + local.shape[0]])
-        _rows(state[f"{path}.lora_B.{ADAPTER}.weight"])[0].zero_()
+        local_shard(lora_a).copy_(drawn[tuple(local_box(lora_a))])
+        local_shard(state[f"{path}.lora_B.{ADAPTER}.weight"]).zero_()
         magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
         if magnitude is not None:
-            base, _ = _rows(state[f"{path}.base_layer.weight"])
-            _rows(magnitude)[0].copy_(torch.linalg.vector_norm(base.float(), dim=1))
+            base = local_shard(state[f"{path}.base_layer.weight"])
+            local_shard(magnitude).copy_(torch.linalg.vector_norm(base.float(), dim=1))
     for original, trained in trained_copies(model).items():
-        _rows(state[trained])[0].copy_(_rows(state[original])[0])
-
-
-def _rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of dim 0, and the index of the first of them; a tensor that is not sharded is all here."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offset[0] if offset else 0
+        local_shard(state[trained]).copy_(local_shard(state[original]))
 
 
 class MergedState(Mapping[str, Tensor]):
@@ -118,11 +111,11 @@ def _merged(state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
     """
     base = state[f"{path}.base_layer.weight"]
     lora_a = gathered(state[f"{path}.lora_A.{ADAPTER}.weight"], torch.float32)
-    lora_b, _ = _rows(state[f"{path}.lora_B.{ADAPTER}.weight"])
-    rows = torch.addmm(_rows(base)[0].float(), lora_b.float(), lora_a.to(lora_b.device), alpha=scaling)
+    lora_b = local_shard(state[f"{path}.lora_B.{ADAPTER}.weight"])
+    rows = torch.addmm(local_shard(base).float(), lora_b.float(), lora_a.to(lora_b.device), alpha=scaling)
     magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
     if magnitude is not None:
-        rows *= (_rows(magnitude)[0] / torch.linalg.vector_norm(rows, dim=1))[:, None]
+        rows *= (local_shard(magnitude) / torch.linalg.vector_norm(rows, dim=1))[:, None]
     if not isinstance(base, DTensor):
         return rows
     return DTensor.from_local(
@@ -191,20 +184,15 @@ def _load_rows(model: PreTrainedModel, folder: Path) -> None:
         stored_config = json.loads((folder / CONFIG_NAME).read_text())
         if not isinstance(stored_config, dict):
             raise ValueError(f"{CONFIG_NAME} is not a JSON object")
-        file = safe_open(folder / WEIGHTS_NAME, "pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{folder} cannot be read as a LoRA adapter ({CONFIG_NAME}, {WEIGHTS_NAME}): {error}"
-        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
     _check_config(model, folder, stored_config)
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    _check_tensors(folder, wanted, {name: tuple(view.get_shape()) for name, view in slices.items()})
-    for name, tensor in wanted.items():
-        local, start = _rows(tensor)
-        if local.numel():  # dim 0 may have fewer rows than there are ranks
-            local.copy_(slices[name][start : start + local.shape[0]] if local.dim() else slices[name][...])
+    with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
+        _check_tensors(folder, wanted, {name: spec.shape for name, spec in file.specs.items()})
+        for name, tensor in wanted.items():
+            local_shard(tensor).copy_(file.read(name, local_box(tensor)))
 
 
 def _check_config(model: PreTrainedModel, folder: Path, stored: dict[str, object]) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
@@ -17,7 +15,7 @@ from shardwise.engine.conversions import ImportBlock, export_blocks, import_bloc
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.runtime_state import buffer_names, runtime_state
-from shardwise.engine.shards import local_shard
+from shardwise.engine.shards import local_box, local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,14 +44,6 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
             if name not in found:
                 local_shard(runtime[name]).copy_(whole[tuple(local_box(runtime[name]))])
         return sum(_load_block(block, source, runtime) for block in blocks)
-
-
-def local_box(tensor: Tensor) -> list[slice]:
-    """The part of the full tensor that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return [slice(0, size) for size in tensor.shape]
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
 def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tensor]) -> int:

@@ -67,10 +67,13 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         """Raises ModelError: no such file, truncated, or not in the format."""
         self.path = path
+        opened = None
         try:
-            self._file = path.open("rb", buffering=0)
+            opened = self._file = path.open("rb", buffering=0)
             self._data_start, self._entries = self._read_header()
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if opened is not None:
+                opened.close()
             reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
             raise ModelError(
                 f"{path} cannot be read as a safetensors file: {reason}; download or copy it again"

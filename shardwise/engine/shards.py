@@ -1,4 +1,4 @@
-"""How the rows of one parameter are spread over ranks: what fully_shard does to dim 0."""
+"""Which part of a parameter this rank holds, and how the rows of one are spread over ranks."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its storage; a plain tensor is whole. Call it without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(tensor: Tensor) -> list[slice]:
+    """The part of the full tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return [slice(0, size) for size in tensor.shape]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

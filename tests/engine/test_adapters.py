@@ -214,5 +214,5 @@ def test_adapter_of_another_shape_or_unreadable_is_refused(run_ranks, folders, t
     file.write_bytes(b"short")
     with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter"):
         run_ranks(load_into, 1, folders["llama"], lora, start)
-    with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter .*No such file"):
+    with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter.*No such file"):
         run_ranks(load_into, 1, folders["llama"], lora, tmp_path / "absent")
