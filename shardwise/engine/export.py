@@ -21,7 +21,7 @@ from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.model_folder import INDEX_NAME
 from shardwise.engine.runtime_state import buffer_names, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
-from shardwise.engine.weights import gathered
+from shardwise.engine.shards import gathered
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""

@@ -22,7 +22,7 @@ def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """As `runtime_state`; adapters are merged into a tensor (sharded, float32) when it is asked for."""
     if not has_adapters(model):
         return runtime_state(model)
-    from shardwise.engine.adapters import MergedState
+    from shardwise.engine.merging import MergedState
 
     return MergedState(model)
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.conversions import export_blocks, stored_dtypes
 from shardwise.engine.runtime_state import merged_state, runtime_state
+from shardwise.engine.shards import gathered
 
 
 @torch.no_grad()
@@ -32,17 +32,6 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
     merged = merged_state(model)
     for block in export_blocks(model, runtime_state(model), dtype):
         yield from block.convert([gathered(merged[name], block.dtypes[name]) for name in block.runtime_names]).items()
-
-
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Collective for a DTensor. The full tensor, cast before it is gathered, on the mesh's device (where a shard that
-    is kept in host memory is not). Never the weight itself: who receives it may keep it, or freeze its storage."""
-    cast = tensor.to(dtype, copy=True)
-    if not isinstance(cast, DTensor):
-        return cast
-    on_mesh = cast.to(cast.device_mesh.device_type)
-    assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
 
 
 def num_parameters(model: nn.Module) -> int:
