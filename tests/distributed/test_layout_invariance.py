@@ -93,6 +93,7 @@ AXES: dict[str, dict[str, dict]] = {
 IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
+    ("prefetch", {"prefetch"}, "reshard", {"keep"}),  # nothing is left to gather in backward
     ("adapters", {"lora"}, "frozen", {"frozen"}),
     ("adapters", {"lora"}, "loss", {"value"}),  # peft would train the head too
     ("precision", {"attention units"}, "checkpointing", {"by operation", "by operation offload"}),
