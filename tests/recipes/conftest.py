@@ -7,7 +7,7 @@ from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.workers import Worker
-from shardwise.types import Completion, Example, RolloutGroup
+from shardwise.types import Completion, Example, RolloutGroup, Sample
 
 torch.set_num_threads(1)
 
@@ -104,3 +104,17 @@ def write_jsonl(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def samples():
+    """Four of different lengths; the tokens of each are its number, all but two are trained."""
+    lengths = [5, 3, 4, 6]
+    return [
+        Sample(
+            uid=str(i),
+            token_ids=torch.full((length,), i + 1),
+            loss_mask=torch.arange(length) >= 2,
+        )
+        for i, length in enumerate(lengths)
+    ]

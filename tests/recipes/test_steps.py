@@ -1,33 +1,20 @@
 """One shard for each group of ranks that share sequences."""
 
 import pytest
-import torch
 
 from shardwise.config import EngineConfig
 from shardwise.recipes.steps import token_logprobs, train_step
-from shardwise.types import MetricValue, Sample
-
-
-def samples():
-    lengths = [5, 3, 4, 6]
-    return [
-        Sample(
-            uid=str(i),
-            token_ids=torch.full((length,), i + 1),
-            loss_mask=torch.arange(length) >= 2,
-        )
-        for i, length in enumerate(lengths)
-    ]
+from shardwise.types import MetricValue
 
 
 @pytest.mark.parametrize(("size", "ulysses_size"), [(1, 1), (2, 1), (3, 1), (4, 2), (2, 2)])
-def test_train_step_sends_every_sample_once_with_the_counts_of_the_whole_step(fake_group, size, ulysses_size):
+def test_train_step_sends_every_sample_once_with_the_counts_of_the_whole_step(fake_group, samples, size, ulysses_size):
     def train(rank, batches, denominators):
         tokens = [sum(batch.input_ids[batch.loss_mask].tolist()) for batch in batches]
         return {"train/loss": MetricValue.sum(float(sum(tokens))), "x": MetricValue.mean(rank, 1)}
 
     group = fake_group(size, train=train)
-    metrics = train_step(group, samples(), EngineConfig(ulysses_size=ulysses_size, max_tokens_per_micro_batch=9))
+    metrics = train_step(group, samples, EngineConfig(ulysses_size=ulysses_size, max_tokens_per_micro_batch=9))
     # Trained tokens of each sample times its token id: 3*1 + 1*2 + 2*3 + 4*4.
     assert metrics["train/loss"].result() == 27
     assert metrics["x"].result() == pytest.approx((size / ulysses_size - 1) / 2)
@@ -41,8 +28,8 @@ def test_train_step_sends_every_sample_once_with_the_counts_of_the_whole_step(fa
 
 
 @pytest.mark.parametrize(("size", "ulysses_size"), [(1, 1), (4, 2)])
-def test_token_logprobs_come_back_in_the_order_of_the_samples(fake_group, size, ulysses_size):
+def test_token_logprobs_come_back_in_the_order_of_the_samples(fake_group, samples, size, ulysses_size):
     group = fake_group(size, score=lambda _, batches: [batch.input_ids * 0.5 for batch in batches])
     layout = EngineConfig(ulysses_size=ulysses_size, max_tokens_per_micro_batch=9)
-    found = token_logprobs(group, samples(), layout, method="score")
-    assert [values.tolist() for values in found] == [(s.token_ids * 0.5).tolist() for s in samples()]
+    found = token_logprobs(group, samples, layout, method="score")
+    assert [values.tolist() for values in found] == [(s.token_ids * 0.5).tolist() for s in samples]
