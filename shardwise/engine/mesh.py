@@ -49,11 +49,6 @@ class ParallelDims:
             )
         return cls(world_size // size, size // ulysses_size, ulysses_size)
 
-    @property
-    def num_data_shards(self) -> int:
-        """Ranks (or groups of them that share sequences) with data of their own."""
-        return self.dp_replicate * self.dp_shard
-
     def build(self, device_type: str) -> "EngineMesh":
         """Collective. Makes the process groups."""
         fsdp_size = self.dp_shard * self.sp
