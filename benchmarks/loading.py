@@ -126,7 +126,7 @@ def main() -> None:
         "notes": [
             "Memory and bytes are shares of the model's bytes; a rank's share of the weights is part of its load peak.",
             "from_pretrained maps the files of a dense model: save_pretrained writes from that mapping.",
-            "Other jobs shared the two cores and the disk, and 4 ranks share them anyway: times say little.",
+            "Ranks share two cores and one disk: the times of 2 and 4 ranks say little.",
         ],
     }
     with tempfile.TemporaryDirectory() as scratch:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import FrozenEngineConfig
 from shardwise.controller.process_group import Rank, process_group
-from shardwise.engine import TrainEngine
+from shardwise.engine import ParallelDims, TrainEngine
+from shardwise.engine.model import build_sharded
 
 
 def resident_kib(field: str) -> int:
@@ -54,11 +56,16 @@ def save_durably(model: PreTrainedModel, target: Path) -> None:
 
 
 def run_ours(folder: Path, target: Path) -> dict[str, Any]:
-    """This rank's figures; a frozen engine in the dtype of the files, so that its weights are as large as they are."""
+    """This rank's figures; a frozen engine in the dtype of the files, so that its weights are as large as they are.
+
+    Put together by hand, because `TrainEngine.build` also runs two tokens through the model, which is not loading."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with process_group(Rank.from_environment(), device_type="cpu", timeout_seconds=600):
-        config = FrozenEngineConfig(param_dtype="bfloat16")
-        engine, load = measured(lambda: TrainEngine.build(folder, config, device=torch.device("cpu")))
+        config, device = FrozenEngineConfig(param_dtype="bfloat16"), torch.device("cpu")
+        dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1)
+        mesh = dims.build(device.type)
+        sharded, load = measured(lambda: build_sharded(folder, config, mesh, device=device))
+        engine = TrainEngine(sharded, None, config=config, device=device)
         _, export = measured(lambda: engine.export_hf(target, tokenizer))
     return {"load": load | {"bytes_read": engine.num_bytes_read}, "export": export}
 
