@@ -75,13 +75,21 @@ class Sample:
     loss_mask: Tensor
     """[L] bool, True = trained (in reinforcement learning: sampled by the policy). loss_mask[0] is False."""
     rollout_logprobs: Tensor | None = None
-    """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So are the next three."""
+    """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
     old_logprobs: Tensor | None = None
     """[L] float32, of the policy before the first optimizer step on this sample."""
     ref_logprobs: Tensor | None = None
     """[L] float32, of the frozen reference policy."""
     advantages: Tensor | None = None
     """[L] float32."""
+    values: Tensor | None = None
+    """[L] float32, of the critic before the first optimizer step on this sample."""
+    returns: Tensor | None = None
+    """[L] float32, what the critic learns to predict."""
+    weights: Tensor | None = None
+    """[L] float32, what each token's policy loss is multiplied by to correct for the rollout engine's distribution."""
+    selected: Tensor | None = None
+    """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
     reward: float = 0.0
     group: int = 0
     """Samples of one prompt share this number."""
@@ -112,7 +120,16 @@ def _moved(instance: Any, device: torch.device) -> Any:
     return replace(instance, **{k: v.to(device, non_blocking=device.type != "cpu") for k, v in tensors.items()})
 
 
-PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+PER_TOKEN_FIELDS = (
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "values",
+    "returns",
+    "weights",
+    "selected",
+)
 """The optional per-token arrays that a Sample and a TokenBatch have in common."""
 
 
@@ -135,10 +152,16 @@ class TokenBatch:
     sample_index: list[int]
     """Of each sequence: its place in the list of samples that was packed. Empty in a batch that holds no sample
     (one masked token, so that collectives stay in step)."""
+    rewards: Tensor | None = None
+    """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    weights: Tensor | None = None
+    selected: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """A copy with every tensor on `device`."""

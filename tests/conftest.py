@@ -1,7 +1,11 @@
 """Fixtures of every test folder."""
 
+import hypothesis
 import pytest
 from ranks import RankPool
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # where cores are shared, time says nothing
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ class PackedStep:
     """Counted over all shards."""
 
 
-def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int) -> PackedStep:
+def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int, keep_together: int = 1) -> PackedStep:
     """Splits samples over ranks and micro-batches.
 
     As few batches as best-fit-decreasing finds, rounded up to a multiple of `num_shards`, their token counts levelled.
@@ -39,25 +39,29 @@ def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int) -> Pack
         samples: of at least one token each; either all or none have a given optional per-token field.
         num_shards: data-parallel ranks.
         max_tokens: the hard cap on the tokens of one batch. A sequence is never split.
+        keep_together: so many samples in a row share a batch, one behind the other: 2 for pairs that are compared.
     Raises:
-        DataError: a sample is longer than the cap; names it and both numbers.
+        DataError: a sample, or samples to keep together, are longer than the cap; names them and both numbers.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
-    for sample, length in zip(samples, lengths, strict=True):
-        assert length > 0, f"{sample.uid}: a sample without tokens"
+    assert len(samples) % keep_together == 0, (len(samples), keep_together)
+    units = [samples[start : start + keep_together] for start in range(0, len(samples), keep_together)]
+    lengths = [sum(len(sample.token_ids) for sample in unit) for unit in units]
+    for unit, length in zip(units, lengths, strict=True):
+        assert all(len(sample.token_ids) > 0 for sample in unit), f"{unit[0].uid}: a sample without tokens"
         if length > max_tokens:
-            raise DataError(
-                f"sample {sample.uid} has {length} tokens, more than engine.max_tokens_per_micro_batch={max_tokens}, "
-                "and a sequence is never split over micro-batches; raise the cap or shorten the sample"
-            )
+            raise DataError(_too_long(unit, length, max_tokens))
     bins = _best_fit_decreasing(lengths, max_tokens)
     num_bins = max(1, -(-len(bins) // num_shards)) * num_shards
     padded = bins + [[] for _ in range(num_bins - len(bins))]
     levelled = _longest_first(lengths, num_bins, max_tokens) or padded
     shards = _deal(levelled, lengths, num_shards)
     present = _present_fields(samples)
+    members = range(keep_together)
     return PackedStep(
-        shards=[[_batch(samples, bin, present) for bin in shard] for shard in shards],
+        shards=[
+            [_batch(samples, [unit * keep_together + k for unit in bin for k in members], present) for bin in shard]
+            for shard in shards
+        ],
         denominators=Denominators(
             num_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
             num_sequences=sum(bool(sample.loss_mask.any()) for sample in samples),
@@ -81,6 +85,16 @@ def unpack(step: PackedStep, values: list[list[Tensor]]) -> list[Tensor]:
             for place, index in enumerate(batch.sample_index):
                 found[index] = value[starts[place] : starts[place + 1]]
     return [found[index] for index in range(len(found))]
+
+
+def _too_long(unit: Sequence[Sample], length: int, max_tokens: int) -> str:
+    what, rule = f"sample {unit[0].uid} has", "a sequence is never split over micro-batches"
+    if len(unit) > 1:
+        what, rule = f"the {len(unit)} samples of {unit[0].uid} have", "what is compared stays in one micro-batch"
+    return (
+        f"{what} {length} tokens, more than engine.max_tokens_per_micro_batch={max_tokens}, and {rule}; "
+        "raise the cap or shorten them"
+    )
 
 
 def _by_length(lengths: Sequence[int]) -> list[int]:
@@ -139,6 +153,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
         loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
         sample_index=list(indices),
+        rewards=torch.tensor([sample.reward for sample in chosen]),
         **{name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present},
     )
 
@@ -151,6 +166,7 @@ def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         loss_mask=torch.zeros(1, dtype=torch.bool),
         sample_index=[],
+        rewards=torch.zeros(1),
         **{name: torch.zeros(1, dtype=getattr(samples[0], name).dtype) for name in present},
     )
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -99,6 +101,25 @@ def test_sample_over_the_cap_is_refused_by_name_with_both_numbers():
     with pytest.raises(DataError, match=r"sample 1 has 9 tokens, more than engine\.max_tokens_per_micro_batch=8,"):
         pack(samples_of([3, 9]), num_shards=1, max_tokens=8)
     assert layout(pack(samples_of([8]), num_shards=1, max_tokens=8)) == [[[0]]]
+
+
+def test_samples_kept_together_share_a_batch_side_by_side():
+    samples = samples_of([4, 1, 2, 2, 3, 4])
+    step = pack(samples, num_shards=2, max_tokens=9, keep_together=2)
+    assert layout(step) == [[[0, 1, 2, 3]], [[4, 5]]]
+    assert step.shards[0][0].input_ids.tolist() == torch.cat([s.token_ids for s in samples[:4]]).tolist()
+
+
+def test_samples_to_keep_together_over_the_cap_are_refused():
+    with pytest.raises(DataError, match=r"the 2 samples of 0 have 9 tokens, .* what is compared stays in one micro"):
+        pack(samples_of([5, 4]), num_shards=1, max_tokens=8, keep_together=2)
+
+
+def test_rewards_go_with_their_sequences():
+    samples = [replace(sample(n), reward=float(n)) for n in (2, 5, 3)]
+    (batch,) = pack(samples, num_shards=1, max_tokens=16).shards[0]
+    assert batch.rewards.tolist() == [5.0, 3.0, 2.0]
+    assert batch.cu_seqlens.diff().tolist() == [5, 3, 2]
 
 
 def test_fields_that_only_some_samples_have_are_a_bug():
