@@ -1,6 +1,16 @@
 """The typed configuration: torch-free, frozen, without unknown keys. The YAML is exactly this tree."""
 
-from shardwise.config.base import Config, key_paths
+from shardwise.config.algorithm import (
+    AdaptiveKl,
+    AlgorithmConfig,
+    ClipCov,
+    Custom,
+    Gae,
+    Gdpo,
+    KlCov,
+    RolloutCorrectionConfig,
+)
+from shardwise.config.base import Choice, Config, key_paths
 from shardwise.config.data import DataConfig, EvalDataConfig, HeldOutData, PromptDataConfig, SupervisedDataConfig
 from shardwise.config.engine import (
     ComputeConfig,
@@ -22,5 +32,14 @@ from shardwise.config.errors import (
     TrainingError,
     UserError,
 )
-from shardwise.config.recipes import EvalConfig, EvalSettings, RLConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
-from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.recipes import (
+    CriticConfig,
+    EvalConfig,
+    EvalSettings,
+    RLConfig,
+    SFTConfig,
+    SFTTrainerConfig,
+    TeacherConfig,
+    TrainerConfig,
+)
+from shardwise.config.rl import GenerationConfig, RewardConfig, RolloutConfig

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,6 +46,16 @@ class Config(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+class Choice(Config):
+    """One alternative of a union, told from the others by the field that `tag` names."""
+
+    tag: ClassVar[str] = "name"
+
+    def arguments(self) -> dict[str, Any]:
+        """Its other keys and their values: what the function of that name takes by keyword."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != self.tag}
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; give the path of a YAML file with -c")
@@ -80,10 +90,14 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(cls: type[Config], problem: Any) -> str:
-    location = _without_alternatives(cls, problem["loc"])
+    location, alternatives = _place(cls, problem["loc"])
     path = ".".join(map(str, location))
     match problem["type"]:
         case "extra_forbidden":
+            chosen = tag_of(alternatives[0]) if len(alternatives) == 1 else None
+            if chosen is not None:
+                keys = ", ".join(name for name in alternatives[0].model_fields if name != chosen[0])
+                return f"{path}: {chosen[0]}={chosen[1]} has no such key; it has {keys or 'none'}"
             return f"{path}: unknown key{_suggest(cls, location)}"
         case "missing":
             return "\n  ".join(
@@ -91,6 +105,11 @@ def _explain(cls: type[Config], problem: Any) -> str:
                 + ("" if any(isinstance(part, int) for part in location) else f" or as an override {leaf}=...")
                 for leaf in _required_leaves(cls, path)
             )
+        case "union_tag_invalid":
+            given = str(problem["ctx"]["tag"])
+            tags = [str(value) for _, value in filter(None, map(tag_of, alternatives))]
+            nearest = difflib.get_close_matches(given, tags, n=1)
+            return f"{path}={given}: {f'did you mean {nearest[0]}? ' if nearest else ''}use one of {', '.join(tags)}"
         case "value_error":
             message = str(problem["ctx"]["error"])
             return f"{path}: {message}" if path else message
@@ -98,18 +117,35 @@ def _explain(cls: type[Config], problem: Any) -> str:
             return f"{path}={problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def _without_alternatives(cls: type[Config], location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """pydantic names the alternative of a union after the key (`reshard_after_forward.bool`); no key is called that."""
-    node: Any = cls
-    kept = []
+def _place(cls: type[Config], location: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[type[Config]]]:
+    """The keys of a location, and the config classes that its last key may be in, or that may stand there if it is
+    a group.
+
+    pydantic names the alternative of a union after the key (`reshard_after_forward.bool`); no key is called that.
+    """
+    kept: list[Any] = []
+    inside: list[type[Config]] = [cls]
+    leaf: Any = None
     for part in location:
-        if get_origin(node) in (Union, UnionType) and not isinstance(part, int):
-            continue
-        kept.append(part)
-        if isinstance(node, type) and issubclass(node, Config) and part in node.model_fields:
-            annotation = node.model_fields[part].annotation
-            node = group_of(annotation) or annotation
-    return tuple(kept)
+        fields = [group.model_fields[part] for group in inside if part in group.model_fields]
+        named = [group for group in inside if (tag := tag_of(group)) is not None and tag[1] == part]
+        if named and len(inside) > 1:
+            inside = named
+        elif fields:
+            kept.append(part)
+            leaf = fields[0].annotation
+            inside = groups_of(leaf)
+        elif inside or isinstance(part, int) or get_origin(leaf) not in (Union, UnionType):
+            kept.append(part)
+    return tuple(kept), inside
+
+
+def tag_of(cls: type[Config]) -> tuple[str, str] | None:
+    """The key that tells this choice from the others of its union, and its value here; None for other configs."""
+    if not issubclass(cls, Choice):
+        return None
+    (value,) = get_args(cls.model_fields[cls.tag].annotation)
+    return cls.tag, str(value)
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
@@ -127,26 +163,26 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
 
 def _required_leaves(cls: type[Config], path: str) -> list[str]:
     """`path` itself, or the required keys of the group it names."""
-    node: type[Config] | None = cls
+    nodes: list[type[Config]] = [cls]
     for name in path.split("."):
-        field = node.model_fields.get(name) if node is not None else None
-        node = group_of(field.annotation) if field is not None else node  # a number is the place in a list of groups
-    if node is None:
+        fields = [node.model_fields[name] for node in nodes if name in node.model_fields]
+        nodes = groups_of(fields[0].annotation) if fields else nodes  # a number is the place in a list of groups
+    if len(nodes) != 1:
         return [path]
-    return [f"{path}.{name}" for name, field in node.model_fields.items() if field.is_required()]
+    return [f"{path}.{name}" for name, field in nodes[0].model_fields.items() if field.is_required()]
 
 
-def group_of(annotation: Any) -> type[Config] | None:
-    """The config class in the type of a field: itself, optional, or in a list; None for a value."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Config):
-            return candidate
-    return None
+def groups_of(annotation: Any) -> list[type[Config]]:
+    """The config classes in the type of a field: itself, optional, in a list, or the alternatives of a union; none
+    for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [group for part in get_args(annotation) for group in groups_of(part)]
 
 
 def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a config class, groups included, in the order they are declared."""
     for name, field in cls.model_fields.items():
         yield prefix + name
-        if (group := group_of(field.annotation)) is not None:
-            yield from key_paths(group, f"{prefix}{name}.")
+        groups = groups_of(field.annotation)
+        yield from dict.fromkeys(path for group in groups for path in key_paths(group, f"{prefix}{name}."))

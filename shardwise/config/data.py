@@ -73,5 +73,51 @@ class EvalDataConfig(HeldOutData):
     """What happens to a longer prompt: stop with an error, drop it, or cut its start off. Both are counted."""
 
 
+class MixtureStage(Config):
+    """How the sources of the training rows are mixed, from one step of the run on."""
+
+    from_step: PositiveInt = 1
+    """The first step of the stage."""
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+    """The share of each source among the prompts, by its name; they need not add up to 1. 0 leaves a source out."""
+
+    @model_validator(mode="after")
+    def _some_source_has_weight(self) -> Self:
+        if not any(self.weights.values()):
+            raise ValueError(f"weights={self.weights} leave every source out; give at least one a positive weight")
+        return self
+
+
+class DifficultyConfig(Config):
+    """Which training prompts are too easy or too hard to be asked again at once."""
+
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """A prompt sits out one pass over its source if fewer of its last completions than this share were correct,"""
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """or more than this share."""
+
+    @model_validator(mode="after")
+    def _leaves_something_out(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate={self.min_pass_rate} is above max_pass_rate={self.max_pass_rate}; swap them"
+            )
+        if (self.min_pass_rate, self.max_pass_rate) == (0.0, 1.0):
+            raise ValueError("min_pass_rate=0 and max_pass_rate=1 leave no prompt out; narrow them or remove the group")
+        return self
+
+
 class PromptDataConfig(EvalDataConfig, DataConfig):
     """Prompts for reinforcement learning."""
+
+    mixture: list[MixtureStage] = Field(default_factory=list)
+    """How sources are mixed, stage after stage: a curriculum. Empty takes the rows as they are."""
+    difficulty: DifficultyConfig | None = None
+    """Leave out prompts by the share of their last completions that were correct; null leaves none out."""
+
+    @model_validator(mode="after")
+    def _stages_are_in_order(self) -> Self:
+        steps = [stage.from_step for stage in self.mixture]
+        if steps and (steps[0] != 1 or steps != sorted(set(steps))):
+            raise ValueError(f"mixture has stages from the steps {steps}; begin with 1 and go up")
+        return self

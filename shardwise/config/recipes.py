@@ -2,12 +2,20 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from shardwise.config.base import Config
 from shardwise.config.data import EvalDataConfig, PromptDataConfig, SupervisedDataConfig
-from shardwise.config.engine import ComputeConfig, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
-from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.engine import (
+    ComputeConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
+from shardwise.config.rl import GenerationConfig, RewardConfig, RolloutConfig
 
 
 class TrainerConfig(OptimizerConfig):
@@ -66,6 +74,31 @@ class SFTConfig(Config):
         return self
 
 
+class CriticConfig(Config):
+    """PPO's critic: a second model that learns the value of every token."""
+
+    model: ModelConfig | None = None
+    """The folder it starts from, a causal language model or a saved critic; null takes that of the policy."""
+    engine: EngineConfig | None = None
+    """Its layout; null takes that of the policy, without its adapters."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How it learns."""
+    policy_waits_steps: Annotated[int, Field(ge=0)] = 0
+    """So many steps of the run only the critic learns."""
+    value_clip: PositiveFloat | None = 0.5
+    """How far a value may move from that of the rollout before its gradient is cut; null is off."""
+
+
+class TeacherConfig(Config):
+    """A frozen model whose logprobs the policy learns to match on its own completions."""
+
+    model: ModelConfig
+    data_source: str | None = None
+    """Teaches the rows of this source; null teaches those that no other teacher has."""
+    engine: FrozenEngineConfig | None = None
+    """Its layout; null takes that of the policy."""
+
+
 class RLConfig(Config):
     """`shardwise rl`: reinforcement learning with verifiable rewards."""
 
@@ -74,17 +107,58 @@ class RLConfig(Config):
     engine: EngineConfig = EngineConfig()
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
+    critic: CriticConfig | None = None
+    """PPO's critic, which algorithm.advantage=gae needs."""
+    teachers: list[TeacherConfig] = Field(default_factory=list)
+    """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="after")
-    def _sequences_fit(self) -> Self:
+    def _parts_fit(self) -> Self:
         _require_train_files(self.data.train_files)
+        self._require_room_for_sequences()
+        self._require_parts_of_the_algorithm()
+        self._require_fit_for_sampling()
+        num_samples = self.rollout.num_prompts * self.rollout.group_size
+        if self.algorithm.num_minibatches > num_samples:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.algorithm.num_minibatches} is more than the {num_samples} samples of "
+                "a step (rollout.num_prompts x rollout.group_size)"
+            )
+        if self.engine.optimizer_offload and self.trainer.optimizer == "adamw_cpu":
+            raise ValueError(
+                "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true "
+                "has no effect; remove one of them"
+            )
+        return self
+
+    def layouts(self) -> dict[str, LayoutConfig]:
+        """The layout of every engine that works on samples, by its key."""
+        layouts: dict[str, LayoutConfig] = {"engine": self.engine, "reference": self.reference_layout()}
+        if self.critic is not None:
+            layouts["critic.engine"] = self.critic_layout()
+        return layouts | {f"teachers.{n}.engine": self.teacher_layout(t) for n, t in enumerate(self.teachers)}
+
+    def reference_layout(self) -> FrozenEngineConfig:
+        """How the reference policy is laid out."""
+        return self.engine.frozen() if self.reference is None else self.reference
+
+    def critic_layout(self) -> EngineConfig:
+        """How the critic is laid out."""
+        if self.critic is None or self.critic.engine is None:
+            return self.engine.model_copy(update={"lora": None})
+        return self.critic.engine
+
+    def teacher_layout(self, teacher: TeacherConfig) -> FrozenEngineConfig:
+        """How a teacher is laid out."""
+        return self.engine.frozen() if teacher.engine is None else teacher.engine
+
+    def _require_room_for_sequences(self) -> None:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        layouts = {"engine": self.engine, "reference": self.reference_layout()}
-        for name, layout in layouts.items():
+        for name, layout in self.layouts().items():
             if longest > layout.max_tokens_per_micro_batch:
                 raise ValueError(
                     f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
@@ -92,32 +166,37 @@ class RLConfig(Config):
                     f"{name}.max_tokens_per_micro_batch={layout.max_tokens_per_micro_batch}, and a sequence is never "
                     "split over micro-batches; lower the first two or raise the last"
                 )
+
+    def _require_parts_of_the_algorithm(self) -> None:
+        advantage = self.algorithm.advantage.name
         if self.reference is not None and self.algorithm.kl_coef == 0:
             raise ValueError(
                 "reference has no effect with algorithm.kl_coef=0, which needs no reference policy; remove one of them"
             )
-        if self.engine.optimizer_offload and self.trainer.optimizer == "adamw_cpu":
+        if (advantage == "gae") != (self.critic is not None):
             raise ValueError(
-                "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true "
-                "has no effect; remove one of them"
+                f"algorithm.advantage={advantage} {'needs a' if self.critic is None else 'has no use for the'} critic; "
+                "critic and algorithm.advantage=gae belong together (critic: {} takes every default)"
             )
-        self._require_fit_for_sampling()
-        if self.rollout.group_size == 1:
+        if (advantage == "distill") != bool(self.teachers):
             raise ValueError(
-                f"rollout.group_size=1 leaves algorithm.advantage={self.algorithm.advantage} without a baseline "
+                f"algorithm.advantage={advantage} with {len(self.teachers)} teachers: teachers and "
+                "algorithm.advantage=distill belong together"
+            )
+        sources = [teacher.data_source for teacher in self.teachers]
+        if len(set(sources)) < len(sources):
+            raise ValueError(f"teachers have the data_source {sources}; give each a source of its own")
+        if self.rollout.group_size == 1 and advantage in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"rollout.group_size=1 leaves algorithm.advantage={advantage} without a baseline "
                 "(every advantage would be 0); use at least 2"
             )
-        num_samples = self.rollout.num_prompts * self.rollout.group_size
-        if self.algorithm.num_minibatches > num_samples:
+        overlong = self.algorithm.overlong_penalty
+        if overlong is not None and overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
-                f"algorithm.num_minibatches={self.algorithm.num_minibatches} is more than the {num_samples} samples of "
-                "a step (rollout.num_prompts x rollout.group_size)"
+                f"algorithm.overlong_penalty.buffer_tokens={overlong.buffer_tokens} is more than "
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
-        return self
-
-    def reference_layout(self) -> FrozenEngineConfig:
-        """How the reference policy is laid out."""
-        return self.engine.frozen() if self.reference is None else self.reference
 
     def _require_fit_for_sampling(self) -> None:
         lora = self.engine.lora

@@ -1,11 +1,11 @@
 """The config reference as Markdown, made from the classes themselves."""
 
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import Config, group_of
+from shardwise.config.base import Config, groups_of, tag_of
 
 
 def markdown(cls: type[Config], *, title: str) -> str:
@@ -17,11 +17,16 @@ def markdown(cls: type[Config], *, title: str) -> str:
 def _rows(cls: type[Config], prefix: str) -> list[str]:
     rows = []
     for name, field in cls.model_fields.items():
-        path, group = f"{prefix}{name}", group_of(field.annotation)
-        if group is None or group is not field.annotation:  # an optional group and a list of groups are values too
+        path, groups = f"{prefix}{name}", groups_of(field.annotation)
+        if groups != [field.annotation]:  # an optional group, a list of groups and a choice of groups are values too
             rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
-        if group is not None:
-            rows += _rows(group, f"{path}.")
+        for group in groups:
+            tag = tag_of(group) if len(groups) > 1 else None
+            if tag is None:
+                rows += _rows(group, f"{path}.")
+                continue
+            rows.append(f"| `{path}.{tag[0]}` = `{tag[1]}` | | {_one_line(group.__doc__ or '')} |")
+            rows += [row for row in _rows(group, f"{path}.") if not row.startswith(f"| `{path}.{tag[0]}` |")]
     return rows
 
 
@@ -36,13 +41,17 @@ def _default(field: FieldInfo) -> str:
 def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):  # 0 and 1 equal False and True, but are numbers
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Config) and (tag := tag_of(type(value))) is not None:
+        return tag[1]
     return str(list(value) if isinstance(value, tuple) else value)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values of a Literal, also inside an optional."""
-    if get_origin(annotation) in (Union, UnionType):
+    """The values of a Literal, also inside an optional, and the tags of choices."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
         return [choice for part in get_args(annotation) for choice in _choices(part)]
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [value for _, value in filter(None, [tag_of(annotation)])]
     return [value for value in get_args(annotation) if isinstance(value, str)]
 
 
