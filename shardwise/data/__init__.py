@@ -8,6 +8,7 @@ from shardwise.data.chat import (
     render_response_sample,
 )
 from shardwise.data.loader import BatchLoader
+from shardwise.data.mixture import PromptStream
 from shardwise.data.packing import PackedStep, pack, unpack
 from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
 from shardwise.data.sources import Row, check_files, get_column, read_rows

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -31,17 +32,27 @@ class BatchLoader:
 
     def indices(self, step: int) -> list[int]:
         """The rows of a step, counted from 0."""
-        chosen: list[int] = []
-        position = step * self.batch_size
-        while len(chosen) < self.batch_size:
-            epoch, offset = divmod(position + len(chosen), self.num_rows)
-            chosen += self._order(epoch)[offset : offset + self.batch_size - len(chosen)].tolist()
-        return chosen
+        order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
+        return [order.row(step * self.batch_size + place) for place in range(self.batch_size)]
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_rows)
-        # Hashed rather than added, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
-        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        return torch.randperm(self.num_rows, generator=generator)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOrder:
+    """The order of rows over all epochs, as a function of the position."""
+
+    num_rows: int
+    seed: int
+    shuffle: bool
+
+    def row(self, position: int) -> int:
+        """The row at a position, counted from 0; an epoch follows the other."""
+        epoch, offset = divmod(position, self.num_rows)
+        return _permutation(self.num_rows, self.seed, epoch)[offset] if self.shuffle else offset
+
+
+@lru_cache(maxsize=16)
+def _permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
+    # Hashed rather than added, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randperm(num_rows, generator=generator).tolist()

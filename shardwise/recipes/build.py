@@ -5,12 +5,10 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, EngineConfig, ModelConfig, ModelError, TrainerConfig
-from shardwise.controller.base import WorkerGroup
+from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.recipes.checkpoints import latest_hf_folder
-from shardwise.types import Metrics, MetricValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +47,3 @@ def open_model(config: ModelConfig) -> OpenedModel:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
     return OpenedModel(resolved, folder, tokenizer, getattr(text_config, "max_position_embeddings", None))
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltPolicy:
-    """The trained policy on all ranks."""
-
-    size: str
-    """For people: how many parameters it has, and how many of them are trained."""
-    metrics: Metrics
-    """load/bytes_read: the bytes of weights that the rank with the most of them read from disk."""
-
-
-def build_policy(
-    group: WorkerGroup, model: ModelConfig, engine: EngineConfig, trainer: TrainerConfig, total_steps: int
-) -> BuiltPolicy:
-    """Builds the policy's training engine on every rank; `total_steps` are optimizer steps of the whole run."""
-    built = group.call(
-        "build_policy",
-        model.model_dump_json(),
-        engine.model_dump_json(),
-        trainer.optimizer_config().model_dump_json(),
-        total_steps,
-        trainer.seed,
-    )
-    num_parameters, num_trained, _ = built[0]
-    size = f"{num_parameters / 1e6:,.1f}M parameters"
-    if num_trained < num_parameters:
-        size += f" ({num_trained / 1e6:,.2f}M trained)"
-    return BuiltPolicy(size, {"load/bytes_read": MetricValue.max(max(num_bytes for *_, num_bytes in built))})

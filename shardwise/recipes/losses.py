@@ -1,57 +1,106 @@
 """Binds the pure functions of `algorithms` to a config: what the engine calls per micro-batch."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
-from shardwise.algorithms import aggregate, cross_entropy, kl_divergence, mismatch_metrics, ppo_clip, trained_mean
-from shardwise.config import AlgorithmConfig
+from shardwise.algorithms import (
+    aggregate,
+    cispo,
+    clip_cov,
+    clipped_value_loss,
+    cross_entropy,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo,
+    kimi,
+    kl_cov,
+    kl_divergence,
+    mismatch_metrics,
+    ppo_clip,
+    reinforce,
+    sapo,
+    topr,
+    trained_mean,
+)
+from shardwise.config import AlgorithmConfig, CriticConfig, TrainingError
 from shardwise.engine import LossFn
+from shardwise.rewards import load_function
 from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
+
+PolicyLossFn = Callable[..., tuple[Tensor, Metrics]]
+
+POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "topr": topr,
+    "kimi": kimi,
+}
+"""(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, parameters by keyword) -> losses per token, metrics."""
+
+LossKind = Literal["sft", "policy", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What an engine trains with."""
+
+    function: LossFn
+    with_entropy: bool = False
+    """Whether it looks at the entropy, which costs a pass over the logits."""
+
+
+def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss:
+    """The loss of a kind from the JSON of its config and the numbers that change during a run."""
+    match kind:
+        case "sft":
+            return SFT_LOSS
+        case "policy":
+            return Loss(policy_loss(AlgorithmConfig.model_validate_json(config), **numbers), with_entropy=True)
+        case "value":
+            return Loss(value_loss(CriticConfig.model_validate_json(config)))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
     """Cross-entropy, token-mean over the whole step."""
     assert outputs.logprobs is not None
-    losses = cross_entropy(outputs.logprobs, batch.loss_mask)
-    loss = aggregate(
-        losses,
-        loss_mask=batch.loss_mask,
-        cu_seqlens=batch.cu_seqlens,
-        denominators=denominators,
-        mode="token-mean",
-        divisor=None,
-    )
-    return loss, {}
+    return _token_mean(cross_entropy(outputs.logprobs, batch.loss_mask), batch, denominators), {}
 
 
-def policy_loss(config: AlgorithmConfig) -> LossFn:
-    """The policy loss of reinforcement learning, with the KL term where it belongs to the loss."""
+SFT_LOSS = Loss(sft_loss)
+
+
+def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
+    """The policy loss of reinforcement learning, with the KL term at its present weight where it belongs to the
+    loss."""
+    token_losses_of = _policy_losses(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.logprobs is not None
         assert outputs.entropy is not None
-        assert batch.advantages is not None
         assert batch.rollout_logprobs is not None
         # With one optimizer step per rollout batch the policy is the one that sampled: the ratio is 1, not a constant.
         old_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        match config.policy_loss:
-            case "ppo_clip":
-                losses, metrics = ppo_clip(
-                    outputs.logprobs,
-                    old_logprobs,
-                    batch.advantages,
-                    batch.loss_mask,
-                    clip_low=config.clip_low,
-                    clip_high=config.clip_high,
-                    dual_clip=config.dual_clip,
-                )
+        losses, metrics = token_losses_of(outputs.logprobs, old_logprobs, batch)
+        if batch.weights is not None:
+            losses = losses * batch.weights
         metrics |= mismatch_metrics(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:
             kl = kl_divergence(outputs.logprobs, batch.ref_logprobs, estimator=config.kl_estimator)
             metrics["policy/ref_kl"] = trained_mean(kl, batch.loss_mask)
             if config.kl_in == "loss":
-                losses = losses + config.kl_coef * torch.where(batch.loss_mask, kl, 0.0)
+                losses = losses + kl_coef * torch.where(batch.loss_mask, kl, 0.0)
         loss = aggregate(
             losses,
             loss_mask=batch.loss_mask,
@@ -63,3 +112,64 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
         return loss, metrics
 
     return loss_fn
+
+
+def value_loss(config: CriticConfig) -> LossFn:
+    """The critic's clipped squared error, token-mean over the whole step."""
+
+    def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.values is not None
+        losses, metrics = clipped_value_loss(
+            outputs.values, batch.values, batch.returns, batch.loss_mask, clip=config.value_clip
+        )
+        return _token_mean(losses, batch, denominators), metrics
+
+    return loss_fn
+
+
+def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:
+    """(logprobs [T], old_logprobs [T], batch) -> losses [T] and metrics of the chosen function."""
+    chosen = config.policy_loss
+    match chosen.name:
+        case "clip_cov":
+            function, extra = clip_cov, {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
+        case "kl_cov":
+            function, extra = kl_cov, {"coef": chosen.coef}
+        case "custom":
+            function, extra = load_function(chosen.function, key="algorithm.policy_loss"), chosen.parameters
+        case name:
+            function, extra = POLICY_LOSSES[name], chosen.arguments()
+
+    def token_losses(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        tensors = [logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens]
+        if chosen.name in ("clip_cov", "kl_cov"):
+            tensors.append(batch.selected)
+        returned = function(*tensors, **extra)
+        if chosen.name == "custom":
+            _check_token_losses(returned, logprobs, chosen.function)
+        losses, metrics = returned
+        return losses, dict(metrics)
+
+    return token_losses
+
+
+def _check_token_losses(returned: Any, logprobs: Tensor, function: str) -> None:
+    """Raises TrainingError unless a function of the user's own returned losses [T] with a graph, and metrics."""
+    expected = f"expected (losses of shape {list(logprobs.shape)}, one for each token, and a dict of metrics)"
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
+        raise TrainingError(f"algorithm.policy_loss={function} returned a {type(returned).__name__}, {expected}")
+    if returned[0].shape != logprobs.shape:
+        raise TrainingError(
+            f"algorithm.policy_loss={function} returned losses of shape {list(returned[0].shape)}, {expected}"
+        )
+
+
+def _token_mean(losses: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
+    return aggregate(
+        losses,
+        loss_mask=batch.loss_mask,
+        cu_seqlens=batch.cu_seqlens,
+        denominators=denominators,
+        mode="token-mean",
+        divisor=None,
+    )

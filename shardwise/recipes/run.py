@@ -1,14 +1,14 @@
 """What every training run does around its steps: the output folder, logs, progress and checkpoints."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import Config, ConfigError, ModelConfig, TrainerConfig
-from shardwise.controller.base import WorkerGroup
+from shardwise.config import Config, ConfigError, TrainerConfig
 from shardwise.observability import Progress, RunLog, Spans, move_aside
+from shardwise.recipes.engines import RemoteEngine
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss")
@@ -25,17 +25,16 @@ class Run:
         self,
         title: str,
         config: Config,
-        model: ModelConfig,
         trainer: TrainerConfig,
         *,
-        group: WorkerGroup,
+        engines: Mapping[str, RemoteEngine],
         total_steps: int,
-        model_size: str,
     ) -> None:
-        self._model_size = model_size
-        self._model = model
+        """Args:
+        engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+        """
+        self._engines = engines
         self._trainer = trainer
-        self._group = group
         self._total_steps = total_steps
         self._title = title
         self._config = config
@@ -54,9 +53,10 @@ class Run:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
         with ExitStack() as stack:
             self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
+            model = self._engines[""]
             print(
-                f"{self._title}: {self._model_size} on {self._group.size} "
-                f"{'rank' if self._group.size == 1 else 'ranks'}, {self._total_steps} steps, into {self.output_dir}",
+                f"{self._title}: {model.size} on {model.group.size} "
+                f"{'rank' if model.group.size == 1 else 'ranks'}, {self._total_steps} steps, into {self.output_dir}",
                 flush=True,
             )
             self._progress = stack.enter_context(Progress(self._title, self._total_steps))
@@ -95,5 +95,6 @@ class Run:
     def _save(self, step: int) -> None:
         with self.spans("save"):
             path = self.output_dir / "checkpoints" / f"step_{step}"
-            self._group.call("save_weights", str(path), self._model.model_dump_json())
+            for name, engine in self._engines.items():
+                engine.save(str(path / name))
         self._newest = path

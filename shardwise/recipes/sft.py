@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from shardwise.config import LayoutConfig, SFTConfig
+from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import BatchLoader, Loaded, supervised_samples
-from shardwise.recipes.build import build_policy, open_model
+from shardwise.recipes.build import open_model
+from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
 from shardwise.recipes.run import Run
-from shardwise.recipes.steps import token_logprobs, train_step
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -23,31 +23,36 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         len(rows.rows), config.trainer.batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
     )
     total_steps = config.trainer.total_steps or loader.steps_per_epoch * config.trainer.num_epochs
-    policy = build_policy(group, model.config, config.engine, config.trainer, total_steps)
-    counts = policy.metrics | {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
+    policy = build_engine(
+        group,
+        "policy",
+        model.config,
+        config.engine,
+        optimizer=config.trainer.optimizer_config(),
+        total_steps=total_steps,
+        seed=config.trainer.seed,
+    )
+    counts = load_metrics(policy) | {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
     with Run(
         "sft",
         config,
-        model.config,
         config.trainer,
-        group=group,
+        engines={"": policy},
         total_steps=total_steps,
-        model_size=policy.size,
     ) as run:
         for step in run.steps():
             samples = [rows.rows[index] for index in loader.indices(step - 1)]
             with run.spans("train"):
-                metrics = train_step(group, samples, config.engine)
+                metrics = policy.train(samples)
             if validation is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(group, validation, config.engine)
+                    metrics |= validate(policy, validation)
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
-def validate(group: WorkerGroup, samples: Sequence[Sample], layout: LayoutConfig) -> Metrics:
+def validate(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
     """The mean cross-entropy per trained token, in nats."""
-    logprobs = token_logprobs(group, samples, layout, method="policy_logprobs")
-    total = -sum(float(values.double().sum()) for values in logprobs)
+    total = -sum(float(values.double().sum()) for values in policy.score(samples))
     return {"val/loss": MetricValue.mean(total, sum(int(sample.loss_mask.sum()) for sample in samples))}
 
 

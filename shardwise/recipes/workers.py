@@ -1,75 +1,90 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
-from shardwise.config import (
-    AlgorithmConfig,
-    EngineConfig,
-    FrozenEngineConfig,
-    GenerationConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from shardwise.config import EngineConfig, FrozenEngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
 from shardwise.data import load_tokenizer
-from shardwise.engine import LossFn, Part, TrainEngine, convert_folder
-from shardwise.recipes.losses import policy_loss, sft_loss
+from shardwise.engine import HeadName, Part, TrainEngine, convert_folder
+from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
-from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, TokenOutputs
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
+
+POLICY = "policy"
+"""The role of the engine whose weights the rollout engine serves."""
+
+_ANY_ENGINE: TypeAdapter[EngineConfig | FrozenEngineConfig] = TypeAdapter(EngineConfig | FrozenEngineConfig)
+
+
+@dataclass(slots=True)
+class Seat:
+    """An engine of this rank, and how it shares the device with the others."""
+
+    engine: TrainEngine
+    config: EngineConfig | FrozenEngineConfig
+    temperature: float
+    """Logprobs are of the distribution at this temperature."""
+    loss: Loss = SFT_LOSS
+
+    @property
+    def parts_to_offload(self) -> list[Part]:
+        """What leaves the device while another engine works."""
+        parts: list[Part] = ["params"] if self.config.param_offload else []
+        if isinstance(self.config, EngineConfig) and self.config.optimizer_offload:
+            parts.append("optimizer")
+        return parts
 
 
 class Worker:
-    """One rank's engines. Configs arrive as the JSON of their pydantic classes, because commands are plain data.
+    """One rank's engines, each with a role: policy, critic, reference and so on. Configs arrive as the JSON of their
+    pydantic classes, because commands are plain data.
 
-    Methods of engines are collective: the controller calls them on every rank.
+    Methods of engines are collective: the controller calls them on every rank. Whichever engine works has the device;
+    what the others' param_offload and optimizer_offload name has left it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._policy: TrainEngine | None = None
-        self._reference: TrainEngine | None = None
+        self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
-        self._policy_parts: list[Part] = []
-        self._lora: LoraConfig | None = None
-        self._reference_parts: list[Part] = []
-        self._loss_fn: LossFn = sft_loss
-        self._dtype = torch.float32
-        self._temperature = 1.0
 
-    def build_policy(self, model: str, engine: str, optimizer: str, total_steps: int, seed: int) -> tuple[int, ...]:
-        """Builds the trained policy.
+    def build_engine(
+        self,
+        role: str,
+        model: str,
+        engine: str,
+        head: HeadName,
+        optimizer: str,
+        total_steps: int,
+        seed: int,
+        temperature: float,
+    ) -> tuple[int, ...]:
+        """Builds a trained engine (an EngineConfig with an OptimizerConfig) or a frozen one (`optimizer` is empty).
 
         Returns:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
-        config = EngineConfig.model_validate_json(engine)
-        self._policy = TrainEngine.build(
+        self._clear_device()
+        config = _ANY_ENGINE.validate_json(engine)
+        built = TrainEngine.build(
             Path(ModelConfig.model_validate_json(model).path),
             config,
             device=self._device,
-            optimizer=OptimizerConfig.model_validate_json(optimizer),
+            optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
             total_steps=total_steps,
+            head=head,
             seed=seed,
         )
-        self._dtype = getattr(torch, config.param_dtype)
-        self._policy_parts = _parts_to_offload(config)
-        self._lora = config.lora
-        return self._policy.num_parameters, self._policy.num_trained_parameters, self._policy.num_bytes_read
-
-    def build_reference(self, model: str, engine: str) -> None:
-        """Builds the frozen reference policy."""
-        config = FrozenEngineConfig.model_validate_json(engine)
-        self._reference = TrainEngine.build(
-            Path(ModelConfig.model_validate_json(model).path), config, device=self._device
-        )
-        self._reference_parts = _parts_to_offload(config)
-        self._reference.offload(*self._reference_parts)
+        self._seats[role] = Seat(built, config, temperature)
+        return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
+        self._clear_device()
         folder = Path(ModelConfig.model_validate_json(model).path)
         config = GenerationConfig.model_validate_json(rollout)
         match config.engine:
@@ -81,66 +96,51 @@ class Worker:
                     device=self._device,
                 )
 
-    def use_policy_loss(self, algorithm: str, temperature: float) -> None:
-        """Trains with the policy loss of an AlgorithmConfig instead of cross-entropy, on logprobs at `temperature`."""
-        self._loss_fn = policy_loss(AlgorithmConfig.model_validate_json(algorithm))
-        self._temperature = temperature
+    def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
+        """Trains with a loss of recipes/losses.py instead of cross-entropy."""
+        self._seats[role].loss = make_loss(kind, config, numbers)
 
-    def train(self, batches: list[TokenBatch], denominators: Denominators) -> Metrics:
+    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str) -> Metrics:
         """One optimizer step on this rank's micro-batches."""
-        assert self._policy is not None
-        self._policy.onload("params", "optimizer")
-        metrics = self._policy.forward_backward(
+        seat = self._take_device(role, "params", "optimizer")
+        metrics = seat.engine.forward_backward(
             batches,
-            self._loss_fn,
+            seat.loss.function,
             denominators,
-            temperature=self._temperature,
-            with_entropy=self._loss_fn is not sft_loss,
+            temperature=seat.temperature,
+            with_entropy=seat.loss.with_entropy,
         )
-        return metrics | self._policy.optim_step()
+        return metrics | seat.engine.optim_step()
 
-    def policy_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
-        """[T] logprobs of every micro-batch under the current policy."""
-        assert self._policy is not None
-        self._policy.onload("params")
-        return _logprobs(self._policy.forward(batches, temperature=self._temperature))
-
-    def reference_logprobs(self, batches: list[TokenBatch]) -> list[torch.Tensor]:
-        """[T] logprobs of every micro-batch under the reference policy: an engine of its own, or the policy without its
-        adapters."""
-        if self._reference is None:
-            assert self._policy is not None
-            self._policy.onload("params")
-            return _logprobs(self._policy.forward(batches, temperature=self._temperature, with_adapters=False))
-        self._release_policy()
-        self._reference.onload("params")
-        logprobs = _logprobs(self._reference.forward(batches, temperature=self._temperature))
-        self._reference.offload(*self._reference_parts)
-        return logprobs
+    def score(self, batches: list[TokenBatch], role: str, with_adapters: bool) -> list[torch.Tensor]:
+        """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model."""
+        seat = self._take_device(role, "params")
+        outputs = seat.engine.forward(batches, temperature=seat.temperature, with_adapters=with_adapters)
+        scores = [out.values if out.logprobs is None else out.logprobs for out in outputs]
+        return [values for values in scores if values is not None]
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""
         assert self._rollout is not None
-        self._release_policy()
+        self._clear_device()
         return self._rollout.generate(requests)
 
     def sync_weights(self, version: int) -> int:
         """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
-        assert self._policy is not None
         assert self._rollout is not None
-        self._policy.onload("params")
-        receipt = sync_local(self._policy, self._rollout, version=version, dtype=self._dtype)
-        return receipt.num_bytes
+        seat = self._take_device(POLICY, "params")
+        dtype = getattr(torch, seat.config.param_dtype)
+        return sync_local(seat.engine, self._rollout, version=version, dtype=dtype).num_bytes
 
-    def save_weights(self, checkpoint: str, model: str) -> None:
-        """Writes the policy into a checkpoint folder: hf/, and adapter/ where it has one."""
-        assert self._policy is not None
-        self._policy.onload("params")
-        config, folder = ModelConfig.model_validate_json(model), Path(checkpoint)
-        if self._lora is None or self._lora.save_merged:
-            self._policy.export_hf(folder / "hf", load_tokenizer(config))
-        if self._lora is not None:
-            self._policy.export_adapter(folder / "adapter", config.path)
+    def save_weights(self, role: str, model: str, folder: str) -> None:
+        """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""
+        seat = self._take_device(role, "params")
+        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
+        config, lora = ModelConfig.model_validate_json(model), seat.config.lora
+        if lora is None or lora.save_merged:
+            seat.engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
+        if lora is not None:
+            seat.engine.export_adapter(Path(folder) / "adapter", config.path)
 
     def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
         """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
@@ -155,23 +155,18 @@ class Worker:
             adapter=Path(adapter) if adapter else None,
         )
 
-    def _release_policy(self) -> None:
-        """What engine.param_offload and engine.optimizer_offload name leaves the device while another engine works."""
-        if self._policy is not None:
-            self._policy.offload(*self._policy_parts)
-
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
-        self._policy = self._reference = self._rollout = self._lora = None
-        self._policy_parts, self._reference_parts = [], []
-        self._loss_fn, self._temperature = sft_loss, 1.0
+        self._seats, self._rollout = {}, None
 
+    def _take_device(self, role: str, *parts: Part) -> Seat:
+        """Makes room for an engine and brings those parts of it to the device."""
+        seat = self._seats[role]
+        self._clear_device(keep=role)
+        seat.engine.onload(*parts)
+        return seat
 
-def _parts_to_offload(config: EngineConfig | FrozenEngineConfig) -> list[Part]:
-    """What leaves the device while another engine works."""
-    parts: list[Part] = ["params"] if config.param_offload else []
-    return [*parts, "optimizer"] if isinstance(config, EngineConfig) and config.optimizer_offload else parts
-
-
-def _logprobs(outputs: list[TokenOutputs]) -> list[torch.Tensor]:
-    return [out.logprobs for out in outputs if out.logprobs is not None]
+    def _clear_device(self, keep: str | None = None) -> None:
+        for role, seat in self._seats.items():
+            if role != keep:
+                seat.engine.offload(*seat.parts_to_offload)

@@ -52,13 +52,14 @@ class RewardResult:
     """Why there is no score (`score` is then reward.failure_value), in one line."""
 
 
-def load_function(spec: str) -> RewardFunction:
-    """Imports a reward function by name, which runs the top level of the module it is in.
+def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
+    """Imports a user's function by name, which runs the top level of the module it is in.
 
     The folder of a file is appended to sys.path: it can import its neighbours, and they hide no installed package.
 
     Args:
         spec: `path/to/file.py:name`, relative to the working directory, or `package.module:name`.
+        key: the config key it was given as, for errors.
     Raises:
         ConfigError: no colon, no such file, the import failed (with its cause), no such name (with the nearest), or
             the name is not callable.
@@ -66,26 +67,26 @@ def load_function(spec: str) -> RewardFunction:
     location, separator, name = spec.rpartition(":")
     if not separator or not location or not name:
         raise ConfigError(
-            f"reward.function={spec!r} is not of the form path/to/file.py:name or package.module:name, "
+            f"{key}={spec!r} is not of the form path/to/file.py:name or package.module:name, "
             "e.g. rules.py:compute_score"
         )
     try:
-        module = _import_file(spec, Path(location)) if _is_path(location) else importlib.import_module(location)
+        if _is_path(location):
+            module = _import_file(f"{key}={spec}", Path(location))
+        else:
+            module = importlib.import_module(location)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward.function={spec}: importing {location} failed: {describe_error(error)}") from error
+        raise ConfigError(f"{key}={spec}: importing {location} failed: {describe_error(error)}") from error
     try:
         function = getattr(module, name)
     except AttributeError:
         nearest = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"define it there or name one of {_callables(module)}"
-        raise ConfigError(f"reward.function={spec}: {location} has no {name!r}; {hint}") from None
+        raise ConfigError(f"{key}={spec}: {location} has no {name!r}; {hint}") from None
     if not callable(function):
-        raise ConfigError(
-            f"reward.function={spec}: {name} is a {type(function).__name__}, expected a function "
-            "compute_score(data_source, solution_str, ground_truth, extra_info)"
-        )
+        raise ConfigError(f"{key}={spec}: {name} is a {type(function).__name__}, expected a function")
     return function
 
 
@@ -117,18 +118,18 @@ def _is_path(location: str) -> bool:
     return location.endswith(".py") or "/" in location
 
 
-def _import_file(spec: str, path: Path) -> ModuleType:
+def _import_file(given: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(
-            f"reward.function={spec}: there is no file {path} in {Path.cwd()}; give a path relative to the folder the "
+            f"{given}: there is no file {path} in {Path.cwd()}; give a path relative to the folder the "
             "command is started in, or an absolute one"
         )
     path = path.resolve()
     sys.path.append(str(path.parent))
     # The prefix keeps a file called math.py or json.py from taking the place of Python's own module.
-    module_spec = importlib.util.spec_from_file_location(f"_reward_file_{path.stem}", path)
+    module_spec = importlib.util.spec_from_file_location(f"_user_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward.function={spec}: {path.name} is not a Python file; its name must end in .py")
+        raise ConfigError(f"{given}: {path.name} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(module_spec)
     # Dataclasses and pickling look their module up by name.
     sys.modules[module.__name__] = module

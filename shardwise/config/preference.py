@@ -1,0 +1,104 @@
+"""What preference training, reward models and distillation add: their losses."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from shardwise.config.algorithm import named
+from shardwise.config.base import Choice, Config
+
+
+class Dpo(Choice):
+    """Direct preference optimization."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The share of pairs whose label is taken to be wrong."""
+
+
+class Ipo(Choice):
+    """DPO's margin, pulled to a fixed target instead of to infinity."""
+
+    name: Literal["ipo"] = "ipo"
+    beta: PositiveFloat = 0.1
+    """The target margin is 1 / (2 beta)."""
+
+
+class Simpo(Choice):
+    """Length-normalised logprobs instead of a reference policy."""
+
+    name: Literal["simpo"] = "simpo"
+    beta: PositiveFloat = 2.0
+    """The scale of the margin."""
+    gamma: NonNegativeFloat = 1.0
+    """The margin that a pair should have, in units of the scaled one."""
+
+
+class Orpo(Choice):
+    """Cross-entropy of the chosen answer and an odds-ratio penalty; no reference policy."""
+
+    name: Literal["orpo"] = "orpo"
+    beta: PositiveFloat = 0.1
+    """The weight of the penalty."""
+
+
+class Kto(Choice):
+    """Desirable and undesirable answers, unpaired."""
+
+    name: Literal["kto"] = "kto"
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """The weight of desirable answers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """The weight of undesirable answers."""
+
+
+PreferenceLoss = Annotated[Dpo | Ipo | Simpo | Orpo | Kto, Field(discriminator="name"), named("dpo")]
+
+REFERENCE_FREE = frozenset({"simpo", "orpo"})
+"""Those that need no reference policy."""
+
+
+class BradleyTerry(Config):
+    """The loss of a reward model: the chosen answer scores higher than the rejected one, by the margin if there is
+    one."""
+
+    center_coef: NonNegativeFloat = 0.0
+    """The weight of the squared sum of a pair's scores, which keeps scores around 0."""
+
+
+class ForwardKl(Choice):
+    """KL(teacher || student): the student covers what the teacher does."""
+
+    name: Literal["forward_kl"] = "forward_kl"
+
+
+class ReverseKl(Choice):
+    """KL(student || teacher): the student does only what the teacher does."""
+
+    name: Literal["reverse_kl"] = "reverse_kl"
+
+
+class JensenShannon(Choice):
+    """Both, each against their mixture."""
+
+    name: Literal["jensen_shannon"] = "jensen_shannon"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The teacher's share of the mixture."""
+
+
+Divergence = Annotated[ForwardKl | ReverseKl | JensenShannon, Field(discriminator="name"), named("forward_kl")]
+
+
+class DistillationConfig(Config):
+    """How the student follows the teacher."""
+
+    divergence: Divergence = ForwardKl()
+    """Over the whole vocabulary, per token; a name, or {name, parameters}."""
+    temperature: PositiveFloat = 1.0
+    """Of both distributions."""
+    cross_entropy_coef: NonNegativeFloat = 0.0
+    """The weight of the cross-entropy of the data's own tokens beside it."""

@@ -1,0 +1,126 @@
+"""Engines as recipes see them: on all ranks at once, with samples going in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.data import PackedStep, pack, unpack
+from shardwise.engine import HeadName
+from shardwise.recipes.losses import LossKind
+from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteEngine:
+    """One engine, spread over the ranks of a group."""
+
+    group: WorkerGroup
+    role: str
+    """What the workers know it by."""
+    model: ModelConfig
+    layout: EngineConfig | FrozenEngineConfig
+    num_parameters: int
+    num_trained_parameters: int
+    num_bytes_read: int
+    """Bytes of weights that the rank with the most of them read from disk."""
+
+    @property
+    def size(self) -> str:
+        """For people: how many parameters it has, and how many of them are trained."""
+        size = f"{self.num_parameters / 1e6:,.1f}M parameters"
+        if self.num_trained_parameters < self.num_parameters:
+            size += f" ({self.num_trained_parameters / 1e6:,.2f}M trained)"
+        return size
+
+    def score(self, samples: Sequence[Sample], *, with_adapters: bool = True) -> list[Tensor]:
+        """[L] float32 of every sample, in order: logprobs of a language model, values of a critic, scores of a reward
+        model; 0 where nothing is scored. Without its adapters a model is the one it started from."""
+        packed = self._pack(samples, keep_together=1)
+        return unpack(packed, self.group.scatter("score", packed.shards, self.role, with_adapters))
+
+    def train(self, samples: Sequence[Sample], *, keep_together: int = 1) -> Metrics:
+        """Packs the samples, spreads them over the ranks and makes one optimizer step.
+
+        Args:
+            keep_together: so many samples in a row are compared with each other, and share a micro-batch.
+        Returns:
+            Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are
+            means over the steps.
+        """
+        packed = self._pack(samples, keep_together=keep_together)
+        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, self.role))
+        totals = {
+            "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
+            "train/num_tokens": packed.denominators.num_tokens,
+            "train/num_sequences": packed.denominators.num_sequences,
+        }
+        return metrics | {name: MetricValue.mean(total, 1) for name, total in totals.items()}
+
+    def use_loss(self, kind: LossKind, config: Config, **numbers: float) -> None:
+        """Trains with another loss than cross-entropy from here on, made from its config and from numbers that change
+        during a run."""
+        self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
+
+    def save(self, folder: str) -> None:
+        """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""
+        self.group.call("save_weights", self.role, self.model.model_dump_json(), folder)
+
+    def _pack(self, samples: Sequence[Sample], *, keep_together: int) -> PackedStep:
+        """One shard for each rank, or for each group of ranks that share their sequences."""
+        return pack(
+            samples,
+            num_shards=self.group.size // self.layout.ulysses_size,
+            max_tokens=self.layout.max_tokens_per_micro_batch,
+            keep_together=keep_together,
+        )
+
+
+def build_engine(
+    group: WorkerGroup,
+    role: str,
+    model: ModelConfig,
+    layout: EngineConfig | FrozenEngineConfig,
+    *,
+    head: HeadName = "logprobs",
+    optimizer: OptimizerConfig | None = None,
+    total_steps: int = 1,
+    seed: int = 0,
+    temperature: float = 1.0,
+) -> RemoteEngine:
+    """Builds an engine on every rank.
+
+    Args:
+        optimizer: of a trained engine (an EngineConfig), None for a frozen one.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        seed: of new adapters, and of the rounding of bfloat16 masters.
+        temperature: logprobs are of the distribution at this temperature.
+    """
+    built = group.call(
+        "build_engine",
+        role,
+        model.model_dump_json(),
+        layout.model_dump_json(),
+        head,
+        "" if optimizer is None else optimizer.model_dump_json(),
+        total_steps,
+        seed,
+        temperature,
+    )
+    num_parameters, num_trained, _ = built[0]
+    return RemoteEngine(
+        group=group,
+        role=role,
+        model=model,
+        layout=layout,
+        num_parameters=num_parameters,
+        num_trained_parameters=num_trained,
+        num_bytes_read=max(num_bytes for *_, num_bytes in built),
+    )
+
+
+def load_metrics(*engines: RemoteEngine) -> Metrics:
+    """load/bytes_read, over all engines."""
+    return {"load/bytes_read": MetricValue.max(sum(engine.num_bytes_read for engine in engines))}

@@ -1,0 +1,154 @@
+"""What one step of reinforcement learning does with a rollout: score it, compare it, learn from it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
+from shardwise.config import AlgorithmConfig, RLConfig
+from shardwise.observability import Spans
+from shardwise.recipes.advantages import (
+    Scored,
+    with_advantages,
+    with_overlong_penalty,
+    with_rollout_correction,
+    with_selection,
+)
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.sampler import Rollout
+from shardwise.recipes.samples import to_samples
+from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
+
+
+@dataclass(slots=True)
+class Engines:
+    """The models of a run, on the same ranks."""
+
+    policy: RemoteEngine
+    reference: RemoteEngine | None = None
+    """None where no KL term needs one, or where it is the policy without its adapters."""
+    critic: RemoteEngine | None = None
+    teachers: dict[str | None, RemoteEngine] = field(default_factory=dict)
+    """By data source; None teaches the others."""
+
+    @property
+    def saved(self) -> dict[str, RemoteEngine]:
+        """What checkpoints hold, by subfolder."""
+        return {"": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def all(self) -> list[RemoteEngine]:
+        others = [self.reference, self.critic, *self.teachers.values()]
+        return [self.policy, *(engine for engine in others if engine is not None)]
+
+
+class Learner:
+    """Turns rollouts into optimizer steps of the policy, and of the critic where there is one."""
+
+    def __init__(self, engines: Engines, config: RLConfig) -> None:
+        self._engines = engines
+        self._config = config
+        self._algorithm = config.algorithm
+        self.kl_coef = config.algorithm.kl_coef
+        """The weight of the KL term now; algorithm.kl_controller changes it."""
+
+    def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
+        """Makes all optimizer steps of a step of the run."""
+        algorithm = self._algorithm
+        samples = to_samples(rollout.groups)
+        samples = with_overlong_penalty(samples, algorithm, max_tokens=self._config.rollout.max_response_tokens)
+        with spans("logprobs"):
+            scored = self._score(samples, rollout)
+        samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
+        samples, corrected = with_rollout_correction(samples, algorithm)
+        metrics |= corrected
+        parts = minibatches(samples, algorithm, seed=self._config.trainer.seed, step=step)
+        with spans("train"):
+            metrics |= merge_metrics(self._update(part, step) for part in parts)
+        metrics |= derived_mismatch_metrics(metrics)
+        return metrics | self._adapt_kl_coef(metrics, len(samples))
+
+    def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
+        """Adds what this algorithm needs: old logprobs where the policy moves before the last optimizer step on a
+        sample, reference logprobs where there is a KL term, values where there is a critic."""
+        engines, algorithm = self._engines, self._algorithm
+        if algorithm.rollout_correction.bypass:
+            samples = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
+        elif algorithm.needs_old_logprobs:
+            samples = _with_scores(samples, "old_logprobs", engines.policy.score(samples))
+        if algorithm.kl_coef > 0:
+            own = engines.reference is None
+            reference = engines.policy if engines.reference is None else engines.reference
+            samples = _with_scores(samples, "ref_logprobs", reference.score(samples, with_adapters=not own))
+        if engines.critic is not None:
+            samples = _with_scores(samples, "values", engines.critic.score(samples))
+        greedy = rollout.greedy_rewards
+        return Scored(
+            samples=samples,
+            reward_parts=_columns([parts for group in rollout.groups for parts in group.reward_parts]),
+            greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
+            teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
+        )
+
+    def _teach(self, samples: Sequence[Sample], rollout: Rollout) -> list[Tensor]:
+        """The logprobs of each sample under the teacher of its source."""
+        teachers = self._engines.teachers
+        sources = [rollout.groups[sample.group].example.data_source for sample in samples]
+        found: dict[int, Tensor] = {}
+        for name, teacher in teachers.items():
+            places = [n for n, source in enumerate(sources) if (source if source in teachers else None) == name]
+            if places:
+                found |= zip(places, teacher.score([samples[place] for place in places]), strict=True)
+        return [found[place] for place in range(len(samples))]
+
+    def _update(self, samples: Sequence[Sample], step: int) -> Metrics:
+        """One optimizer step of every model that learns."""
+        critic, metrics = self._config.critic, Metrics()
+        if self._engines.critic is not None:
+            learned = self._engines.critic.train(samples)
+            metrics = {f"critic/{name.removeprefix('train/')}": value for name, value in learned.items()}
+        if critic is None or step > critic.policy_waits_steps:
+            selected = with_selection(samples, self._algorithm, seed=self._config.trainer.seed + step)
+            metrics |= self._engines.policy.train(selected)
+        return metrics
+
+    def _adapt_kl_coef(self, metrics: Metrics, num_samples: int) -> Metrics:
+        """Lets the controller move the weight of the KL term, and tells the policy's loss."""
+        controller = self._algorithm.kl_controller
+        if self._algorithm.kl_coef == 0:
+            return {}
+        used = self.kl_coef
+        if controller.name == "adaptive" and "policy/ref_kl" in metrics:
+            self.kl_coef = adaptive_kl_coef(
+                used,
+                metrics["policy/ref_kl"].result(),
+                target=controller.target,
+                horizon=controller.horizon,
+                num_samples=num_samples,
+            )
+            self._engines.policy.use_loss("policy", self._algorithm, kl_coef=self.kl_coef)
+        return {"policy/kl_coef": MetricValue.max(used)}
+
+
+def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, step: int) -> Iterator[list[Sample]]:
+    """num_epochs passes over the samples, each in num_minibatches parts of a new order."""
+    if config.num_updates == 1:
+        yield samples
+        return
+    generator = torch.Generator().manual_seed(hash((seed, step)) % 2**63)
+    for _ in range(config.num_epochs):
+        order = torch.randperm(len(samples), generator=generator)
+        for part in order.tensor_split(config.num_minibatches):
+            yield [samples[index] for index in part.tolist()]
+
+
+def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor]) -> list[Sample]:
+    return [replace(sample, **{name: values}) for sample, values in zip(samples, scores, strict=True)]
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """The reward parts that every completion has, by name."""
+    names = set.intersection(*map(set, rows)) if rows else set()
+    return {name: [row[name] for row in rows] for name in sorted(names)}

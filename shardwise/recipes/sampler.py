@@ -1,0 +1,96 @@
+"""What one step of reinforcement learning trains on: prompts drawn, completions sampled and judged, groups that teach
+nothing replaced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.config import RLConfig
+from shardwise.data import PromptStream
+from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The judged completions of one step."""
+
+    groups: list[RolloutGroup]
+    greedy_rewards: list[float] | None
+    """Of each group the reward of its prompt's greedy completion, where algorithm.advantage=remax compares with it."""
+    metrics: Metrics
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and completions."""
+        return sum(
+            len(group.example.prompt_ids) + len(completion.token_ids)
+            for group in self.groups
+            for completion in group.completions
+        )
+
+
+class Sampler:
+    """Draws prompts from the stream and asks the rollouter for their completions."""
+
+    def __init__(
+        self, rollouter: Rollouter, stream: PromptStream, examples: Sequence[Example], config: RLConfig
+    ) -> None:
+        self._rollouter = rollouter
+        self._stream = stream
+        self._examples = examples
+        self._config = config
+
+    def collect(self, step: int) -> Rollout:
+        """The groups of a step: as many as rollout.num_prompts, or fewer where rollout.dynamic_sampling ran out of
+        rounds. Where no round found a group that teaches something, those of the last."""
+        dynamic, num_prompts = self._config.rollout.dynamic_sampling, self._config.rollout.num_prompts
+        max_rounds = 1 if dynamic is None else dynamic.max_rounds
+        kept: list[RolloutGroup] = []
+        num_sampled = num_rounds = 0
+        while len(kept) < num_prompts and num_rounds < max_rounds:
+            groups = self._sample(num_prompts - len(kept), step=step, round=num_rounds)
+            num_rounds += 1
+            num_sampled += len(groups)
+            kept += groups if dynamic is None else filter(self._teaches, groups)
+        metrics: Metrics = {}
+        if dynamic is not None:
+            metrics = {
+                "rollout/num_rounds": MetricValue.max(num_rounds),
+                "rollout/num_dropped_groups": MetricValue.sum(num_sampled - len(kept)),
+                "rollout/num_missing_groups": MetricValue.sum(num_prompts - len(kept)),
+            }
+        kept = kept or groups
+        return Rollout(groups=kept, greedy_rewards=self._greedy_rewards(kept, step), metrics=metrics)
+
+    def _sample(self, num_prompts: int, *, step: int, round: int) -> list[RolloutGroup]:
+        rows = self._stream.take(num_prompts, step=step)
+        groups = self._rollouter.collect(
+            [self._examples[row] for row in rows],
+            num_completions=self._config.rollout.group_size,
+            temperature=self._config.rollout.temperature,
+            seed=self._config.trainer.seed,
+            stream=f"step {step}" if round == 0 else f"step {step} round {round}",
+        )
+        for row, group in zip(rows, groups, strict=True):
+            verdicts = [
+                is_correct(reward, parts, self._config.reward)
+                for reward, parts in zip(group.rewards, group.reward_parts, strict=True)
+            ]
+            self._stream.record(row, sum(verdicts) / len(verdicts))
+        return groups
+
+    def _teaches(self, group: RolloutGroup) -> bool:
+        """Whether its rewards differ."""
+        return len(set(group.rewards)) > 1
+
+    def _greedy_rewards(self, groups: Sequence[RolloutGroup], step: int) -> list[float] | None:
+        if self._config.algorithm.advantage.name != "remax":
+            return None
+        greedy = self._rollouter.collect(
+            [group.example for group in groups],
+            num_completions=1,
+            temperature=0.0,
+            seed=self._config.trainer.seed,
+            stream=f"step {step} greedy",
+        )
+        return [group.rewards[0] for group in greedy]

@@ -1,0 +1,82 @@
+"""What a rollout becomes: samples to train on, metrics of the step, rows of samples.jsonl."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample
+
+NUM_LOGGED_SAMPLES = 16
+"""Completions of each step that samples.jsonl keeps."""
+
+
+def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
+    """Prompt and completion in one sequence; the completion's tokens are trained."""
+    samples = []
+    for number, group in enumerate(groups):
+        num_prompt = len(group.example.prompt_ids)
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            token_ids = torch.tensor(group.example.prompt_ids + completion.token_ids)
+            rollout_logprobs = torch.zeros(len(token_ids))
+            rollout_logprobs[num_prompt:] = torch.tensor(completion.logprobs)
+            samples.append(
+                Sample(
+                    uid=group.example.uid,
+                    token_ids=token_ids,
+                    loss_mask=torch.arange(len(token_ids)) >= num_prompt,
+                    rollout_logprobs=rollout_logprobs,
+                    reward=reward,
+                    group=number,
+                    min_policy_version=completion.policy_version,
+                    max_policy_version=completion.policy_version,
+                )
+            )
+    return samples
+
+
+def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
+    """Rewards, their named parts, and the shape of the completions."""
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    metrics: Metrics = {
+        "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
+        "reward/max": MetricValue.max(float(rewards.max())),
+        "reward/failed": MetricValue.mean(sum(failed for group in groups for failed in group.failed), len(rewards)),
+        "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
+        "rollout/response_tokens_max": MetricValue.max(max(lengths)),
+        "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
+    }
+    parts = [part for group in groups for part in group.reward_parts]
+    for name in sorted({name for part in parts for name in part}):
+        values = [part[name] for part in parts if name in part]
+        metrics[f"reward_part/{name}"] = MetricValue.mean(sum(values), len(values))
+    return metrics
+
+
+def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]]:
+    """The first completions of a step as samples.jsonl keeps them."""
+    rows = (
+        {
+            "step": step,
+            "uid": group.example.uid,
+            "data_source": group.example.data_source,
+            "prompt": group.example.prompt,
+            "completion": text,
+            "ground_truth": group.example.ground_truth,
+            "reward": reward,
+            "reward_parts": parts,
+            "reward_failed": failed,
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+        }
+        for group in groups
+        for completion, text, reward, parts, failed in zip(
+            group.completions, group.texts, group.rewards, group.reward_parts, group.failed, strict=True
+        )
+    )
+    return list(islice(rows, NUM_LOGGED_SAMPLES))
