@@ -1,7 +1,15 @@
 """The typed configuration: torch-free, frozen, without unknown keys. The YAML is exactly this tree."""
 
 from shardwise.config.base import Config, key_paths
-from shardwise.config.data import DataConfig, EvalDataConfig, HeldOutData, PromptDataConfig, SupervisedDataConfig
+from shardwise.config.data import (
+    DataConfig,
+    EvalDataConfig,
+    HeldOutData,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SequenceDataConfig,
+    SupervisedDataConfig,
+)
 from shardwise.config.engine import (
     ComputeConfig,
     EngineConfig,
