@@ -11,7 +11,15 @@ from shardwise.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from shardwise.config.base import Choice, Config, key_paths
-from shardwise.config.data import DataConfig, EvalDataConfig, HeldOutData, PromptDataConfig, SupervisedDataConfig
+from shardwise.config.data import (
+    DataConfig,
+    EvalDataConfig,
+    HeldOutData,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SequenceDataConfig,
+    SupervisedDataConfig,
+)
 from shardwise.config.engine import (
     ComputeConfig,
     EngineConfig,
@@ -32,13 +40,16 @@ from shardwise.config.errors import (
     TrainingError,
     UserError,
 )
+from shardwise.config.preference import BradleyTerry, DistillationConfig, Kto, PreferenceLoss
 from shardwise.config.recipes import (
+    BatchTrainerConfig,
     CriticConfig,
     EvalConfig,
     EvalSettings,
+    PreferenceConfig,
+    RewardModelConfig,
     RLConfig,
     SFTConfig,
-    SFTTrainerConfig,
     TeacherConfig,
     TrainerConfig,
 )

@@ -47,17 +47,50 @@ class DataConfig(HeldOutData):
     """A new order of the training rows in every epoch, from trainer.seed."""
 
 
-class SupervisedDataConfig(DataConfig):
+class SequenceDataConfig(DataConfig):
+    """What data whose rows hold whole sequences, answers included, have in common."""
+
+    max_sequence_tokens: PositiveInt = 2048
+    """The longest allowed sequence, prompt and response together."""
+    on_overlong: OverlongPolicy = "error"
+    """What happens to a longer row: stop with an error, drop it, or cut its end off. Both are counted."""
+
+
+class SupervisedDataConfig(SequenceDataConfig):
     """Rows with an answer to learn: a prompt and a response column, or a column of messages."""
 
     response_column: str = "response"
     """The answer to learn, a string."""
     messages_column: str = "messages"
     """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation."""
-    max_sequence_tokens: PositiveInt = 2048
-    """The longest allowed sequence, prompt and response together."""
-    on_overlong: OverlongPolicy = "error"
-    """What happens to a longer row: stop with an error, drop it, or cut its end off. Both are counted."""
+
+
+class PreferenceDataConfig(SequenceDataConfig):
+    """Rows with two answers to compare (dpo, ipo, simpo, orpo, reward models), or one that is good or bad (kto).
+
+    A cell with an answer is a string or a list of messages. A list that begins with the assistant's turn answers the
+    prompt column; any other is a whole conversation, and the prompt column is not read.
+    """
+
+    chosen_column: str = "chosen"
+    """The better answer."""
+    rejected_column: str = "rejected"
+    """The worse answer. Both answer the same messages: conversations are compared from where they part."""
+    margin_column: str | None = None
+    """How much better the chosen answer is, a number; null: all pairs count alike."""
+    response_column: str = "response"
+    """Of rows without pairs (kto): the answer. Of a conversation the assistant's last turn."""
+    label_column: str = "label"
+    """Of rows without pairs (kto): whether the answer is desirable, a boolean."""
+
+    @model_validator(mode="after")
+    def _sides_differ(self) -> Self:
+        if self.chosen_column == self.rejected_column:
+            raise ValueError(
+                f"chosen_column and rejected_column are both {self.chosen_column}, so every pair would be one answer "
+                "compared with itself; name two columns"
+            )
+        return self
 
 
 class EvalDataConfig(HeldOutData):

@@ -1,12 +1,19 @@
 """One config class per command. The YAML of a command is exactly the tree of its class."""
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from shardwise.config.base import Config
-from shardwise.config.data import EvalDataConfig, PromptDataConfig, SupervisedDataConfig
+from shardwise.config.data import (
+    EvalDataConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SequenceDataConfig,
+    SupervisedDataConfig,
+)
 from shardwise.config.engine import (
     ComputeConfig,
     EngineConfig,
@@ -15,6 +22,7 @@ from shardwise.config.engine import (
     ModelConfig,
     OptimizerConfig,
 )
+from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, Dpo, PreferenceLoss
 from shardwise.config.rl import GenerationConfig, RewardConfig, RolloutConfig
 
 
@@ -41,11 +49,11 @@ class TrainerConfig(OptimizerConfig):
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
 
 
-class SFTTrainerConfig(TrainerConfig):
-    """The loop of supervised fine-tuning."""
+class BatchTrainerConfig(TrainerConfig):
+    """The loop of training on rows as they are."""
 
     batch_size: PositiveInt = 32
-    """Sequences of one optimizer step, over all ranks."""
+    """Rows of one optimizer step, over all ranks: sequences, or pairs of them."""
 
 
 class SFTConfig(Config):
@@ -54,23 +62,87 @@ class SFTConfig(Config):
     model: ModelConfig
     data: SupervisedDataConfig = SupervisedDataConfig()
     engine: EngineConfig = EngineConfig()
-    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    trainer: BatchTrainerConfig = BatchTrainerConfig()
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:
         _require_train_files(self.data.train_files)
-        if self.data.max_sequence_tokens > self.engine.max_tokens_per_micro_batch:
+        _require_room(self.data, {"engine": self.engine})
+        _require_no_offload(self.engine, "supervised fine-tuning")
+        return self
+
+
+class PreferenceConfig(Config):
+    """`shardwise preference`: DPO, IPO, SimPO and ORPO on pairs of answers, KTO on labelled ones."""
+
+    model: ModelConfig
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    engine: EngineConfig = EngineConfig()
+    loss: PreferenceLoss = Dpo()
+    """What is learnt from a pair; a name, or {name, parameters}."""
+    reference: FrozenEngineConfig | None = None
+    """The layout of the frozen reference policy; null takes that of the policy."""
+    reference_logprobs: Literal["each_step", "before_training"] = "each_step"
+    """each_step: from a frozen second engine, or from the policy without its adapters. before_training: the policy
+    scores all rows before its first step, when it still is the reference; no second engine."""
+    trainer: BatchTrainerConfig = BatchTrainerConfig()
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether two answers to a prompt are compared."""
+        return self.loss.name != "kto"
+
+    @property
+    def has_reference_engine(self) -> bool:
+        """Whether the reference policy is a second model."""
+        frees = self.loss.name in REFERENCE_FREE or self.reference_logprobs == "before_training"
+        return not frees and self.engine.lora is None
+
+    def reference_layout(self) -> FrozenEngineConfig:
+        """How the reference policy is laid out."""
+        return self.engine.frozen() if self.reference is None else self.reference
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        _require_train_files(self.data.train_files)
+        layouts: dict[str, LayoutConfig] = {"engine": self.engine}
+        if self.has_reference_engine:
+            layouts["reference"] = self.reference_layout()
+        elif self.reference is not None:
+            given = "null" if self.engine.lora is None else "given"
             raise ValueError(
-                f"data.max_sequence_tokens={self.data.max_sequence_tokens} is more than "
-                f"engine.max_tokens_per_micro_batch={self.engine.max_tokens_per_micro_batch}, and a sequence is never "
-                "split over micro-batches; lower the first or raise the second"
+                f"reference has no effect with loss={self.loss.name}, reference_logprobs={self.reference_logprobs} and "
+                f"engine.lora={given}, which build no second engine; remove it"
             )
-        for key in ("param_offload", "optimizer_offload"):
-            if getattr(self.engine, key):
-                raise ValueError(
-                    f"engine.{key}=true has no effect in supervised fine-tuning, where nothing else needs the device; "
-                    "remove it (engine.offload_policy=true keeps everything in host memory)"
-                )
+        if self.reference_logprobs == "before_training" and self.loss.name in {*REFERENCE_FREE, "kto"}:
+            why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
+            raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
+        _require_room(self.data, layouts, num_together=2 if self.is_paired else 1)
+        if not self.has_reference_engine:
+            _require_no_offload(self.engine, "preference training without a second engine")
+        if self.loss.name == "kto" and self.trainer.batch_size == 1:
+            raise ValueError("trainer.batch_size=1 leaves kto no other answer to compare with; use at least 2")
+        if self.engine.lora is not None and self.engine.lora.dropout and self.loss.name == "kto":
+            raise ValueError(
+                "engine.lora.dropout makes kto's estimate of the KL divergence that of another model; set 0"
+            )
+        return self
+
+
+class RewardModelConfig(Config):
+    """`shardwise reward-model`: a model that scores answers, from pairs of them."""
+
+    model: ModelConfig
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    engine: EngineConfig = EngineConfig()
+    loss: BradleyTerry = BradleyTerry()
+    trainer: BatchTrainerConfig = BatchTrainerConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        _require_train_files(self.data.train_files)
+        _require_room(self.data, {"engine": self.engine}, num_together=2)
+        _require_no_offload(self.engine, "reward-model training")
         return self
 
 
@@ -244,3 +316,26 @@ class EvalConfig(Config):
 def _require_train_files(files: list[str]) -> None:
     if not files:
         raise ValueError("data.train_files is empty; give at least one jsonl or parquet file or datasets folder")
+
+
+def _require_room(data: SequenceDataConfig, layouts: Mapping[str, LayoutConfig], *, num_together: int = 1) -> None:
+    """What shares a micro-batch fits into one, in every engine."""
+    needed = num_together * data.max_sequence_tokens
+    for name, layout in layouts.items():
+        if needed > layout.max_tokens_per_micro_batch:
+            given, rule = f"data.max_sequence_tokens={data.max_sequence_tokens}", "a sequence is never split"
+            if num_together > 1:
+                given, rule = f"{num_together} x {given} = {needed}", "a pair is never split"
+            raise ValueError(
+                f"{given} is more than {name}.max_tokens_per_micro_batch={layout.max_tokens_per_micro_batch}, and "
+                f"{rule} over micro-batches; lower the first or raise the second"
+            )
+
+
+def _require_no_offload(engine: EngineConfig, what: str) -> None:
+    for key in ("param_offload", "optimizer_offload"):
+        if getattr(engine, key):
+            raise ValueError(
+                f"engine.{key}=true has no effect in {what}, where nothing else needs the device; "
+                "remove it (engine.offload_policy=true keeps everything in host memory)"
+            )

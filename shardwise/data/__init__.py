@@ -1,4 +1,4 @@
-"""From data files to token batches: rows, chat rendering, packing, the order of rows, and quickstart problems."""
+"""From data files to token batches: rows, preferences, chat rendering, packing, order of rows, quickstart problems."""
 
 from shardwise.data.chat import (
     check_vocabulary,
@@ -10,12 +10,16 @@ from shardwise.data.chat import (
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
 from shardwise.data.packing import PackedStep, pack, unpack
+from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
 from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
 from shardwise.data.sources import Row, check_files, get_column, read_rows
 from shardwise.data.synthetic import (
+    PreferenceFiles,
     ProblemFiles,
     arithmetic_problems,
     build_model_folder,
+    preference_problems,
     train_tokenizer,
     worked_addition,
+    wrong_addition,
 )

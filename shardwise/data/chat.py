@@ -80,7 +80,7 @@ def render_prompt(
         DataError: an empty prompt, bad messages, or no chat template.
     """
     if apply_chat_template:
-        text = _render(tokenizer, _as_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
+        text = _render(tokenizer, prompt_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
         token_ids = _encode(tokenizer, text)
     else:
         token_ids = tokenizer.encode(_plain_prompt(prompt, origin))
@@ -103,7 +103,7 @@ def render_response_sample(
         token ids [L] and loss mask [L].
     """
     if apply_chat_template:
-        messages = _as_messages(prompt, system_prompt, origin)
+        messages = prompt_messages(prompt, system_prompt, origin)
         answer = {"role": "assistant", "content": response}
         return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages))
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
@@ -136,7 +136,7 @@ def render_conversation(
         DataError: bad messages, no chat template, or one that changes the text of earlier turns as later ones arrive,
             so that no mask over them would be right.
     """
-    messages = _with_system_prompt(_checked(messages, origin), system_prompt)
+    messages = with_system_prompt(checked_messages(messages, origin), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
     if not turns:
         raise DataError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it")
@@ -159,16 +159,49 @@ def render_conversation(
     return token_ids, loss_mask
 
 
-def _as_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked(prompt, origin)
+def prompt_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
+    """A prompt as messages, text as one of the user's, with the system prompt before those that have none.
+
+    Raises:
+        DataError: an empty prompt, or bad messages.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt, origin)
     _require_content(messages, origin)
-    return _with_system_prompt(messages, system_prompt)
+    return with_system_prompt(messages, system_prompt)
 
 
-def _with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """The messages, after the system prompt where there is one and they have none."""
     if system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def checked_messages(messages: Any, origin: str) -> list[Message]:
+    """The messages without keys that are null.
+
+    Raises:
+        DataError: not a list of objects with a role and a content that are strings; names the message.
+    """
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else describe_type(messages)
+        raise DataError(f"{origin}: the messages are {what}, expected a list of {{role, content}}: {preview(messages)}")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{origin}: message {number} is {describe_type(message)}, expected {{role, content}}: "
+                f"{preview(message)}"
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise DataError(f'{origin}: message {number} has no "{key}": {preview(message)}')
+            if not isinstance(message[key], str):
+                raise DataError(
+                    f'{origin}: "{key}" of message {number} is {describe_type(message[key])}, expected a string: '
+                    f"{preview(message[key])}"
+                )
+    # Parquet gives every message the keys of all of them, null where a message had none; templates test for presence.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _require_content(messages: list[Message], origin: str) -> None:
@@ -194,28 +227,6 @@ def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
     if not prompt.strip():
         raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
     return prompt
-
-
-def _checked(messages: Any, origin: str) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        what = "an empty list" if messages == [] else describe_type(messages)
-        raise DataError(f"{origin}: the messages are {what}, expected a list of {{role, content}}: {preview(messages)}")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise DataError(
-                f"{origin}: message {number} is {describe_type(message)}, expected {{role, content}}: "
-                f"{preview(message)}"
-            )
-        for key in ("role", "content"):
-            if key not in message:
-                raise DataError(f'{origin}: message {number} has no "{key}": {preview(message)}')
-            if not isinstance(message[key], str):
-                raise DataError(
-                    f'{origin}: "{key}" of message {number} is {describe_type(message[key])}, expected a string: '
-                    f"{preview(message[key])}"
-                )
-    # Parquet gives every message the keys of all of them, null where a message had none; templates test for presence.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _render(

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from shardwise.config import DataError, EvalDataConfig, HeldOutData, SupervisedDataConfig
-from shardwise.data.chat import render_conversation, render_prompt, render_response_sample
+from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
+from shardwise.data.chat import Message, render_conversation, render_prompt, render_response_sample
 from shardwise.data.sources import (
     Row,
     describe_columns,
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T", Sample, Example)
+
+Rendered = tuple[list[int], list[bool]]
+"""Token ids [L] and loss mask [L]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +50,16 @@ def supervised_samples(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    limit = config.max_sequence_tokens
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
-        token_ids, loss_mask = _tokenize_supervised(config, row, tokenizer)
-        overlong = len(token_ids) > limit
-        if overlong and config.on_overlong == "error":
-            raise DataError(_overlong(row, "sequence", len(token_ids), "data.max_sequence_tokens", limit))
-        if (overlong and config.on_overlong == "drop") or not any(loss_mask[:limit]):
+        rendered = _tokenize_supervised(config, row, tokenizer)
+        fitted = fit(config, row, [rendered])
+        if fitted is None:
             continue
-        num_truncated += overlong
-        samples.append(
-            Sample(
-                uid=row.origin,
-                token_ids=torch.tensor(token_ids[:limit], dtype=torch.int64),
-                loss_mask=torch.tensor(loss_mask[:limit], dtype=torch.bool),
-            )
-        )
-    return _loaded(samples, len(rows), num_truncated, f"data.max_sequence_tokens={limit}", config.on_overlong)
+        num_truncated += fitted != [rendered]
+        samples.append(make_sample(row.origin, *fitted[0]))
+    return loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
 
 
 def prompt_examples(
@@ -85,7 +79,7 @@ def prompt_examples(
     for row in rows:
         prompt_ids = render_prompt(
             tokenizer,
-            _get_prompt(config, row),
+            get_prompt(config, row),
             apply_chat_template=config.apply_chat_template,
             system_prompt=config.system_prompt,
             origin=row.origin,
@@ -100,9 +94,65 @@ def prompt_examples(
     return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
 
 
-def _tokenize_supervised(
-    config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[list[int], list[bool]]:
+def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list[Rendered] | None:
+    """The sequences of one row, none over `config.max_sequence_tokens`: all of them as they are, or all cut alike.
+
+    Returns:
+        None where the row is dropped: by `config.on_overlong`, or because a sequence has nothing left to train.
+    Raises:
+        DataError: one is longer, and `config.on_overlong` is error.
+    """
+    limit = config.max_sequence_tokens
+    longest = max(len(token_ids) for token_ids, _ in sequences)
+    if longest > limit and config.on_overlong == "error":
+        raise DataError(_overlong(row, "sequence", longest, "data.max_sequence_tokens", limit))
+    if longest > limit and config.on_overlong == "drop":
+        return None
+    cut = [(token_ids[:limit], loss_mask[:limit]) for token_ids, loss_mask in sequences]
+    return cut if all(any(loss_mask) for _, loss_mask in cut) else None
+
+
+def loaded_sequences(
+    config: SequenceDataConfig, samples: list[Sample], *, num_read: int, num_truncated: int
+) -> Loaded[Sample]:
+    """What `fit` left of `num_read` rows with one sequence each.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    limit = f"data.max_sequence_tokens={config.max_sequence_tokens}"
+    return _loaded(samples, num_read, num_truncated, limit, config.on_overlong)
+
+
+def make_sample(
+    uid: str, token_ids: list[int], loss_mask: list[bool], *, reward: float = 0.0, group: int = 0
+) -> Sample:
+    """A sample of what was rendered."""
+    return Sample(
+        uid=uid,
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
+        reward=reward,
+        group=group,
+    )
+
+
+def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
+    """The prompt of a row, text or messages.
+
+    Raises:
+        DataError: no such column, or something else in it; shows the value.
+    """
+    prompt = get_column(row, config.prompt_column)
+    if not isinstance(prompt, str | list):
+        raise DataError(
+            f'{row.origin}: column "{config.prompt_column}" is {describe_type(prompt)}, expected a string or a list of '
+            f"messages: {preview(prompt)}"
+        )
+    return prompt
+
+
+def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
     if has_column(row, config.messages_column):
         if not config.apply_chat_template:
             raise DataError(
@@ -119,7 +169,7 @@ def _tokenize_supervised(
         )
     return render_response_sample(
         tokenizer,
-        _get_prompt(config, row),
+        get_prompt(config, row),
         get_text(row, config.response_column),
         apply_chat_template=config.apply_chat_template,
         system_prompt=config.system_prompt,
@@ -149,16 +199,6 @@ def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBa
         ground_truth=ground_truth,
         extra_info=extra_info,
     )
-
-
-def _get_prompt(config: HeldOutData, row: Row) -> str | list[dict[str, Any]]:
-    prompt = get_column(row, config.prompt_column)
-    if not isinstance(prompt, str | list):
-        raise DataError(
-            f'{row.origin}: column "{config.prompt_column}" is {describe_type(prompt)}, expected a string or a list of '
-            f"messages: {preview(prompt)}"
-        )
-    return prompt
 
 
 def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int) -> str:

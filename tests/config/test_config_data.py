@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.config import ConfigError, DataConfig, PromptDataConfig, SupervisedDataConfig
+from shardwise.config import ConfigError, DataConfig, PreferenceDataConfig, PromptDataConfig, SupervisedDataConfig
 
 
 def test_one_path_is_a_list_of_one():
@@ -16,6 +16,9 @@ def test_one_path_is_a_list_of_one():
         (DataConfig, "train_files", 3),
         (SupervisedDataConfig, "max_sequence_tokens", 0),
         (SupervisedDataConfig, "on_overlong", "skip"),
+        (PreferenceDataConfig, "max_sequence_tokens", 0),
+        (PreferenceDataConfig, "on_overlong", "skip"),
+        (PreferenceDataConfig, "margin_column", 1),
         (PromptDataConfig, "max_prompt_tokens", 0),
         (PromptDataConfig, "on_overlong", "skip"),
     ],
@@ -39,3 +42,12 @@ def test_keys_of_the_other_kind_of_data_are_unknown():
         SupervisedDataConfig.parse({"max_prompt_tokens": 5}, origin="test")
     with pytest.raises(ConfigError, match=r"^test: response_column: unknown key"):
         PromptDataConfig.parse({"response_column": "answer"}, origin="test")
+
+
+def test_two_sides_of_a_pair_from_one_column_are_refused():
+    with pytest.raises(ConfigError) as error:
+        PreferenceDataConfig.parse({"chosen_column": "rejected"}, origin="test")
+    assert str(error.value) == (
+        "test: chosen_column and rejected_column are both rejected, so every pair would be one answer compared with "
+        "itself; name two columns"
+    )

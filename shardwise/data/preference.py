@@ -1,0 +1,223 @@
+"""Data files to what preference and reward-model training consume: pairs of answers, or answers with a label."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.config import DataError, PreferenceDataConfig
+from shardwise.data.chat import (
+    Message,
+    checked_messages,
+    prompt_messages,
+    render_conversation,
+    render_response_sample,
+    with_system_prompt,
+)
+from shardwise.data.rows import Loaded, Rendered, fit, get_prompt, loaded_sequences, make_sample
+from shardwise.data.sources import Row, describe_type, get_column, get_text, preview, read_rows
+from shardwise.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def preference_pairs(
+    config: PreferenceDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+) -> Loaded[Sample]:
+    """Reads rows with a chosen and a rejected answer to the same messages.
+
+    What both conversations begin with is context; from where they part, the assistant's turns are trained. That is
+    the last turn alone where they differ in nothing else. A pair is over `config.max_sequence_tokens` if one side is;
+    truncate cuts both sides at it. Pairs whose sides are the same, or become it by cutting, teach nothing: dropped.
+
+    Returns:
+        Samples in the order chosen, rejected, chosen, rejected, ...: two neighbours are a pair, which
+        `pack(..., keep_together=2)` keeps so. `reward` is the pair's margin on the chosen side (0 without a margin
+        column) and 0 on the other, `group` the number of the pair. The counts are rows; num_identical of num_dropped
+        had the same answer twice.
+    Raises:
+        DataError: a file or row that cannot be used, or no rows left; names file, row and column.
+    """
+    rows = read_rows(files, max_rows=max_rows)
+    samples: list[Sample] = []
+    num_kept = num_identical = num_truncated = 0
+    for row in rows:
+        margin = _margin(config, row)
+        sides = _render_pair(config, row, tokenizer)
+        fitted = None if sides is None else fit(config, row, sides)
+        if fitted is None:
+            num_identical += sides is None
+            continue
+        chosen, rejected = fitted
+        if chosen == rejected:
+            num_identical += 1
+            continue
+        samples.append(make_sample(f"{row.origin} {config.chosen_column}", *chosen, reward=margin, group=num_kept))
+        samples.append(make_sample(f"{row.origin} {config.rejected_column}", *rejected, group=num_kept))
+        num_kept += 1
+        num_truncated += fitted != sides
+    if not samples and num_identical:
+        raise DataError(
+            f'0 of {len(rows)} rows left: in {num_identical} of them "{config.chosen_column}" and '
+            f'"{config.rejected_column}" are the same up to data.max_sequence_tokens={config.max_sequence_tokens}; '
+            "set data.chosen_column and data.rejected_column to columns that differ, or raise the limit"
+        )
+    loaded = loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
+    counts = {**loaded.counts, "num_dropped": len(rows) - num_kept, "num_identical": num_identical}
+    return Loaded(samples, counts)
+
+
+def labelled_samples(
+    config: PreferenceDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+) -> Loaded[Sample]:
+    """Reads rows with one answer and whether it is desirable, for KTO.
+
+    Of a conversation the assistant's last turn is trained. A sequence over `config.max_sequence_tokens` follows
+    `config.on_overlong`; truncate cuts its end off, and drops it where nothing to train is left.
+
+    Returns:
+        Samples whose `reward` is +1 (desirable) or -1; num_desirable of them are.
+    Raises:
+        DataError: a file or row that cannot be used, or no rows left; names file, row and column.
+    """
+    rows = read_rows(files, max_rows=max_rows)
+    samples: list[Sample] = []
+    num_truncated = 0
+    for row in rows:
+        reward = 1.0 if _label(config, row) else -1.0
+        rendered = _render_answer(config, row, tokenizer)
+        fitted = fit(config, row, [rendered])
+        if fitted is None:
+            continue
+        num_truncated += fitted != [rendered]
+        samples.append(make_sample(row.origin, *fitted[0], reward=reward, group=len(samples)))
+    loaded = loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
+    num_desirable = sum(sample.reward > 0 for sample in samples)
+    return Loaded(samples, {**loaded.counts, "num_desirable": num_desirable})
+
+
+def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
+    """Each prompt with an answer to another, from which KTO estimates how far the policy is from the reference.
+
+    The answer is that of the next sample (after the last comes the first) whose prompt is another one, or simply of
+    the next where all prompts are the same.
+
+    Args:
+        samples: of one batch, at least two. A prompt ends where the first trained token begins.
+        max_tokens: longer sequences are cut at their end.
+    Returns:
+        As many samples in the same order and with the same groups; reward 0, which marks no answer of this kind.
+    Source: Ethayarajh et al. 2024, section 4. Differs: there it is always the next, even if it answers the same.
+    """
+    assert len(samples) > 1, "one sample has no other whose answer it could take"
+    starts = [int(sample.loss_mask.int().argmax()) for sample in samples]
+    prompts = [sample.token_ids[:start].tolist() for sample, start in zip(samples, starts, strict=True)]
+    mixed = []
+    for index, sample in enumerate(samples):
+        others = [other % len(samples) for other in range(index + 1, index + len(samples))]
+        other = next((other for other in others if prompts[other] != prompts[index]), others[0])
+        answer = slice(starts[other], None)
+        token_ids = torch.cat([sample.token_ids[: starts[index]], samples[other].token_ids[answer]])
+        loss_mask = torch.cat([sample.loss_mask[: starts[index]], samples[other].loss_mask[answer]])
+        mixed.append(
+            Sample(
+                uid=f"{sample.uid} with the answer of {samples[other].uid}",
+                token_ids=token_ids[:max_tokens],
+                loss_mask=loss_mask[:max_tokens],
+                group=sample.group,
+            )
+        )
+    return mixed
+
+
+def _render_pair(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Rendered] | None:
+    """Chosen and rejected; None where they are the same."""
+    columns = (config.chosen_column, config.rejected_column)
+    if not config.apply_chat_template:
+        return [_render_plain(config, row, column, tokenizer) for column in columns]
+    chosen, rejected = (_conversation(config, row, column) for column in columns)
+    if chosen == rejected:
+        return None
+    start = _parting(config, row, chosen, rejected)
+    return [render_conversation(tokenizer, side, row.origin, trained_from=start) for side in (chosen, rejected)]
+
+
+def _render_answer(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+    if not config.apply_chat_template:
+        return _render_plain(config, row, config.response_column, tokenizer)
+    messages = _conversation(config, row, config.response_column)
+    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    return render_conversation(tokenizer, messages, row.origin, trained_from=last)
+
+
+def _render_plain(
+    config: PreferenceDataConfig, row: Row, column: str, tokenizer: "PreTrainedTokenizerBase"
+) -> Rendered:
+    if isinstance(cell := get_column(row, column), list):
+        raise DataError(
+            f'{row.origin}: column "{column}" is a list, and data.apply_chat_template=false takes strings: '
+            f"{preview(cell)}; set data.apply_chat_template=true"
+        )
+    return render_response_sample(
+        tokenizer,
+        get_prompt(config, row),
+        get_text(row, column),
+        apply_chat_template=False,
+        system_prompt=None,
+        origin=row.origin,
+    )
+
+
+def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:
+    """The answer in `column` behind the messages that it answers."""
+    cell = get_column(row, column)
+    if not isinstance(cell, str | list):
+        raise DataError(
+            f'{row.origin}: column "{column}" is {describe_type(cell)}, expected a string or a list of messages: '
+            f"{preview(cell)}"
+        )
+    answer = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
+    messages = checked_messages(answer, f'{row.origin}: column "{column}"')
+    if messages[0]["role"] == "assistant":
+        return [*prompt_messages(get_prompt(config, row), config.system_prompt, row.origin), *messages]
+    return with_system_prompt(messages, config.system_prompt)
+
+
+def _parting(config: PreferenceDataConfig, row: Row, chosen: list[Message], rejected: list[Message]) -> int:
+    """The number of messages that both sides begin with."""
+    num_shared = 0
+    while chosen[num_shared : num_shared + 1] == rejected[num_shared : num_shared + 1]:
+        num_shared += 1
+    parts = [side[num_shared] if num_shared < len(side) else None for side in (chosen, rejected)]
+    if any(part is None or part["role"] != "assistant" for part in parts):
+        shown = " and ".join("nothing" if part is None else preview(part) for part in parts)
+        raise DataError(
+            f'{row.origin}: "{config.chosen_column}" and "{config.rejected_column}" do not answer the same messages: '
+            f"after {num_shared} that they share they go on with {shown}, expected an assistant turn in both; "
+            "fix the row or remove it"
+        )
+    return num_shared
+
+
+def _margin(config: PreferenceDataConfig, row: Row) -> float:
+    if config.margin_column is None:
+        return 0.0
+    cell = get_column(row, config.margin_column)
+    if isinstance(cell, bool) or not isinstance(cell, int | float) or not math.isfinite(cell):
+        raise DataError(
+            f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number: '
+            f"{preview(cell)}"
+        )
+    return float(cell)
+
+
+def _label(config: PreferenceDataConfig, row: Row) -> bool:
+    cell = get_column(row, config.label_column)
+    if not isinstance(cell, bool):
+        raise DataError(
+            f'{row.origin}: column "{config.label_column}" is {describe_type(cell)}, expected true (desirable) or '
+            f"false: {preview(cell)}"
+        )
+    return cell
