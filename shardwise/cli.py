@@ -12,13 +12,23 @@ from collections.abc import Sequence
 from typing import get_args
 
 from shardwise import __version__
-from shardwise.config import EvalConfig, RLConfig, SFTConfig, UserError
+from shardwise.config import (
+    EvalConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+    UserError,
+)
 from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
 from shardwise.controller.launch import USER_ERROR, is_launched, launch
 
-RECIPES: dict[str, type[SFTConfig] | type[RLConfig] | type[EvalConfig]] = {
+RECIPES: dict[str, type[RecipeConfig]] = {
     "sft": SFTConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
     "rl": RLConfig,
     "eval": EvalConfig,
 }
@@ -30,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         match options.command:
-            case "sft" | "rl" | "eval":
+            case command if command in RECIPES:
                 return _run_recipe(options, arguments)
             case "quickstart":
                 return _run_quickstart(options, arguments)
@@ -135,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     helps = {
         "sft": "supervised fine-tuning",
-        "rl": "reinforcement learning with verifiable rewards (GRPO, RLOO, Dr.GRPO)",
+        "preference": "preference training (DPO, IPO, SimPO, ORPO, KTO)",
+        "reward-model": "a model that scores answers, from pairs of them",
+        "rl": "reinforcement learning (GRPO and its family, PPO with a critic, distillation)",
         "eval": "accuracy on held-out prompts: greedy, pass@k, mean@n, maj@n",
     }
     for name, text in helps.items():

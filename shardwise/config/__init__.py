@@ -47,6 +47,7 @@ from shardwise.config.recipes import (
     EvalConfig,
     EvalSettings,
     PreferenceConfig,
+    RecipeConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,

@@ -93,10 +93,14 @@ class PreferenceConfig(Config):
         return self.loss.name != "kto"
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares with a reference policy."""
+        return self.loss.name not in REFERENCE_FREE
+
+    @property
     def has_reference_engine(self) -> bool:
         """Whether the reference policy is a second model."""
-        frees = self.loss.name in REFERENCE_FREE or self.reference_logprobs == "before_training"
-        return not frees and self.engine.lora is None
+        return self.uses_reference and self.reference_logprobs == "each_step" and self.engine.lora is None
 
     def reference_layout(self) -> FrozenEngineConfig:
         """How the reference policy is laid out."""
@@ -311,6 +315,10 @@ class EvalConfig(Config):
         if not self.data.validation_files:
             raise ValueError("data.validation_files is empty; eval measures on the validation files")
         return self
+
+
+RecipeConfig = SFTConfig | PreferenceConfig | RewardModelConfig | RLConfig | EvalConfig
+"""The config of a command that runs on ranks."""
 
 
 def _require_train_files(files: list[str]) -> None:

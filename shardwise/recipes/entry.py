@@ -6,26 +6,40 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.config import EngineConfig, EvalConfig, RLConfig, SFTConfig
+from shardwise.config import (
+    EngineConfig,
+    EvalConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from shardwise.controller.launch import follow_lifeline, note_failure
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import take_device
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
+from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
+from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
 from shardwise.recipes.workers import Worker
 
 
-def run_recipe(config: SFTConfig | RLConfig | EvalConfig) -> int:
+def run_recipe(config: RecipeConfig) -> int:
     """Runs the recipe of a config on this rank. Returns the exit code of this process."""
 
     def recipe(group: RankGroup) -> None:
         match config:
             case SFTConfig():
                 train_sft(config, group)
+            case PreferenceConfig():
+                train_preference(config, group)
+            case RewardModelConfig():
+                train_reward_model(config, group)
             case RLConfig():
                 train_rl(config, group)
             case EvalConfig():

@@ -5,29 +5,37 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from shardwise.algorithms import (
     aggregate,
+    bradley_terry,
     cispo,
     clip_cov,
     clipped_value_loss,
     cross_entropy,
+    dpo,
     dppo_kl,
     dppo_tv,
     gmpo,
     gspo,
+    ipo,
     kimi,
     kl_cov,
     kl_divergence,
+    kto,
     mismatch_metrics,
+    orpo,
     ppo_clip,
     reinforce,
     sapo,
+    sequence_sums,
+    simpo,
     topr,
     trained_mean,
 )
-from shardwise.config import AlgorithmConfig, CriticConfig, TrainingError
+from shardwise.config import AlgorithmConfig, BradleyTerry, CriticConfig, Kto, PreferenceLoss, TrainingError
 from shardwise.engine import LossFn
 from shardwise.rewards import load_function
 from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
@@ -48,7 +56,12 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
 }
 """(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, parameters by keyword) -> losses per token, metrics."""
 
-LossKind = Literal["sft", "policy", "value"]
+PREFERENCE_LOSSES: Mapping[str, PolicyLossFn] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+"""(sums [P, 2], ref_sums [P, 2], lengths [P, 2], parameters by keyword) -> losses of pairs [P], metrics."""
+
+LossKind = Literal["sft", "policy", "value", "preference", "reward_model"]
+
+_ANY_PREFERENCE: TypeAdapter[PreferenceLoss] = TypeAdapter(PreferenceLoss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,10 @@ def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss
             return Loss(policy_loss(AlgorithmConfig.model_validate_json(config), **numbers), with_entropy=True)
         case "value":
             return Loss(value_loss(CriticConfig.model_validate_json(config)))
+        case "preference":
+            return Loss(preference_loss(_ANY_PREFERENCE.validate_json(config), **numbers))
+        case "reward_model":
+            return Loss(reward_model_loss(BradleyTerry.model_validate_json(config)))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
@@ -123,6 +140,50 @@ def value_loss(config: CriticConfig) -> LossFn:
             outputs.values, batch.values, batch.returns, batch.loss_mask, clip=config.value_clip
         )
         return _token_mean(losses, batch, denominators), metrics
+
+    return loss_fn
+
+
+def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
+    """The mean loss of a step's pairs, or of its answers for kto."""
+    losses_of = preference_losses(config, kl=kl)
+    size = 1 if isinstance(config, Kto) else 2
+
+    def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.logprobs is not None
+        assert batch.rewards is not None
+        reference = torch.zeros_like(outputs.logprobs) if batch.ref_logprobs is None else batch.ref_logprobs
+        sums, ref_sums, lengths = (
+            sequence_sums(torch.where(batch.loss_mask, values, 0.0), batch.cu_seqlens)[: len(batch.sample_index)]
+            for values in (outputs.logprobs, reference, torch.ones_like(reference))
+        )
+        losses, metrics = losses_of(sums, ref_sums, lengths, batch.rewards[: len(batch.sample_index)])
+        return losses.sum() * size / max(denominators.num_sequences, 1), metrics
+
+    return loss_fn
+
+
+def preference_losses(config: PreferenceLoss, *, kl: float) -> Callable[..., tuple[Tensor, Metrics]]:
+    """(sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2], or of sequences for kto."""
+    if isinstance(config, Kto):
+        return lambda sums, ref_sums, _, rewards: kto(sums, ref_sums, rewards > 0, kl, **config.arguments())
+    function = PREFERENCE_LOSSES[config.name]
+    return lambda sums, ref_sums, lengths, _: function(
+        sums.view(-1, 2), ref_sums.view(-1, 2), lengths.view(-1, 2), **config.arguments()
+    )
+
+
+def reward_model_loss(config: BradleyTerry) -> LossFn:
+    """The mean Bradley-Terry loss of a step's pairs, with their margins."""
+
+    def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.values is not None
+        assert batch.rewards is not None
+        num_sequences = len(batch.sample_index)  # 0 in a batch of one masked token
+        scores = sequence_sums(outputs.values, batch.cu_seqlens)[:num_sequences].view(-1, 2)
+        rewards = batch.rewards[:num_sequences].view(-1, 2)
+        losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], **dict(config))
+        return losses.sum() * 2 / max(denominators.num_sequences, 1), metrics
 
     return loss_fn
 

@@ -2,12 +2,12 @@
 
 import torch
 
-from shardwise.config import EvalConfig, RLConfig, SFTConfig
+from shardwise.config import EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
 from shardwise.rewards import check_function
 
 
-def check_inputs(config: SFTConfig | RLConfig | EvalConfig) -> None:
+def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, and a reward function that cannot be imported.
 
     Raises:
@@ -15,7 +15,7 @@ def check_inputs(config: SFTConfig | RLConfig | EvalConfig) -> None:
     """
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
-    if not isinstance(config, SFTConfig):
+    if isinstance(config, RLConfig | EvalConfig):
         check_function(config.reward.function)
 
 

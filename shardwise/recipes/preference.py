@@ -1,0 +1,122 @@
+"""Preference training: DPO, IPO, SimPO and ORPO on pairs of answers, KTO on labelled ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from shardwise.config import PreferenceConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.data import BatchLoader, Loaded, labelled_samples, mismatched, preference_pairs
+from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.losses import preference_losses
+from shardwise.recipes.run import Run
+from shardwise.types import Metrics, MetricValue, Sample
+
+
+def train(config: PreferenceConfig, group: WorkerGroup) -> None:
+    """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` pairs, or answers of kto."""
+    model = open_model(config.model)
+    model.require_context("data.max_sequence_tokens", config.data.max_sequence_tokens)
+    trainer, unit = config.trainer, 2 if config.is_paired else 1
+    rows = _load(config, model, config.data.train_files, config.data.max_train_rows)
+    samples = rows.rows
+    held_out = None
+    if config.data.validation_files:
+        held_out = _load(config, model, config.data.validation_files, config.data.max_validation_rows).rows
+    loader = BatchLoader(len(samples) // unit, trainer.batch_size, seed=trainer.seed, shuffle=config.data.shuffle)
+    total_steps = trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs
+    policy = build_engine(
+        group,
+        "policy",
+        model.config,
+        config.engine,
+        optimizer=trainer.optimizer_config(),
+        total_steps=total_steps,
+        seed=trainer.seed,
+    )
+    reference = Reference(policy, config)
+    samples = reference.score_before_training(samples)
+    held_out = None if held_out is None else reference.score_before_training(held_out)
+    policy.use_loss("preference", config.loss, kl=0.0)
+    counts = load_metrics(policy, *reference.engines)
+    counts |= {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
+    with Run("preference", config, trainer, engines={"": policy}, total_steps=total_steps) as run:
+        for step in run.steps():
+            batch = [samples[unit * index + side] for index in loader.indices(step - 1) for side in range(unit)]
+            with run.spans("logprobs"):
+                batch = reference.score(batch)
+                if not config.is_paired:
+                    kl = kl_of_mismatched(batch, policy, reference, config)
+                    policy.use_loss("preference", config.loss, kl=kl)
+            with run.spans("train"):
+                metrics = policy.train(batch, keep_together=unit)
+            if held_out is not None and run.should_validate(step):
+                with run.spans("validate"):
+                    metrics |= validate(policy, reference.score(held_out), config)
+            run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+
+
+class Reference:
+    """Where the reference policy's logprobs come from: a frozen engine, the policy without its adapters, the policy
+    before its first step, or nowhere, where the loss needs none."""
+
+    def __init__(self, policy: RemoteEngine, config: PreferenceConfig) -> None:
+        self._config = config
+        self._scorer: RemoteEngine | None = policy if config.uses_reference else None
+        self.engines: list[RemoteEngine] = []
+        """Those that were built for it."""
+        if config.has_reference_engine:
+            self._scorer = build_engine(policy.group, "reference", policy.model, config.reference_layout())
+            self.engines.append(self._scorer)
+
+    def score_before_training(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Adds ref_logprobs if they are all taken before the first step."""
+        return self._score(samples) if self._config.reference_logprobs == "before_training" else list(samples)
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Adds ref_logprobs if they are taken in every step."""
+        return self._score(samples) if self._config.reference_logprobs == "each_step" else list(samples)
+
+    def _score(self, samples: Sequence[Sample]) -> list[Sample]:
+        if self._scorer is None:
+            return list(samples)
+        scores = self._scorer.score(samples, with_adapters=False)
+        return [replace(sample, ref_logprobs=values) for sample, values in zip(samples, scores, strict=True)]
+
+
+def kl_of_mismatched(
+    samples: Sequence[Sample], policy: RemoteEngine, reference: Reference, config: PreferenceConfig
+) -> float:
+    """KTO's estimate of KL(policy || reference), in nats per sequence: over the whole batch, each prompt with an answer
+    to another; never below 0 (Ethayarajh et al. 2024, section 4)."""
+    others = reference.score(mismatched(samples, max_tokens=config.data.max_sequence_tokens))
+    ratios = [
+        float((logprobs.double() - sample.ref_logprobs).sum())
+        for logprobs, sample in zip(policy.score(others), others, strict=True)
+        if sample.ref_logprobs is not None
+    ]
+    return max(0.0, sum(ratios) / len(ratios))
+
+
+def validate(policy: RemoteEngine, samples: Sequence[Sample], config: PreferenceConfig) -> Metrics:
+    """val/loss, and the loss's own metrics under val/, on held-out rows."""
+    scores = policy.score(samples)
+    reference = [
+        torch.zeros_like(values) if s.ref_logprobs is None else s.ref_logprobs
+        for s, values in zip(samples, scores, strict=True)
+    ]
+    losses, metrics = preference_losses(config.loss, kl=0.0)(
+        torch.stack([values.sum() for values in scores]),
+        torch.stack([values.sum() for values in reference]),
+        torch.stack([sample.loss_mask.sum() for sample in samples]).float(),
+        torch.tensor([sample.reward for sample in samples]),
+    )
+    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
+    return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
+
+
+def _load(config: PreferenceConfig, model: OpenedModel, files: list[str], max_rows: int | None) -> Loaded[Sample]:
+    read = preference_pairs if config.is_paired else labelled_samples
+    return read(config.data, files, model.tokenizer, max_rows=max_rows)
