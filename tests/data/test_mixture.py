@@ -1,0 +1,84 @@
+"""Which prompts come next."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import ConfigError, PromptDataConfig
+from shardwise.data.loader import BatchLoader
+from shardwise.data.mixture import PromptStream
+
+
+def stream(sources, *, seed=0, **data) -> PromptStream:
+    return PromptStream(sources, PromptDataConfig.parse(data, origin="test"), seed=seed)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_without_a_mixture_rows_come_as_the_batch_loader_gives_them(shuffle):
+    found = stream(["a", "b", "a", "c", "b"], seed=3, shuffle=shuffle)
+    loader = BatchLoader(5, 2, seed=3, shuffle=shuffle)
+    assert [found.take(2, step=step) for step in range(1, 8)] == [loader.indices(step) for step in range(7)]
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=1), st.integers(1, 60), st.integers(0, 5))
+def test_sources_come_in_the_proportion_of_their_weights(weights, num_rows, seed):
+    """At every moment no source is a whole row off its share."""
+    sources = ["a"] * 3 + ["b"] * 7 + ["c"]
+    taken = stream(sources, seed=seed, mixture=[{"weights": weights}]).take(num_rows, step=1)
+    counts = Counter(sources[row] for row in taken)
+    for name in "abc":
+        assert abs(counts[name] - num_rows * weights.get(name, 0) / sum(weights.values())) < len(weights)
+
+
+def test_each_source_goes_through_all_its_rows_before_one_comes_again():
+    sources = ["a", "b", "a", "b", "a", "b"]
+    taken = stream(sources, mixture=[{"weights": {"a": 1, "b": 1}}]).take(12, step=1)
+    assert all(taken.count(row) == 2 for row in range(6))
+    assert sorted(taken[:6]) == list(range(6))
+
+
+def test_a_curriculum_changes_the_mixture_at_its_steps():
+    sources = ["easy"] * 4 + ["hard"] * 4
+    stages = [{"weights": {"easy": 1}}, {"from_step": 3, "weights": {"easy": 1, "hard": 3}}]
+    found = stream(sources, mixture=stages)
+    by_step = [[sources[row] for row in found.take(4, step=step)] for step in range(1, 5)]
+    assert by_step[:2] == [["easy"] * 4] * 2
+    assert [Counter(names)["hard"] for names in by_step[2:]] == [3, 3]
+
+
+def test_prompts_of_the_wrong_difficulty_sit_out_one_epoch():
+    found = stream(["a"] * 4, shuffle=False, difficulty={"min_pass_rate": 0.2, "max_pass_rate": 0.8})
+    assert found.take(4, step=1) == [0, 1, 2, 3]
+    for row, pass_rate in enumerate([0.0, 0.2, 0.8, 1.0]):
+        found.record(row, pass_rate)
+    assert found.take(2, step=2) == [1, 2]
+    assert found.take(4, step=3) == [0, 1, 2, 3]
+
+
+def test_prompts_that_are_all_of_the_wrong_difficulty_come_back():
+    found = stream(["a"] * 3, shuffle=False, difficulty={"min_pass_rate": 0.5})
+    found.take(3, step=1)
+    for row in range(3):
+        found.record(row, 0.0)
+    assert found.take(3, step=2) == [0, 1, 2]
+
+
+def test_a_source_without_rows_is_an_error_that_names_those_there_are():
+    with pytest.raises(ConfigError, match=r"data\.mixture\.0\.weights names math, but the sources .* are code, gsm8k"):
+        stream(["gsm8k", "code"], mixture=[{"weights": {"gsm8k": 1, "math": 1}}])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"mixture": [{"from_step": 2, "weights": {"a": 1}}]}, "begin with 1 and go up"),
+        ({"mixture": [{"weights": {"a": 0}}]}, "leave every source out"),
+        ({"difficulty": {}}, "leave no prompt out"),
+        ({"difficulty": {"min_pass_rate": 0.9, "max_pass_rate": 0.1}}, "swap them"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(data, message):
+    with pytest.raises(ConfigError, match=message):
+        stream(["a"], **data)
