@@ -382,6 +382,7 @@ class AlgorithmConfig(Config):
     overlong_penalty: OverlongConfig | None = None
     """Subtracted from the rewards of overlong completions; null is none."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """What is done about a rollout engine whose logprobs differ from the trainer's; by default nothing."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps made from one rollout batch in one epoch."""
     num_epochs: PositiveInt = 1

@@ -169,6 +169,7 @@ class TeacherConfig(Config):
     """A frozen model whose logprobs the policy learns to match on its own completions."""
 
     model: ModelConfig
+    """The teacher, with the policy's vocabulary."""
     data_source: str | None = None
     """Teaches the rows of this source; null teaches those that no other teacher has."""
     engine: FrozenEngineConfig | None = None

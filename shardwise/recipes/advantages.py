@@ -111,7 +111,12 @@ def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *,
     if config.overlong_penalty is None:
         return list(samples)
     lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
-    penalties = overlong_penalty(lengths, max_tokens=max_tokens, **dict(config.overlong_penalty))
+    penalties = overlong_penalty(
+        lengths,
+        max_tokens=max_tokens,
+        buffer_tokens=config.overlong_penalty.buffer_tokens,
+        factor=config.overlong_penalty.factor,
+    )
     return [replace(s, reward=s.reward + p) for s, p in zip(samples, penalties.tolist(), strict=True)]
 
 
@@ -126,9 +131,25 @@ def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) 
     )
     weights, kept = torch.ones_like(old), loss_mask
     if correction.weights is not None:
-        weights = rollout_weights(old, rollout, loss_mask, **dict(correction.weights))
+        weights = rollout_weights(
+            old,
+            rollout,
+            loss_mask,
+            level=correction.weights.level,
+            mode=correction.weights.mode,
+            low=correction.weights.low,
+            high=correction.weights.high,
+        )
     if correction.rejection is not None:
-        kept = rollout_rejection(old, rollout, loss_mask, **dict(correction.rejection))
+        kept = rollout_rejection(
+            old,
+            rollout,
+            loss_mask,
+            level=correction.rejection.level,
+            estimator=correction.rejection.estimator,
+            low=correction.rejection.low,
+            high=correction.rejection.high,
+        )
     corrected = _with_rows(_with_rows(samples, "weights", weights), "loss_mask", kept)
     return corrected, correction_metrics(weights, kept, loss_mask)
 

@@ -182,7 +182,7 @@ def reward_model_loss(config: BradleyTerry) -> LossFn:
         num_sequences = len(batch.sample_index)  # 0 in a batch of one masked token
         scores = sequence_sums(outputs.values, batch.cu_seqlens)[:num_sequences].view(-1, 2)
         rewards = batch.rewards[:num_sequences].view(-1, 2)
-        losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], **dict(config))
+        losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], center_coef=config.center_coef)
         return losses.sum() * 2 / max(denominators.num_sequences, 1), metrics
 
     return loss_fn

@@ -53,7 +53,7 @@ def validate(scorer: RemoteEngine, pairs: Sequence[Sample], config: RewardModelC
     """val/loss, val/accuracy and the loss's other metrics on held-out pairs."""
     scores = torch.stack([values.sum() for values in scorer.score(pairs)]).view(-1, 2)
     rewards = torch.tensor([sample.reward for sample in pairs]).view(-1, 2)
-    losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], **dict(config.loss))
+    losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], center_coef=config.loss.center_coef)
     renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
     return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
 

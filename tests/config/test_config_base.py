@@ -1,13 +1,13 @@
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pytest
 import yaml
 from pydantic import Field, StrictBool, ValidationError
 
-from shardwise.config import Config, ConfigError, EvalConfig, RLConfig, SFTConfig, key_paths
-from shardwise.config.base import group_of
+from shardwise.config import Config, ConfigError, EvalConfig, RecipeConfig, RLConfig, SFTConfig, key_paths
+from shardwise.config.base import groups_of
 
 SFT = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}}
 RL = SFT | {"reward": {"function": "r:score"}}
@@ -224,14 +224,14 @@ def test_key_paths_walk_groups_and_optional_groups():
     ]
 
 
-@pytest.mark.parametrize("cls", [SFTConfig, RLConfig, EvalConfig])
+@pytest.mark.parametrize("cls", get_args(RecipeConfig))
 def test_every_value_has_a_description(cls):
     def undescribed(node, prefix=""):
         for name, field in node.model_fields.items():
-            group = group_of(field.annotation)
-            if group is not None:
+            groups = groups_of(field.annotation)
+            for group in groups:
                 yield from undescribed(group, f"{prefix}{name}.")
-            if group is not field.annotation and not field.description:
+            if groups != [field.annotation] and name != "name" and not field.description:
                 yield prefix + name
 
     assert list(undescribed(cls)) == []

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.config import ConfigError, EvalConfig, OptimizerConfig, RLConfig, SFTConfig, SFTTrainerConfig
+from shardwise.config import BatchTrainerConfig, ConfigError, EvalConfig, OptimizerConfig, RLConfig, SFTConfig
 
 SFT = ["model.path=m", "data.train_files=f"]
 RL = [*SFT, "reward.function=r:score"]
@@ -92,6 +92,6 @@ def test_value_out_of_range_is_refused(cls, base, key, value):
 
 
 def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
-    trainer = SFTTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
+    trainer = BatchTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
     assert trainer.optimizer_config() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
     assert type(trainer.optimizer_config()) is OptimizerConfig
