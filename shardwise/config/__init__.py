@@ -23,4 +23,5 @@ from shardwise.config.errors import (
     UserError,
 )
 from shardwise.config.recipes import EvalConfig, EvalSettings, RLConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
-from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.reward import FunctionReward, JudgeReward, RewardConfig
+from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RolloutConfig

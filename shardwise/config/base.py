@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -109,13 +109,16 @@ def _without_alternatives(cls: type[Config], location: tuple[Any, ...]) -> tuple
         if isinstance(node, type) and issubclass(node, Config) and part in node.model_fields:
             annotation = node.model_fields[part].annotation
             node = group_of(annotation) or annotation
+        elif not isinstance(part, int) and part in alternatives_of(node):
+            kept.pop()
+            node = alternatives_of(node)[part]
     return tuple(kept)
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     """The same name elsewhere, else the most similar one beside it, else one anywhere, else what is valid here."""
     everything = list(key_paths(cls))
-    group, _, name = ".".join(map(str, location)).rpartition(".")
+    group, _, name = ".".join(part for part in map(str, location) if not part.isdigit()).rpartition(".")
     siblings = [path for path in everything if path.rpartition(".")[0] == group]
     for candidates in ([path for path in everything if path.rpartition(".")[2] == name], siblings, everything):
         by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
@@ -137,11 +140,20 @@ def _required_leaves(cls: type[Config], path: str) -> list[str]:
 
 
 def group_of(annotation: Any) -> type[Config] | None:
-    """The config class in the type of a field: itself, optional, or in a list; None for a value."""
+    """The config class in the type of a field: itself, optional, or in a list; None for a value, and for a list of
+    several classes told apart by a tag (see `alternatives_of`)."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Config):
             return candidate
     return None
+
+
+def alternatives_of(annotation: Any) -> dict[str, type[Config]]:
+    """The config classes of a list of tagged groups (`list[Annotated[A | B, Field(discriminator=...)]]`), by tag."""
+    if get_origin(annotation) is not list or get_origin(element := get_args(annotation)[0]) is not Annotated:
+        return {}
+    union, field = get_args(element)
+    return {tag: cls for cls in get_args(union) for tag in get_args(cls.model_fields[field.discriminator].annotation)}
 
 
 def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
@@ -150,3 +162,6 @@ def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if (group := group_of(field.annotation)) is not None:
             yield from key_paths(group, f"{prefix}{name}.")
+        alternatives = alternatives_of(field.annotation).values()
+        # Keys that several alternatives share are one key.
+        yield from dict.fromkeys(key for cls in alternatives for key in key_paths(cls, f"{prefix}{name}."))

@@ -7,7 +7,8 @@ from pydantic import Field, PositiveInt, model_validator
 from shardwise.config.base import Config
 from shardwise.config.data import EvalDataConfig, PromptDataConfig, SupervisedDataConfig
 from shardwise.config.engine import ComputeConfig, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
-from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.reward import RewardConfig
+from shardwise.config.rl import AlgorithmConfig, GenerationConfig, RolloutConfig
 
 
 class TrainerConfig(OptimizerConfig):

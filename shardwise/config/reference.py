@@ -5,7 +5,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import Config, group_of
+from shardwise.config.base import Config, alternatives_of, group_of
 
 
 def markdown(cls: type[Config], *, title: str) -> str:
@@ -22,6 +22,13 @@ def _rows(cls: type[Config], prefix: str) -> list[str]:
             rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
         if group is not None:
             rows += _rows(group, f"{path}.")
+        shared: set[str] = set()
+        for tag, alternative in alternatives_of(field.annotation).items():
+            for row in _rows(alternative, f"{path}."):
+                key, default, meaning = row.split(" | ", 2)
+                if key not in shared:
+                    rows.append(f"{key} | {default} | With {tag}: {meaning}")
+                shared.add(key)
     return rows
 
 

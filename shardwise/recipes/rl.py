@@ -18,7 +18,7 @@ from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.steps import token_logprobs, train_step
-from shardwise.rewards import RewardPool
+from shardwise.rewards import make_rewards
 from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample, merge_metrics
 
 NUM_LOGGED_SAMPLES = 16
@@ -43,7 +43,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     policy = build_engines(config, model.config, group, total_steps)
     counts = policy.metrics | {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
-        RewardPool(config.reward) as rewards,
+        make_rewards(config.reward) as rewards,
         Run(
             "rl",
             config,
@@ -55,6 +55,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         ) as run,
         SampleLog(run.output_dir) as sample_log,
     ):
+        mask_failed = config.reward.on_failure == "mask"
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         for step in run.steps():
             with run.spans("rollout"):
@@ -65,7 +66,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     seed=config.trainer.seed,
                     stream=f"step {step}",
                 )
-            samples = to_samples(groups)
+            samples = to_samples(groups, mask_failed=mask_failed)
             with run.spans("logprobs"):
                 samples = score(samples, config, group)
             samples, metrics = with_advantages(samples, config.algorithm)
@@ -80,7 +81,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                 with run.spans("validate"):
                     metrics |= greedy_accuracy(rollouter, held_out, config.reward)
             sample_log.append(sample_rows(groups, step))
-            metrics |= rollout_metrics(groups) | counts
+            metrics |= rollout_metrics(groups, mask_failed=mask_failed) | counts
             run.report(step, metrics, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
@@ -97,12 +98,16 @@ def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, tota
     return policy
 
 
-def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
-    """Prompt and completion in one sequence; the completion's tokens are trained."""
+def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
+    """Prompt and completion in one sequence; the completion's tokens are trained.
+
+    Args:
+        mask_failed: a completion whose reward failed has no trained token, so that nothing counts it.
+    """
     samples = []
     for number, group in enumerate(groups):
         num_prompt = len(group.example.prompt_ids)
-        for completion, reward in zip(group.completions, group.rewards, strict=True):
+        for completion, reward, failed in zip(group.completions, group.rewards, group.failed, strict=True):
             token_ids = torch.tensor(group.example.prompt_ids + completion.token_ids)
             rollout_logprobs = torch.zeros(len(token_ids))
             rollout_logprobs[num_prompt:] = torch.tensor(completion.logprobs)
@@ -110,7 +115,7 @@ def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
-                    loss_mask=torch.arange(len(token_ids)) >= num_prompt,
+                    loss_mask=(torch.arange(len(token_ids)) >= num_prompt) & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     reward=reward,
                     group=number,
@@ -168,15 +173,22 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
             yield [samples[index] for index in part.tolist()]
 
 
-def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
-    """Rewards, their named parts, and the shape of the completions."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
+    """Rewards, their named parts, and the shape of the completions.
+
+    Args:
+        mask_failed: rewards that failed count in reward/failed alone.
+    """
+    all_failed = [failed for group in groups for failed in group.failed]
+    all_rewards = [reward for group in groups for reward in group.rewards]
+    kept = [reward for reward, failed in zip(all_rewards, all_failed, strict=True) if not (mask_failed and failed)]
+    rewards = torch.tensor(kept or [0.0], dtype=torch.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
         "reward/max": MetricValue.max(float(rewards.max())),
-        "reward/failed": MetricValue.mean(sum(failed for group in groups for failed in group.failed), len(rewards)),
+        "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
         "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
         "rollout/response_tokens_max": MetricValue.max(max(lengths)),
         "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
