@@ -54,4 +54,5 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainerConfig,
 )
-from shardwise.config.rl import GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.reward import FunctionReward, JudgeReward, RewardConfig
+from shardwise.config.rl import GenerationConfig, RolloutConfig

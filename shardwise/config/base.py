@@ -151,7 +151,7 @@ def tag_of(cls: type[Config]) -> tuple[str, str] | None:
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     """The same name elsewhere, else the most similar one beside it, else one anywhere, else what is valid here."""
     everything = list(key_paths(cls))
-    group, _, name = ".".join(map(str, location)).rpartition(".")
+    group, _, name = ".".join(part for part in location if isinstance(part, str)).rpartition(".")
     siblings = [path for path in everything if path.rpartition(".")[0] == group]
     for candidates in ([path for path in everything if path.rpartition(".")[2] == name], siblings, everything):
         by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}

@@ -23,7 +23,8 @@ from shardwise.config.engine import (
     OptimizerConfig,
 )
 from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, Dpo, PreferenceLoss
-from shardwise.config.rl import GenerationConfig, RewardConfig, RolloutConfig
+from shardwise.config.reward import RewardConfig
+from shardwise.config.rl import GenerationConfig, RolloutConfig
 
 
 class TrainerConfig(OptimizerConfig):

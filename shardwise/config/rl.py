@@ -1,8 +1,8 @@
 """What reinforcement learning adds: rollout, reward, algorithm."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from shardwise.config.base import Config
 
@@ -41,31 +41,3 @@ class RolloutConfig(GenerationConfig):
     def generation(self) -> GenerationConfig:
         """The part that a rollout engine needs."""
         return GenerationConfig(**{name: getattr(self, name) for name in GenerationConfig.model_fields})
-
-
-class RewardConfig(Config):
-    """How a completion is judged."""
-
-    function: str
-    """`path/to/file.py:name` or `package.module:name`, called as
-    compute_score(data_source, solution_str, ground_truth, extra_info); returns a number, or a dict with "score"."""
-    num_workers: PositiveInt = 2
-    """Processes that call the function."""
-    timeout_seconds: PositiveFloat = 30.0
-    """A call that takes longer is ended, together with its process."""
-    on_failure: Literal["abort", "value"] = "abort"
-    """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, or use
-    `failure_value` and count it."""
-    failure_value: float = 0.0
-    """The reward of a failed call with on_failure=value."""
-    correct_at: float = 1.0
-    """A completion counts as correct in val/accuracy from this score on; a key "acc" in a returned dict goes first."""
-
-    @model_validator(mode="after")
-    def _value_is_used(self) -> Self:
-        if self.on_failure == "abort" and self.failure_value:
-            raise ValueError(
-                f"failure_value={self.failure_value} has no effect with on_failure=abort; "
-                "remove it or set on_failure=value"
-            )
-        return self

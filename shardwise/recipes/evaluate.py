@@ -12,7 +12,7 @@ from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
 from shardwise.recipes.rollouts import Rollouter, is_correct
-from shardwise.rewards import RewardPool, final_answer
+from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 
@@ -37,7 +37,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.rollout.model_dump_json(),
         config.engine.param_dtype,
     )
-    with RewardPool(config.reward) as rewards:
+    with make_rewards(config.reward) as rewards:
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)
         sampled = None

@@ -57,7 +57,7 @@ class Learner:
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
         """Makes all optimizer steps of a step of the run."""
         algorithm = self._algorithm
-        samples = to_samples(rollout.groups)
+        samples = to_samples(rollout.groups, mask_failed=self._config.reward.masks_failed)
         samples = with_overlong_penalty(samples, algorithm, max_tokens=self._config.rollout.max_response_tokens)
         with spans("logprobs"):
             scored = self._score(samples, rollout)

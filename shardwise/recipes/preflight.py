@@ -4,11 +4,11 @@ import torch
 
 from shardwise.config import EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
-from shardwise.rewards import check_function
+from shardwise.rewards import check_rewards
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, and a reward function that cannot be imported.
+    """Missing data files, and a reward that cannot work.
 
     Raises:
         DataError, ConfigError: the first thing that is wrong.
@@ -16,7 +16,7 @@ def check_inputs(config: RecipeConfig) -> None:
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig):
-        check_function(config.reward.function)
+        check_rewards(config.reward)
 
 
 def default_num_ranks() -> int:

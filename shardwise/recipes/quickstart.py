@@ -96,7 +96,7 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
                 "max_response_tokens": 32,
                 "max_concurrent_sequences": 256,
             },
-            "reward": {"function": "shardwise.rewards.math:number_match"},
+            "reward": {"functions": "shardwise.rewards.math:number_match"},
             "algorithm": {"advantage_scale": "none"},
             "trainer": {
                 "output_dir": str(output_dir),
@@ -118,7 +118,7 @@ def _accuracy(model: Path, files: ProblemFiles, group: WorkerGroup, output_dir: 
             "model": {"path": str(model)},
             "data": {"validation_files": str(files.rl_validation), "max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": MAX_RESPONSE_TOKENS, "max_concurrent_sequences": 512},
-            "reward": {"function": "shardwise.rewards.math:number_match"},
+            "reward": {"functions": "shardwise.rewards.math:number_match"},
             "eval": {"output_dir": str(output_dir)},
         },
         origin="quickstart",

@@ -14,7 +14,7 @@ from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import rollout_metrics, sample_rows
-from shardwise.rewards import RewardPool
+from shardwise.rewards import make_rewards
 from shardwise.types import MetricValue
 
 
@@ -38,7 +38,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     counts = load_metrics(*engines.all)
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardPool(config.reward))
+        rewards = stack.enter_context(make_rewards(config.reward))
         run = stack.enter_context(Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps))
         sample_log = stack.enter_context(SampleLog(run.output_dir))
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
@@ -54,7 +54,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                 with run.spans("validate"):
                     metrics |= greedy_accuracy(rollouter, held_out, config.reward)
             sample_log.append(sample_rows(rollout.groups, step))
-            run.report(step, metrics | rollout_metrics(rollout.groups) | counts, num_tokens=rollout.num_tokens)
+            run.report(
+                step,
+                metrics | rollout_metrics(rollout.groups, mask_failed=config.reward.masks_failed) | counts,
+                num_tokens=rollout.num_tokens,
+            )
 
 
 def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, total_steps: int) -> Engines:

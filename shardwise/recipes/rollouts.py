@@ -6,15 +6,19 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import GenerationConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.rewards import RewardJob, RewardPool, RewardResult
+from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
 
 
 class Rollouter:
-    """Asks the ranks' rollout engines for completions and the reward pool for scores."""
+    """Asks the ranks' rollout engines for completions and the rewards for scores."""
 
     def __init__(
-        self, group: WorkerGroup, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, rewards: RewardPool
+        self,
+        group: WorkerGroup,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GenerationConfig,
+        rewards: Rewards | CustomRewards,
     ) -> None:
         self._group = group
         self._tokenizer = tokenizer
@@ -45,7 +49,7 @@ class Rollouter:
             [self._tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in group]
             for group in completions
         ]
-        results = self._judge(examples, texts)
+        results = self._judge(examples, completions, texts)
         return [
             RolloutGroup(
                 example=example,
@@ -64,22 +68,36 @@ class Rollouter:
         shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
         return [shards[index % size][index // size] for index in range(len(requests))]
 
-    def _judge(self, examples: Sequence[Example], texts: list[list[str]]) -> list[list[RewardResult]]:
+    def _judge(
+        self, examples: Sequence[Example], completions: list[list[Completion]], texts: list[list[str]]
+    ) -> list[list[RewardResult]]:
         jobs = [
             RewardJob(
                 uid=example.uid,
+                prompt=example.prompt,
                 data_source=example.data_source,
                 solution_str=text,
                 ground_truth=example.ground_truth,
-                extra_info=example.extra_info,
+                extra_info={"num_response_tokens": len(completion.token_ids), **example.extra_info},
             )
-            for example, group in zip(examples, texts, strict=True)
-            for text in group
+            for example, group, group_texts in zip(examples, completions, texts, strict=True)
+            for completion, text in zip(group, group_texts, strict=True)
         ]
         results = iter(self._rewards.score(jobs))
         return [[next(results) for _ in group] for group in texts]
 
 
 def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:
-    """By the reward function's own "acc" where it returns one, else by the score."""
-    return parts["acc"] > 0 if "acc" in parts else reward >= config.correct_at
+    """What the first of reward.functions says: by its "acc" where it returned one, else by its own score.
+
+    The other entries and all weights do not matter: a format or length reward changes no accuracy. Without a part by
+    the first entry's name its call failed, which is not correct. A manager's results go by a part "acc", else by the
+    reward.
+    """
+    if config.manager is not None:
+        return parts["acc"] > 0 if "acc" in parts else reward >= config.correct_at
+    first = config.functions[0].name
+    acc = "acc" if len(config.functions) == 1 else f"{first}/acc"
+    if acc in parts:
+        return parts[acc] > 0
+    return first in parts and parts[first] >= config.correct_at

@@ -81,7 +81,9 @@ class Sampler:
 
     def _teaches(self, group: RolloutGroup) -> bool:
         """Whether its rewards differ."""
-        return len(set(group.rewards)) > 1
+        masks = self._config.reward.masks_failed
+        kept = {r for r, failed in zip(group.rewards, group.failed, strict=True) if not (masks and failed)}
+        return len(kept) > 1
 
     def _greedy_rewards(self, groups: Sequence[RolloutGroup], step: int) -> list[float] | None:
         if self._config.algorithm.advantage.name != "remax":

@@ -12,12 +12,16 @@ NUM_LOGGED_SAMPLES = 16
 """Completions of each step that samples.jsonl keeps."""
 
 
-def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
-    """Prompt and completion in one sequence; the completion's tokens are trained."""
+def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
+    """Prompt and completion in one sequence; the completion's tokens are trained.
+
+    Args:
+        mask_failed: a completion whose reward failed has no trained token, so that nothing counts it.
+    """
     samples = []
     for number, group in enumerate(groups):
         num_prompt = len(group.example.prompt_ids)
-        for completion, reward in zip(group.completions, group.rewards, strict=True):
+        for completion, reward, failed in zip(group.completions, group.rewards, group.failed, strict=True):
             token_ids = torch.tensor(group.example.prompt_ids + completion.token_ids)
             rollout_logprobs = torch.zeros(len(token_ids))
             rollout_logprobs[num_prompt:] = torch.tensor(completion.logprobs)
@@ -25,7 +29,7 @@ def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
-                    loss_mask=torch.arange(len(token_ids)) >= num_prompt,
+                    loss_mask=(torch.arange(len(token_ids)) >= num_prompt) & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     reward=reward,
                     group=number,
@@ -36,19 +40,32 @@ def to_samples(groups: list[RolloutGroup]) -> list[Sample]:
     return samples
 
 
-def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
-    """Rewards, their named parts, and the shape of the completions."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
+    """Rewards, over all sources and for each of several, their named parts, and the shape of the completions.
+
+    Args:
+        mask_failed: rewards that failed count in reward/failed alone.
+    """
+    all_failed = [failed for group in groups for failed in group.failed]
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        kept = [r for r, failed in zip(group.rewards, group.failed, strict=True) if not (mask_failed and failed)]
+        by_source.setdefault(group.example.data_source, []).extend(kept)
+    rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
         "reward/max": MetricValue.max(float(rewards.max())),
-        "reward/failed": MetricValue.mean(sum(failed for group in groups for failed in group.failed), len(rewards)),
+        "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
         "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
         "rollout/response_tokens_max": MetricValue.max(max(lengths)),
         "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
     }
+    if len(by_source) > 1:
+        metrics |= {
+            f"reward/mean/{name}": MetricValue.mean(sum(values), len(values)) for name, values in by_source.items()
+        }
     parts = [part for group in groups for part in group.reward_parts]
     for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]

@@ -35,31 +35,50 @@ class RewardJob:
     """The completion as text, without the prompt."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    prompt: str = ""
+    """The prompt as text; judges and managers read it, functions are not given it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one function or judge said of one completion: a score, or why there is none.
+
+    Example: `Answer(score=1.0, parts={"acc": 1.0})`, `Answer(failure="ValueError: no number (rules.py line 12)")`
+    """
+
+    score: float = 0.0
+    """Finite; without meaning where there is a failure."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The other finite numbers of a returned dict, by name."""
+    failure: str | None = None
+    """Why there is no score, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """The score of one job.
+    """The reward of one job: the weighted sum over all functions and judges.
 
-    Example: `RewardResult(score=1.0, parts={"acc": 1.0})`
+    Example: `RewardResult(score=1.1, parts={"gsm8k_score": 1.0, "length": 0.2})` with weights 1 and 0.5
     """
 
     score: float
     """Finite."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The other finite numbers of a returned dict, by name."""
+    """Every function's own score by its name, and the other numbers it returned: by their names where there is one
+    function, as `<name>/<part>` where there are several."""
     failure: str | None = None
-    """Why there is no score (`score` is then reward.failure_value), in one line."""
+    """Why a score is missing, in one line: reward.failure_value stands in for it with on_failure=value, and with
+    on_failure=mask the completion is to be left out of training."""
 
 
-def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
-    """Imports a user's function by name, which runs the top level of the module it is in.
+def load_function(spec: str, *, key: str = "reward.functions") -> RewardFunction:
+    """Imports a reward function (or the class of a manager) by name, which runs the top level of the module it is in.
 
     The folder of a file is appended to sys.path: it can import its neighbours, and they hide no installed package.
 
     Args:
         spec: `path/to/file.py:name`, relative to the working directory, or `package.module:name`.
-        key: the config key it was given as, for errors.
+        key: the config key that holds it, for errors.
     Raises:
         ConfigError: no colon, no such file, the import failed (with its cause), no such name (with the nearest), or
             the name is not callable.
@@ -71,10 +90,7 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
             "e.g. rules.py:compute_score"
         )
     try:
-        if _is_path(location):
-            module = _import_file(f"{key}={spec}", Path(location))
-        else:
-            module = importlib.import_module(location)
+        module = _import_file(spec, Path(location), key) if _is_path(location) else importlib.import_module(location)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -86,7 +102,10 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
         hint = f"did you mean {nearest[0]}?" if nearest else f"define it there or name one of {_callables(module)}"
         raise ConfigError(f"{key}={spec}: {location} has no {name!r}; {hint}") from None
     if not callable(function):
-        raise ConfigError(f"{key}={spec}: {name} is a {type(function).__name__}, expected a function")
+        raise ConfigError(
+            f"{key}={spec}: {name} is a {type(function).__name__}, expected a function "
+            "compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
     return function
 
 
@@ -118,22 +137,32 @@ def _is_path(location: str) -> bool:
     return location.endswith(".py") or "/" in location
 
 
-def _import_file(given: str, path: Path) -> ModuleType:
+def _import_file(spec: str, path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(
-            f"{given}: there is no file {path} in {Path.cwd()}; give a path relative to the folder the "
+            f"{key}={spec}: there is no file {path} in {Path.cwd()}; give a path relative to the folder the "
             "command is started in, or an absolute one"
         )
     path = path.resolve()
+    # The prefix keeps a file called math.py or json.py from taking the place of Python's own module; two files of one
+    # name get modules of their own, and two functions of one file share its module.
+    name = f"_reward_file_{path.stem}"
+    while name in sys.modules:
+        if sys.modules[name].__file__ == str(path):
+            return sys.modules[name]
+        name += "_"
     sys.path.append(str(path.parent))
-    # The prefix keeps a file called math.py or json.py from taking the place of Python's own module.
-    module_spec = importlib.util.spec_from_file_location(f"_user_file_{path.stem}", path)
+    module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{given}: {path.name} is not a Python file; its name must end in .py")
+        raise ConfigError(f"{key}={spec}: {path.name} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(module_spec)
     # Dataclasses and pickling look their module up by name.
-    sys.modules[module.__name__] = module
-    module_spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from shardwise.config import ConfigError, FunctionReward
 
 START_SECONDS = 300.0
 """How long a process may take to import the reward function; it may import torch on a busy, slow disk."""
@@ -26,21 +28,22 @@ class WorkerLost(Exception):
 
 
 class RewardProcess:
-    """A child that calls the reward function on one job after the other, in a process group of its own.
+    """A child that calls reward functions on one job after the other, in a process group of its own.
 
     No method blocks, apart from `kill`, which takes milliseconds.
     """
 
-    def __init__(self, spec: str, *, timeout_seconds: float) -> None:
+    def __init__(self, functions: Sequence[FunctionReward], *, timeout_seconds: float) -> None:
         self.jobs: deque[int] = deque()
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
         self.ready = False
-        """Whether the function is loaded."""
+        """Whether the functions are loaded."""
         self.last_seconds = float("inf")
         """How long the last answered job took."""
         self._timeout_seconds = timeout_seconds
         self._head_since = time.monotonic()
-        self._unsent = b""
+        entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
+        self._unsent = json.dumps({"folder": os.getcwd(), "functions": entries}).encode() + b"\n"
         self._unread = b""
         job_read, self._job_fd = os.pipe()
         self._result_fd, result_write = os.pipe()
@@ -49,7 +52,7 @@ class RewardProcess:
         try:
             # It starts where this package lies, so that it finds the package whatever the working directory is.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardwise.rewards.worker", spec, os.getcwd(), *map(str, theirs)],
+                [sys.executable, "-m", "shardwise.rewards.worker", *map(str, theirs)],
                 cwd=_PACKAGE_ROOT,
                 pass_fds=theirs,
                 start_new_session=True,
@@ -70,12 +73,16 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, job: int, arguments: str) -> None:
-        """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`."""
+    def send(self, job: int, arguments: str, *, function: int = 0) -> None:
+        """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`.
+
+        Args:
+            function: which of the functions to call.
+        """
         if not self.jobs:
             self._head_since = time.monotonic()
         self.jobs.append(job)
-        self._unsent += f'{{"job": {job}, "arguments": {arguments}}}\n'.encode()
+        self._unsent += f'{{"job": {job}, "function": {function}, "arguments": {arguments}}}\n'.encode()
         self._flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -83,6 +90,7 @@ class RewardProcess:
 
         Raises:
             WorkerLost: the process died, broke the protocol, or has passed a deadline.
+            ConfigError: a function cannot be loaded, or cannot work in this place.
         """
         self._flush()
         has_exited = self._process.poll() is not None
@@ -130,7 +138,7 @@ class RewardProcess:
         try:
             message = json.loads(line)
             if "error" in message:
-                raise WorkerLost(str(message["error"]))
+                raise ConfigError(str(message["error"]))
             if "ready" in message:
                 self.ready = True
                 return None

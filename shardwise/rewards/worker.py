@@ -1,13 +1,16 @@
 """The main of a reward process: reads jobs from one pipe, answers on another, one JSON object per line.
 
-    {"job": 3, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
-                                                            {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
+    {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}]}  ->  {"ready": true}
+    {"job": 3, "function": 0, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
+                                                          {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
 
-Before the first job it says {"ready": true}, or {"error": "why the function cannot be loaded"} and ends. Standard
+Where a function cannot be loaded, or cannot work in this place at all, it says {"error": "why"} and ends. Standard
 output is not part of the protocol, so whatever user code prints can neither break nor block it.
 """
 
 import fcntl
+import functools
+import inspect
 import json
 import math
 import numbers
@@ -20,15 +23,16 @@ from typing import Any
 from shardwise.config import ConfigError
 from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What every function is called with."""
 
-def main(spec: str, folder: str, job_fd: int, result_fd: int, lifeline_fd: int) -> None:
+
+def main(job_fd: int, result_fd: int, lifeline_fd: int) -> None:
     """Serves jobs until the job pipe ends.
 
     Consumes: job lines. Waits for: the next one. Unblocked by: the parent closing the pipe, or its death.
 
     Args:
-        spec: the reward function, as `load_function` reads it.
-        folder: the working directory of the user's code.
         job_fd, result_fd: the pipes to read from and to write to.
         lifeline_fd: a pipe nobody writes to, which ends when the parent does.
     """
@@ -36,8 +40,6 @@ def main(spec: str, folder: str, job_fd: int, result_fd: int, lifeline_fd: int) 
     _die_with_parent(lifeline_fd)
     for fd in (job_fd, result_fd, lifeline_fd):
         os.set_inheritable(fd, False)
-    os.chdir(folder)
-    sys.path[0] = folder
     with os.fdopen(job_fd, "rb") as jobs, os.fdopen(result_fd, "wb") as results:
 
         def send(message: dict[str, Any]) -> None:
@@ -45,20 +47,49 @@ def main(spec: str, folder: str, job_fd: int, result_fd: int, lifeline_fd: int) 
             results.flush()
 
         try:
-            function = load_function(spec)
+            setup = json.loads(jobs.readline())
+            os.chdir(setup["folder"])
+            sys.path[0] = setup["folder"]
+            functions = [load_with_parameters(entry["function"], entry["parameters"]) for entry in setup["functions"]]
+            send({"ready": True})
+            for line in jobs:
+                message = json.loads(line)
+                send({"job": message["job"], **judge(functions[message["function"]], message["arguments"])})
         except ConfigError as error:
             send({"error": str(error)})
-            return
-        send({"ready": True})
-        for line in jobs:
-            message = json.loads(line)
-            send({"job": message["job"], **judge(function, message["arguments"])})
+
+
+def load_with_parameters(spec: str, parameters: dict[str, Any]) -> RewardFunction:
+    """The function, called with `parameters` beside the arguments of each call.
+
+    Raises:
+        ConfigError: as `load_function`, or the function takes no such parameter, or needs one that is not given.
+    """
+    function = load_function(spec)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return functools.partial(function, **parameters)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.functions={spec}: cannot be called with {', '.join([*ARGUMENTS, *parameters])}: {error}; "
+            f"it is {spec.rpartition(':')[2]}{signature}"
+        ) from None
+    return functools.partial(function, **parameters)
 
 
 def judge(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Calls the function; {"score": ..., "parts": ...} or {"failure": why there is no score}."""
+    """Calls the function; {"score": ..., "parts": ...} or {"failure": why there is no score}.
+
+    Raises:
+        ConfigError: the function can score no completion here, whichever it is.
+    """
     try:
         return read_score(function(**arguments))
+    except ConfigError:
+        raise
     # sys.exit() in a reward function is the failure of one call, not the end of the process.
     except BaseException as error:
         return {"failure": describe_error(error)}
@@ -116,4 +147,4 @@ def _die_with_parent(lifeline_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(*map(int, sys.argv[1:]))

@@ -10,7 +10,7 @@ from shardwise.config import Config, ConfigError, EvalConfig, RecipeConfig, RLCo
 from shardwise.config.base import groups_of
 
 SFT = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}}
-RL = SFT | {"reward": {"function": "r:score"}}
+RL = SFT | {"reward": {"functions": "r:score"}}
 MINIMAL = [
     (SFTConfig, SFT),
     (RLConfig, RL),
@@ -162,7 +162,7 @@ def test_error_in_a_union_a_list_or_an_optional_group_names_keys_that_exist(tmp_
 def test_missing_group_is_reported_by_the_keys_it_needs():
     assert error_of(RLConfig.load, None).split("\n  ")[1:] == [
         "model.path: required, but not given; set it in the file or as an override model.path=...",
-        "reward.function: required, but not given; set it in the file or as an override reward.function=...",
+        "reward.functions: required, but not given; set it in the file or as an override reward.functions=...",
     ]
 
 
@@ -185,7 +185,12 @@ def test_yaml_round_trip_gives_an_equal_config_with_every_default_written_out(tm
     assert cls.load(write(tmp_path, text)) == config
     written = set(written_keys(yaml.safe_load(text)))
     assert written <= set(key_paths(cls))
-    closed = ("engine.lora.", "engine.module_precision.", "reference.")  # an optional group, and a list of them
+    closed = (
+        "engine.lora.",
+        "engine.module_precision.",
+        "reference.",
+        "reward.functions.",
+    )  # optional groups, and lists of them
     assert {key for key in key_paths(cls) if not key.startswith(closed)} <= written
 
 

@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 
 from shardwise.algorithms.masked import Aggregation
-from shardwise.config import AlgorithmConfig, ConfigError, RewardConfig, RolloutConfig
+from shardwise.config import AlgorithmConfig, ConfigError, RolloutConfig
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,6 @@ def test_value_out_of_range_is_refused(cls, key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("num_workers", 0), ("timeout_seconds", 0), ("on_failure", "retry"), ("failure_value", "nan")]
-)
-def test_reward_value_out_of_range_is_refused(key, value):
-    with pytest.raises(ConfigError, match=rf"^test: {key}={value!r}: input should be "):
-        RewardConfig.parse({"function": "a:b", key: value}, origin="test")
-
-
-@pytest.mark.parametrize(
     ("aggregation", "divisor"),
     [("seq-mean-token-sum-norm", None), *((mode, 8) for mode in get_args(Aggregation) if not mode.endswith("norm"))],
 )
@@ -68,9 +60,3 @@ def test_scale_belongs_to_grpo(scale):
     assert str(error.value) == f"test: advantage_scale={scale} has no effect with advantage=rloo; remove it"
     assert AlgorithmConfig(advantage="rloo").advantage_scale is None
     assert AlgorithmConfig(advantage="grpo", advantage_scale=scale).advantage_scale == scale
-
-
-def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
-    with pytest.raises(ConfigError, match=r"failure_value=3\.0 has no effect with on_failure=abort"):
-        RewardConfig.parse({"function": "a:b", "failure_value": 3}, origin="test")
-    assert RewardConfig(function="a:b", failure_value=3, on_failure="value").failure_value == 3

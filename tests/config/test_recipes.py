@@ -3,8 +3,8 @@ import pytest
 from shardwise.config import BatchTrainerConfig, ConfigError, EvalConfig, OptimizerConfig, RLConfig, SFTConfig
 
 SFT = ["model.path=m", "data.train_files=f"]
-RL = [*SFT, "reward.function=r:score"]
-EVAL = ["model.path=m", "data.validation_files=v", "reward.function=r:score"]
+RL = [*SFT, "reward.functions=r:score"]
+EVAL = ["model.path=m", "data.validation_files=v", "reward.functions=r:score"]
 
 
 def message_of(cls, overrides):

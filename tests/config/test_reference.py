@@ -8,14 +8,20 @@ from shardwise.config import EvalConfig, RLConfig, SFTConfig, key_paths
 from shardwise.config.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-VALUES_WITH_KEYS = {"engine.lora", "engine.module_precision", "reference", "reference.module_precision"}
+VALUES_WITH_KEYS = {
+    "engine.lora",
+    "engine.module_precision",
+    "reference",
+    "reference.module_precision",
+    "reward.functions",
+}
 RECIPES = {"sft": SFTConfig, "rl": RLConfig, "eval": EvalConfig}
 
 
 def test_row_holds_key_default_choices_and_meaning():
     lines = markdown(RLConfig, title="rl").splitlines()
     assert lines[0] == "## rl"
-    assert "| `reward.function` | required | " in "\n".join(lines)
+    assert "| `reward.functions` | required | " in "\n".join(lines)
     assert (
         "| `algorithm.kl_estimator` | `k3` of `k1`, `k2`, `k3` | The per-token estimator of that divergence. |" in lines
     )

@@ -47,7 +47,7 @@ def rl(assets, command, tmp_path):
             "rollout.num_prompts": 2,
             "rollout.group_size": 2,
             "rollout.max_response_tokens": 4,
-            "reward.function": "shardwise.rewards.math:exact_match",
+            "reward.functions": "shardwise.rewards.math:exact_match",
             "reward.num_workers": 1,
             "trainer.total_steps": 2,
             "trainer.tensorboard": "false",
@@ -111,7 +111,7 @@ def test_an_override_without_a_value_is_named(command):
 def test_required_keys_are_all_listed_at_once(command):
     done = command("rl", "trainer.seed=1")
     assert done.code == 2
-    for key in ("model.path", "reward.function"):
+    for key in ("model.path", "reward.functions"):
         assert f"  {key}: required, but not given" in done.err
     assert "Traceback" not in done.err
 
@@ -225,7 +225,7 @@ def test_weights_that_do_not_fit_are_named_with_the_tensor(sft, command, assets,
             f"data.validation_files={write(tmp_path / 'rows.jsonl', RL_ROWS)}",
             "data.max_prompt_tokens=40",
             "rollout.max_response_tokens=4",
-            "reward.function=shardwise.rewards.math:exact_match",
+            "reward.functions=shardwise.rewards.math:exact_match",
             f"eval.output_dir={tmp_path / 'eval'}",
         )
     assert done.code == 2, done.err
@@ -293,7 +293,7 @@ def test_a_reward_function_that_fails_is_named_with_the_row(rl, tmp_path, body, 
     (tmp_path / "rules.py").write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
     )
-    done = rl(reward__function=f"{tmp_path / 'rules.py'}:compute_score", reward__timeout_seconds=0.5)
+    done = rl(reward__functions=f"{tmp_path / 'rules.py'}:compute_score", reward__timeout_seconds=0.5)
     assert_one_line(
         done, r"rules.py:compute_score failed for row train.jsonl line \d", *parts, "reward.on_failure=value"
     )
@@ -309,7 +309,7 @@ def test_what_was_written_before_a_failure_stays_readable(rl, tmp_path, metrics_
         "    if len(calls) > 4: raise RuntimeError('tired')\n"
         "    return len(calls)\n"
     )
-    done = rl(reward__function=f"{tmp_path / 'rules.py'}:compute_score", trainer__save_every_steps=1)
+    done = rl(reward__functions=f"{tmp_path / 'rules.py'}:compute_score", trainer__save_every_steps=1)
     assert_one_line(done, "RuntimeError: tired")
     (row,) = metrics_of(tmp_path / "run")
     assert row["reward/mean"] == 2.5
@@ -323,9 +323,10 @@ def test_what_was_written_before_a_failure_stays_readable(rl, tmp_path, metrics_
 def test_failures_are_scored_and_counted_where_the_config_says_so(rl, tmp_path, metrics_of):
     (tmp_path / "rules.py").write_text("def compute_score(**_):\n    raise ValueError\n")
     done = rl(
-        reward__function=f"{tmp_path / 'rules.py'}:compute_score",
+        reward__functions=f"{tmp_path / 'rules.py'}:compute_score",
         reward__on_failure="value",
         reward__failure_value=-0.5,
+        reward__max_failure_rate=1,
     )
     assert done.code == 0, done.err
     for row in metrics_of(tmp_path / "run"):
@@ -342,7 +343,7 @@ def test_failures_are_scored_and_counted_where_the_config_says_so(rl, tmp_path, 
     ],
 )
 def test_a_reward_function_that_cannot_be_found_is_named(rl, function, parts):
-    assert_one_line(rl(reward__function=function), *parts)
+    assert_one_line(rl(reward__functions=function), *parts)
 
 
 def test_an_output_folder_that_is_a_file_is_named(sft, tmp_path):

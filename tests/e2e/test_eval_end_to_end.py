@@ -15,7 +15,7 @@ def evaluated(assets, command, tmp_path):
         f"data.validation_files={assets.parquet}",
         "data.max_prompt_tokens=40",
         "rollout.max_response_tokens=6",
-        f"reward.function={assets.reward}",
+        f"reward.functions={assets.reward}",
         "eval.num_samples=4",
         f"eval.output_dir={tmp_path / 'eval'}",
     )

@@ -23,7 +23,7 @@ def started(assets, marked, tmp_path):
         "rollout.num_prompts=4",
         "rollout.group_size=4",
         "rollout.max_response_tokens=40",
-        f"reward.function={assets.reward}",
+        f"reward.functions={assets.reward}",
         "trainer.total_steps=100000",
         "trainer.tensorboard=false",
         f"trainer.output_dir={tmp_path / 'run'}",

@@ -31,7 +31,7 @@ def test_only_the_adapter_is_saved_and_commands_say_how_to_merge_it(sft, assets,
     config = json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"], config["base_model_name_or_path"]) == (4, True, str(assets.model))
     done = command(
-        "eval", f"model.path={sft}", f"data.validation_files={assets.rl}", f"reward.function={assets.reward}"
+        "eval", f"model.path={sft}", f"data.validation_files={assets.rl}", f"reward.functions={assets.reward}"
     )
     assert done.code == 2
     assert (
@@ -64,7 +64,7 @@ def rl(assets, shell, tmp_path_factory):
     done = shell(
         *["shardwise", "rl", "--nproc", "2", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
         *["data.max_prompt_tokens=40", "engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4"],
-        *["rollout.group_size=4", "rollout.max_response_tokens=8", f"reward.function={assets.reward}"],
+        *["rollout.group_size=4", "rollout.max_response_tokens=8", f"reward.functions={assets.reward}"],
         *[f"trainer.total_steps={RL_STEPS}", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],
         *[f"trainer.output_dir={folder}", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"],
         *["engine.lora={rank: 4}", "engine.param_offload=true", "engine.optimizer_offload=true"],
@@ -94,7 +94,7 @@ def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_o
     done = command(
         *["rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
         *["engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4", "rollout.group_size=4"],
-        *["rollout.max_response_tokens=8", f"reward.function={assets.reward}", f"trainer.total_steps={RL_STEPS}"],
+        *["rollout.max_response_tokens=8", f"reward.functions={assets.reward}", f"trainer.total_steps={RL_STEPS}"],
         *["trainer.learning_rate=1e-2", "trainer.tensorboard=false", f"trainer.output_dir={tmp_path}"],
         *["algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "engine.lora={rank: 4}"],
     )

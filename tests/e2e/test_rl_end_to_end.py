@@ -22,7 +22,7 @@ def options(assets, output_dir) -> list[str]:
         "rollout.max_response_tokens=8",
         "rollout.max_concurrent_sequences=3",
         f"rollout.temperature={TEMPERATURE}",
-        f"reward.function={assets.reward}",
+        f"reward.functions={assets.reward}",
         f"trainer.total_steps={STEPS}",
         "trainer.learning_rate=1e-2",
         "trainer.save_every_steps=1",
@@ -64,8 +64,9 @@ def test_rewards_in_the_metrics_are_those_of_the_users_function(two_ranks, asset
         assert sample["ground_truth"] == str(2 * number)
         assert f"<|system|>Add.<|end|><|user|>{number}+{number}=" in sample["prompt"]
         expected = rules.compute_score("", sample["completion"], sample["ground_truth"], {"index": number})
-        assert sample["reward"] == expected.pop("score")
-        assert sample["reward_parts"] == expected
+        own_score = expected.pop("score")
+        assert sample["reward"] == own_score
+        assert sample["reward_parts"] == expected | {"compute_score": own_score}
     for row in metrics_of(two_ranks):
         rewards = [sample["reward"] for sample in samples if sample["step"] == row["step"]]
         assert row["reward/mean"] == pytest.approx(statistics.mean(rewards))

@@ -89,7 +89,7 @@ def make_group():
             ],
             texts=texts or [f"text {i}" for i in range(count)],
             rewards=list(rewards),
-            reward_parts=parts or [{} for _ in range(count)],
+            reward_parts=parts or [{"b": reward} for reward in rewards],
             failed=failed or [False] * count,
         )
 

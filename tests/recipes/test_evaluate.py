@@ -5,7 +5,7 @@ import pytest
 from shardwise.config import RewardConfig
 from shardwise.recipes.evaluate import by_source, greedy_accuracy, majority_is_correct, pass_at_k, summarize
 
-REWARD = RewardConfig(function="a:b")
+REWARD = RewardConfig(functions="a:b")
 
 
 @pytest.mark.parametrize("num_samples", [1, 4, 7])
@@ -81,12 +81,12 @@ def test_three_samples_give_pass_at_1_and_2(make_group):
 
 def test_correctness_is_acc_where_there_is_one_and_the_score_elsewhere(make_group):
     groups = [
-        make_group([0.2], parts=[{"acc": 1.0}]),
-        make_group([1.0], parts=[{"acc": 0.0}]),
-        make_group([0.7], parts=[{}]),
+        make_group([0.2], parts=[{"b": 0.2, "acc": 1.0}]),
+        make_group([1.0], parts=[{"b": 1.0, "acc": 0.0}]),
+        make_group([0.7], parts=[{"b": 0.7}]),
     ]
     assert summarize(groups, None, REWARD)["all"]["greedy_accuracy"] == pytest.approx(1 / 3)
-    lenient = RewardConfig(function="a:b", correct_at=0.7)
+    lenient = RewardConfig(functions="a:b", correct_at=0.7)
     assert summarize(groups, None, lenient)["all"]["greedy_accuracy"] == pytest.approx(2 / 3)
 
 

@@ -3,7 +3,7 @@ import pytest
 from shardwise.config import ConfigError, DataError, EvalConfig, RLConfig, SFTConfig
 from shardwise.recipes.preflight import check_inputs
 
-MODEL, REWARD = {"path": "m"}, {"function": "shardwise.rewards.math:exact_match"}
+MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
 
 
 @pytest.fixture
@@ -48,4 +48,4 @@ def test_a_missing_file_is_named(data, recipe, missing):
 @pytest.mark.parametrize("recipe", ["rl", "eval"])
 def test_a_reward_that_cannot_be_imported_is_named(data, recipe):
     with pytest.raises(ConfigError, match="has no 'exact_macth'; did you mean exact_match"):
-        check_inputs(configs(data, {"function": "shardwise.rewards.math:exact_macth"})[recipe]())
+        check_inputs(configs(data, {"functions": "shardwise.rewards.math:exact_macth"})[recipe]())

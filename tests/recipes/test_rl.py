@@ -23,7 +23,7 @@ def config(**algorithm) -> RLConfig:
     tree = {
         "model": {"path": "m"},
         "data": {"train_files": "t.jsonl", "max_prompt_tokens": 100},
-        "reward": {"function": "a:b"},
+        "reward": {"functions": "a:b"},
         "algorithm": algorithm,
         "engine": {"max_tokens_per_micro_batch": 512},
         "rollout": {"temperature": 0.6},
@@ -175,7 +175,7 @@ def test_rollout_metrics_by_hand(make_group):
             parts=[{"acc": 1.0, "mean": 9.0}, {}, {"acc": 0.5}],
             failed=[False, True, False],
         ),
-        make_group([0.75], lengths=[10], reasons=["length"]),
+        make_group([0.75], lengths=[10], reasons=["length"], parts=[{}], failed=[False]),
     ]
     found = {name: value.result() for name, value in rollout_metrics(groups).items()}
     assert found == {
@@ -188,6 +188,21 @@ def test_rollout_metrics_by_hand(make_group):
         "reward_part/acc": 0.75,  # over the two that have it
         "reward_part/mean": 9.0,  # a name of the user's cannot hide one of ours
     }
+
+
+def test_f41_masked_failures_are_neither_trained_nor_counted(make_group):
+    """A group of three in which one call failed is a group of two, in samples, statistics and metrics."""
+    group = make_group([1.0, 0.0, 5.0], failed=[False, False, True])
+    masked, unmasked = to_samples([group], mask_failed=True), to_samples([group])
+    assert [int(sample.loss_mask.sum()) for sample in masked] == [2, 2, 0]
+    assert [int(sample.loss_mask.sum()) for sample in unmasked] == [2, 2, 2]
+    scored, metrics = with_advantages(masked, AlgorithmConfig(advantage_scale="none"))
+    assert [sample.advantages[-1].item() for sample in scored] == [0.5, -0.5, 0.0]
+    assert metrics["advantage/num_groups_without_baseline"].result() == 0
+    found = {name: value.result() for name, value in rollout_metrics([group], mask_failed=True).items()}
+    assert (found["reward/mean"], found["reward/max"], found["reward/failed"]) == (0.5, 1.0, pytest.approx(1 / 3))
+    nothing = rollout_metrics([make_group([1.0], failed=[True])], mask_failed=True)
+    assert (nothing["reward/mean"].result(), nothing["reward/failed"].result()) == (0.0, 1.0)
 
 
 def test_sample_rows_keep_the_first_sixteen_completions(make_group):
@@ -203,7 +218,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "completion": "text 1",
         "ground_truth": "5",
         "reward": 1.0,
-        "reward_parts": {},
+        "reward_parts": {"b": 1.0},
         "reward_failed": False,
         "finish_reason": "stop",
         "policy_version": 4,

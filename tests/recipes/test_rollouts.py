@@ -65,7 +65,9 @@ def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, siz
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
     request = shards[0][0]
     assert (request.uid, request.seed, request.max_tokens, request.temperature) == ("step 2/0/row 4", 8, 9, 0.5)
-    assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [("row 9", 9, {"p": 9})] * 3
+    assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [
+        ("row 9", 9, {"p": 9, "num_response_tokens": 3})
+    ] * 3
 
 
 def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
@@ -80,12 +82,35 @@ def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
 @pytest.mark.parametrize(
     ("reward", "parts", "correct_at", "expected"),
     [
-        (1.0, {}, 1.0, True),
-        (0.99, {}, 1.0, False),
-        (0.5, {}, 0.5, True),
-        (0.0, {"acc": 1.0}, 1.0, True),
-        (1.0, {"acc": 0.0}, 1.0, False),
+        (1.0, {"b": 1.0}, 1.0, True),
+        (0.99, {"b": 0.99}, 1.0, False),
+        (0.5, {"b": 0.5}, 0.5, True),
+        (0.0, {"b": 0.0, "acc": 1.0}, 1.0, True),
+        (1.0, {"b": 1.0, "acc": 0.0}, 1.0, False),
+        (1.0, {}, 1.0, False),  # a failed call, scored 1.0 by failure_value
     ],
 )
 def test_is_correct_by_hand(reward, parts, correct_at, expected):
-    assert is_correct(reward, parts, RewardConfig(function="a:b", correct_at=correct_at)) is expected
+    assert is_correct(reward, parts, RewardConfig(functions="a:b", correct_at=correct_at)) is expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"b": 1.0, "length": -5.0}, True),
+        ({"b": 0.0, "length": 5.0}, False),
+        ({"b": 0.0, "b/acc": 1.0, "length": 0.0}, True),
+        ({"b": 0.0, "length": 0.0, "length/acc": 1.0}, False),
+        ({"length": 5.0}, False),
+    ],
+)
+def test_the_first_of_several_functions_says_what_is_correct(parts, expected):
+    config = RewardConfig(functions=["a:b", {"function": "c:d", "name": "length", "weight": 3}])
+    assert is_correct(99.0, parts, config) is expected
+
+
+def test_results_of_a_manager_are_correct_by_acc_or_by_the_reward():
+    config = RewardConfig(functions=[], manager="a:B", correct_at=0.5)
+    assert is_correct(0.5, {}, config)
+    assert not is_correct(0.4, {"b": 1.0}, config)
+    assert is_correct(0.0, {"acc": 1.0}, config)

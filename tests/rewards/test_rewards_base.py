@@ -41,7 +41,7 @@ def test_load_function_of_a_file_named_like_a_standard_module_leaves_that_module
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("compute_score", "reward.function='compute_score' is not of the form path/to/file.py:name"),
+        ("compute_score", "reward.functions='compute_score' is not of the form path/to/file.py:name"),
         ("rules.py:", "is not of the form"),
         (":compute_score", "is not of the form"),
         ("missing.py:compute_score", "there is no file missing.py in "),
@@ -64,7 +64,7 @@ def test_load_function_bad_spec_is_a_config_error_that_says_why(tmp_path, spec, 
     with pytest.raises(ConfigError) as caught:
         load_function(spec)
     assert message in str(caught.value)
-    assert "reward.function=" in str(caught.value)
+    assert "reward.functions=" in str(caught.value)
 
 
 def test_describe_error_names_the_last_user_line_even_when_a_library_raised(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.config import RewardConfig
-from shardwise.rewards import RewardJob, RewardPool, exact_match, final_answer, gsm8k_score, number_match
+from shardwise.rewards import RewardJob, Rewards, exact_match, final_answer, gsm8k_score, number_match
 
 
 def call(function, solution, truth):
@@ -91,10 +91,10 @@ def test_math_verify_score_judges_equivalence_in_a_worker():
         ("so it is $0.4$", "1/2", 0.0),
         ("I do not know", "1/2", 0.0),
     ]
-    config = RewardConfig(function="shardwise.rewards.math:math_verify_score", num_workers=1, on_failure="value")
+    config = RewardConfig(functions="shardwise.rewards.math:math_verify_score", num_workers=1, on_failure="value")
     jobs = [RewardJob(uid=s, data_source="test", solution_str=s, ground_truth=t) for s, t, _ in cases]
     unreadable = RewardJob(uid="bad", data_source="test", solution_str="3", ground_truth="")
-    with RewardPool(config) as pool:
+    with Rewards(config) as pool:
         *results, bad = pool.score([*jobs, unreadable])
     assert [(result.score, result.failure) for result in results] == [(score, None) for *_, score in cases]
     assert "ground_truth '' holds no formula" in bad.failure

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.config import ConfigError, RewardConfig, RewardError
-from shardwise.rewards import RewardJob, RewardPool, check_function
+from shardwise.rewards import RewardJob, Rewards, check_rewards
 
 RULES = """
 import ctypes, os, signal, subprocess, sys, time
@@ -65,7 +65,13 @@ def _rules(tmp_path, monkeypatch):
 
 def config(**settings):
     return RewardConfig(
-        **{"function": "rules.py:compute_score", "on_failure": "value", "failure_value": -1.0, **settings}
+        **{
+            "functions": "rules.py:compute_score",
+            "max_failure_rate": 1,
+            "on_failure": "value",
+            "failure_value": -1.0,
+            **settings,
+        }
     )
 
 
@@ -76,7 +82,7 @@ def job(action, number=0, **extra_info):
 
 
 def score(actions, **settings):
-    with RewardPool(config(**settings)) as pool:
+    with Rewards(config(**settings)) as pool:
         return pool.score([job(action, number) for number, action in enumerate(actions)])
 
 
@@ -91,17 +97,17 @@ def test_results_come_in_the_order_of_the_jobs():
     actions = [action for n in range(20) for action in (f"number {n}", "sleep 0.01")]
     results = score(actions, num_workers=3)
     assert [result.score for result in results] == [value for n in range(20) for value in (float(n), 1.0)]
-    assert all(result.failure is None and result.parts == {} for result in results)
+    assert all(result.failure is None and result.parts == {"compute_score": result.score} for result in results)
 
 
 def test_a_pool_scores_again_and_again_and_nothing_for_no_jobs():
-    with RewardPool(config()) as pool:
+    with Rewards(config()) as pool:
         assert pool.score([]) == []
         assert [pool.score([job(f"number {n}")])[0].score for n in range(3)] == [0.0, 1.0, 2.0]
 
 
 def test_arguments_arrive_as_given_and_numpy_as_plain_values():
-    with RewardPool(config(num_workers=1)) as pool:
+    with Rewards(config(num_workers=1)) as pool:
         results = pool.score(
             [job("echo", score=0.25), job("echo", score=np.float32(0.5)), job("echo", score=np.ones(2))]
         )
@@ -129,7 +135,7 @@ def test_every_failure_is_named_and_costs_only_its_own_job():
 
 def test_a_dict_gives_score_and_parts():
     (result,) = score(["dict"])
-    assert (result.score, result.parts, result.failure) == (0.5, {"acc": 1.0}, None)
+    assert (result.score, result.parts, result.failure) == (0.5, {"acc": 1.0, "compute_score": 0.5}, None)
 
 
 def test_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored(tmp_path):
@@ -151,7 +157,7 @@ def test_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
 
 
 def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():
-    with RewardPool(config(num_workers=1, on_failure="abort", failure_value=0.0)) as pool:
+    with Rewards(config(num_workers=1, on_failure="abort", failure_value=0.0)) as pool:
         (first,) = pool.score([job("pid")])
         os.kill(int(first.score), signal.SIGKILL)
         time.sleep(0.2)
@@ -160,21 +166,21 @@ def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():
 
 
 def test_close_leaves_no_process_and_an_error_closes():
-    with RewardPool(config(num_workers=3)) as pool:
+    with Rewards(config(num_workers=3)) as pool:
         pool.score([job("number 1")])
-        pids = [worker.pid for worker in pool._workers]
+        pids = pool._pool.pids
         assert all(is_alive(pid) for pid in pids)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
-    pool = RewardPool(config(on_failure="abort", failure_value=0.0))
-    pids = [worker.pid for worker in pool._workers]
+    pool = Rewards(config(on_failure="abort", failure_value=0.0))
+    pids = pool._pool.pids
     with pytest.raises(RewardError):
         pool.score([job("sleep 100"), job("raise")])
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 def test_pipes_are_closed_when_processes_are_replaced():
-    with RewardPool(config(num_workers=1)) as pool:
+    with Rewards(config(num_workers=1)) as pool:
         pool.score([job("number 1")])
         before = len(os.listdir("/proc/self/fd"))
         pool.score([job("exit")] * 3)
@@ -182,16 +188,17 @@ def test_pipes_are_closed_when_processes_are_replaced():
 
 
 def test_abort_names_function_row_and_reason():
-    with RewardPool(config(on_failure="abort", failure_value=0.0)) as pool, pytest.raises(RewardError) as caught:
+    with Rewards(config(on_failure="abort", failure_value=0.0)) as pool, pytest.raises(RewardError) as caught:
         pool.score([job("number 1", 6), job("raise", 7)])
     assert str(caught.value) == (
         "reward function rules.py:compute_score failed for row train.jsonl:7: ValueError: cannot parse "
-        "(rules.py line 16). Fix the function, or set reward.on_failure=value to score such rows reward.failure_value=0"
+        "(rules.py line 16). Fix the function, or set reward.on_failure=value to score such rows "
+        "reward.failure_value=0, or =mask to leave them out"
     )
 
 
 def test_a_row_without_a_json_form_is_an_error_that_names_it():
-    with RewardPool(config(num_workers=1)) as pool, pytest.raises(RewardError) as caught:
+    with Rewards(config(num_workers=1)) as pool, pytest.raises(RewardError) as caught:
         pool.score([job("number 1", 3, image=b"png")])
     assert str(caught.value).startswith(
         "row train.jsonl:3 cannot be sent to a reward function: a bytes has no JSON form"
@@ -200,7 +207,7 @@ def test_a_row_without_a_json_form_is_an_error_that_names_it():
 
 def test_short_jobs_keep_the_pool_busy():
     num_jobs = 3000
-    with RewardPool(config(num_workers=2)) as pool:
+    with Rewards(config(num_workers=2)) as pool:
         pool.score([job("number 1")] * 2)
         begin = time.monotonic()
         results = pool.score([job("sleep 0.001")] * num_jobs)
@@ -214,14 +221,14 @@ def test_short_jobs_keep_the_pool_busy():
     ("spec", "message"),
     [
         ("compute_score", "is not of the form path/to/file.py:name"),
-        ("missing.py:f", "reward.function=missing.py:f: there is no file missing.py in"),
+        ("missing.py:f", "reward.functions=missing.py:f: there is no file missing.py in"),
         ("rules.py:compute_scor", "did you mean compute_score?"),
         (
             "noisy.py:f",
-            "reward.function=noisy.py:f: importing noisy.py failed: KeyError: 'HOME_OF_RULES' (noisy.py line 4)",
+            "reward.functions=noisy.py:f: importing noisy.py failed: KeyError: 'HOME_OF_RULES' (noisy.py line 4)",
         ),
-        ("crashes.py:f", "reward.function=crashes.py:f: importing the function ended its process by SIGABRT"),
-        ("quits.py:f", "reward.function=quits.py:f: importing the function ended its process with exit code 0"),
+        ("crashes.py:f", "reward.functions=crashes.py:f: importing the function ended its process by SIGABRT"),
+        ("quits.py:f", "reward.functions=quits.py:f: importing the function ended its process with exit code 0"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path, spec, message):
@@ -231,13 +238,13 @@ def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path, spec, mess
     (tmp_path / "crashes.py").write_text("import os\nos.abort()\n")
     (tmp_path / "quits.py").write_text("import os\nos._exit(0)\n")
     with pytest.raises(ConfigError) as checked:
-        check_function(spec)
+        check_rewards(config(functions=spec))
     assert message in str(checked.value)
-    with RewardPool(config(function=spec, num_workers=1)) as pool, pytest.raises(ConfigError) as scored:
+    with Rewards(config(functions=spec, num_workers=1)) as pool, pytest.raises(ConfigError) as scored:
         pool.score([job("number 1")])
     assert str(scored.value) == str(checked.value)
 
 
-def test_check_function_accepts_a_good_one():
-    check_function("rules.py:compute_score")
-    check_function("shardwise.rewards.math:gsm8k_score")
+def test_check_accepts_a_good_one():
+    check_rewards(config())
+    check_rewards(config(functions="shardwise.rewards.math:gsm8k_score"))

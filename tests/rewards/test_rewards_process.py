@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.config import FunctionReward
 from shardwise.rewards.process import RewardProcess, WorkerLost, wait_for_any
 
 ARGUMENTS = '{"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}'
@@ -44,7 +45,7 @@ def start(tmp_path, monkeypatch):
 
     def start(source, *, timeout_seconds=30.0):
         (tmp_path / "rules.py").write_text(source)
-        started.append(RewardProcess("rules.py:f", timeout_seconds=timeout_seconds))
+        started.append(RewardProcess([FunctionReward(function="rules.py:f")], timeout_seconds=timeout_seconds))
         return started[-1]
 
     yield start
@@ -92,8 +93,8 @@ def test_the_death_of_the_parent_ends_process_and_grandchild_in_the_middle_of_a_
     parent_code = (
         f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); os.chdir({str(tmp_path)!r})\n"
         "from shardwise.config import RewardConfig\n"
-        "from shardwise.rewards import RewardJob, RewardPool\n"
-        "pool = RewardPool(RewardConfig(function='rules.py:f', num_workers=1))\n"
+        "from shardwise.rewards import RewardJob, Rewards\n"
+        "pool = Rewards(RewardConfig(functions='rules.py:f', num_workers=1))\n"
         "pool.score([RewardJob(uid='a', data_source='', solution_str='', ground_truth='')])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", parent_code])

@@ -1,0 +1,154 @@
+"""How a completion is judged: the functions and judges whose weighted scores add up to its reward."""
+
+import re
+from collections import Counter
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from shardwise.config.base import Choice, Config
+
+
+class FunctionReward(Choice):
+    """A Python function, called in a process of the pool."""
+
+    tag: ClassVar[str] = "type"
+    type: Literal["function"] = "function"
+    """function: a Python function by its import path, which is what an entry without a type is; judge: a language model
+    behind an endpoint."""
+    function: str
+    """`path/to/file.py:name` or `package.module:name`, called as
+    compute_score(data_source, solution_str, ground_truth, extra_info); returns a number, or a dict with "score"."""
+    name: str = ""
+    """Names the entry in metrics and errors; not given it is the function's own name."""
+    weight: float = 1.0
+    """The factor of this score in the reward."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of every call."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_like_its_function(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(function := tree.get("function"), str) and not tree.get("name"):
+            return {**tree, "name": function.rpartition(":")[2]}
+        return tree
+
+
+class JudgeReward(Choice):
+    """A language model behind an OpenAI-compatible endpoint reads the completion and writes a score."""
+
+    tag: ClassVar[str] = "type"
+    type: Literal["judge"] = "judge"
+    """judge: a language model that grades."""
+    name: str = "judge"
+    """Names the entry in metrics and errors."""
+    weight: float = 1.0
+    """The factor of this score in the reward."""
+    base_url: str
+    """`https://host/v1`; requests go to base_url/chat/completions."""
+    model: str
+    """The name of the model at that endpoint."""
+    prompt_template: str
+    """The user message; `{prompt}`, `{completion}` and `{ground_truth}` are replaced, other braces stay."""
+    score_pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    """A regular expression whose first group is the score; the last match in the answer counts."""
+    score_scale: PositiveFloat = 1.0
+    """The score is divided by this: 10 makes grades from 0 to 10 rewards from 0 to 1."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; null sends none."""
+    temperature: NonNegativeFloat = 0.0
+    """Of the judge's own sampling."""
+    max_tokens: PositiveInt = 512
+    """Of one answer."""
+    requests_per_second: PositiveFloat = 10.0
+    """Requests are started at this rate at most, retries included; a second's worth may start at once."""
+    max_concurrent_requests: PositiveInt = 16
+    """Requests that are under way at the same time."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Of one request, from connecting to the last byte."""
+    max_retries: NonNegativeInt = 3
+    """Further attempts after 408, 429, a 5xx status, a timeout or a broken connection, with growing random pauses or
+    the server's Retry-After."""
+    max_response_bytes: PositiveInt = 1_000_000
+    """An answer that is larger is a failure and is not read to its end."""
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url={self.base_url!r} must begin with http:// or https://")
+        if "{completion}" not in self.prompt_template:
+            raise ValueError("prompt_template holds no {completion}, so the judge would not see what it grades")
+        try:
+            num_groups = re.compile(self.score_pattern).groups
+        except re.error as error:
+            raise ValueError(f"score_pattern={self.score_pattern!r} is no regular expression: {error}") from None
+        if num_groups == 0:
+            raise ValueError(f"score_pattern={self.score_pattern!r} has no group (...) around the score")
+        return self
+
+
+RewardEntry = Annotated[FunctionReward | JudgeReward, Field(discriminator="type")]
+
+
+class RewardConfig(Config):
+    """How a completion is judged."""
+
+    functions: list[RewardEntry]
+    """What judges a completion; its reward is the sum of weight x score. An entry is an import path or a group of keys;
+    a single one needs no list. The first entry decides what counts as correct (see correct_at)."""
+    manager: str | None = None
+    """`path/to/file.py:Class` or `package.module:Class` of your own that judges instead: Class(config),
+    score(jobs) -> list of RewardResult, close(). `functions`, which it may read, may then be empty."""
+    num_workers: PositiveInt = 2
+    """Processes that call the functions."""
+    timeout_seconds: PositiveFloat = 30.0
+    """A call that takes longer is ended, together with its process."""
+    on_failure: Literal["abort", "value", "mask"] = "abort"
+    """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, use
+    `failure_value` as its score and count it, or leave the completion out of training and of its group's statistics and
+    count it."""
+    failure_value: float = 0.0
+    """The score of a failed call with on_failure=value."""
+    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run stops where more than this share of the calls for one batch of completions fails, whatever on_failure
+    is; 1 never stops."""
+    correct_at: float = 1.0
+    """A completion counts as correct in val/accuracy where the first entry's own score, before its weight, is at least
+    this; a key "acc" in the dict it returned goes first. A failed call is never correct."""
+
+    @property
+    def masks_failed(self) -> bool:
+        """Whether a completion whose reward failed is left out of training."""
+        return self.on_failure == "mask"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_are_a_list_of_groups(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or "functions" not in tree:
+            return tree
+        given = tree["functions"]
+        entries = given if isinstance(given, list) else [given]
+        return {**tree, "functions": [_as_group(entry) for entry in entries]}
+
+    @model_validator(mode="after")
+    def _keys_have_effect(self) -> Self:
+        if not self.functions and self.manager is None:
+            raise ValueError("functions is empty; name at least one, e.g. rules.py:compute_score")
+        if self.on_failure != "value" and self.failure_value:
+            raise ValueError(
+                f"failure_value={self.failure_value} has no effect with on_failure={self.on_failure}; "
+                "remove it or set on_failure=value"
+            )
+        repeated = [name for name, count in Counter(entry.name for entry in self.functions).items() if count > 1]
+        if repeated:
+            raise ValueError(f"functions: {len(self.functions)} entries, but several are called {repeated[0]!r}; "
+                             "set their `name`, by which metrics and errors tell them apart")  # fmt: skip
+        return self
+
+
+def _as_group(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return {"type": "function", "function": entry}
+    if isinstance(entry, dict) and "type" not in entry:
+        return {"type": "function", **entry}
+    return entry

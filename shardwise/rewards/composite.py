@@ -1,0 +1,230 @@
+"""The reward of a completion: the weighted sum of what functions and judges say, under one policy for failures."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from shardwise.config import ConfigError, FunctionReward, JudgeReward, RewardConfig, RewardError
+from shardwise.rewards.base import Answer, RewardJob, RewardResult, describe_error, load_function
+from shardwise.rewards.judge import Judge
+from shardwise.rewards.pool import RewardPool, check_functions
+
+
+class Rewards:
+    """Scores completions by all of reward.functions. A context manager; `close` leaves no process behind.
+
+    Example:
+        with Rewards(RewardConfig(functions="rules.py:compute_score")) as rewards:
+            results = rewards.score([RewardJob(uid="a.jsonl:7", data_source="", solution_str="5", ground_truth="5")])
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Starts the processes and returns at once.
+
+        Raises:
+            ConfigError: a judge's key is not in the environment.
+        """
+        self._config = config
+        functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
+        self._names = [entry.name for entry in functions]
+        self._who = {
+            entry.name: f"reward function {entry.function}"
+            if isinstance(entry, FunctionReward)
+            else f"reward judge {entry.name}"
+            for entry in config.functions
+        }
+        self._judges = [Judge(entry) for entry in config.functions if isinstance(entry, JudgeReward)]
+        self._pool = (
+            RewardPool(functions, num_workers=config.num_workers, timeout_seconds=config.timeout_seconds)
+            if functions
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends processes and requests. Closed rewards score no more."""
+        if self._pool is not None:
+            self._pool.close()
+        for judge in self._judges:
+            judge.close()
+
+    def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
+        """Judges are asked while the processes work.
+
+        Consumes: jobs. Waits for: answers. Unblocked by: the deadlines of every call and every request.
+
+        Returns:
+            One result per job, in the order of the jobs.
+        Raises:
+            RewardError: a call failed and reward.on_failure is abort, or more of them than reward.max_failure_rate, or
+                a job cannot be sent. Closes.
+            ConfigError: a function cannot be loaded, or cannot work in this place. Closes.
+        """
+        answers: list[dict[str, Answer]] = [{} for _ in jobs]
+        failures = FailurePolicy(self._config, num_calls=len(jobs) * len(self._config.functions))
+        try:
+            for number, name, answer in self._answers(jobs):
+                if answer.failure is not None:
+                    failures.add(jobs[number].uid, self._who[name], answer.failure)
+                answers[number][name] = answer
+        except BaseException:
+            self.close()
+            raise
+        return [combine(by_name, self._config) for by_name in answers]
+
+    def _answers(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, str, Answer]]:
+        asked = [(judge.name, judge.score(jobs)) for judge in self._judges]
+        if self._pool is not None:
+            for number, function, answer in self._pool.score(jobs):
+                yield number, self._names[function], answer
+        for name, replies in asked:
+            for number, answer in replies:
+                yield number, name, answer
+
+
+class CustomRewards:
+    """The user's own manager (reward.manager) behind the interface of `Rewards`; what it returns is checked."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Imports the class and calls it with the config, in this process.
+
+        Raises:
+            ConfigError: it cannot be imported, or its constructor raised.
+        """
+        assert config.manager is not None
+        self._config = config
+        try:
+            self._manager: Any = load_function(config.manager, key="reward.manager")(config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"reward.manager={config.manager}: {describe_error(error)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Calls the manager's own close."""
+        self._manager.close()
+
+    def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
+        """One result per job, in the order of the jobs. A result without a finite score is a failure of its row.
+
+        Raises:
+            RewardError: the manager raised, returned something else than one RewardResult for each job, or reported
+                failures that reward.on_failure or reward.max_failure_rate do not let pass.
+        """
+        name = f"reward.manager={self._config.manager}"
+        try:
+            returned = self._manager.score(jobs)
+        except Exception as error:
+            raise RewardError(f"{name} failed for rows {_rows(jobs)}: {describe_error(error)}") from error
+        if not isinstance(returned, list | tuple):
+            kind = type(returned).__name__
+            raise RewardError(f"{name} returned a {kind}, expected a list of RewardResult (rows {_rows(jobs)})")
+        if len(returned) != len(jobs):
+            raise RewardError(f"{name} returned {len(returned)} for {len(jobs)} completions (rows {_rows(jobs)})")
+        failures = FailurePolicy(self._config, num_calls=len(jobs))
+        results = []
+        for job, value in zip(jobs, returned, strict=True):
+            result = self._checked(value)
+            if result.failure is not None:
+                failures.add(job.uid, name, result.failure)
+            results.append(result)
+        return results
+
+    def _checked(self, value: Any) -> RewardResult:
+        if not isinstance(value, RewardResult):
+            failure = f"returned a {type(value).__name__}, expected a RewardResult"
+        elif value.failure is not None:
+            failure = value.failure
+        elif not isinstance(value.score, int | float) or not math.isfinite(value.score):
+            failure = f"returned the score {value.score!r}, expected a finite number"
+        else:
+            return value
+        return RewardResult(score=self._config.failure_value, failure=failure)
+
+
+class FailurePolicy:
+    """Stops the run where a call failed that may not, or too many have."""
+
+    def __init__(self, config: RewardConfig, *, num_calls: int) -> None:
+        self._config = config
+        self._num_calls = num_calls
+        self._num_failed = 0
+        self._first = ""
+
+    def add(self, uid: str, who: str, failure: str) -> None:
+        """Counts a failure.
+
+        Raises:
+            RewardError: names the first one with its row, and what can be done.
+        """
+        config = self._config
+        self._first = self._first or f"{who} failed for row {uid}: {failure}"
+        self._num_failed += 1
+        if config.on_failure == "abort":
+            raise RewardError(
+                f"{self._first}. Fix the function, or set reward.on_failure=value to score such rows "
+                f"reward.failure_value={config.failure_value:g}, or =mask to leave them out"
+            )
+        if self._num_failed > config.max_failure_rate * self._num_calls:
+            raise RewardError(
+                f"{self._num_failed} of {self._num_calls} reward calls failed, more than "
+                f"reward.max_failure_rate={config.max_failure_rate:g} allows. The first: {self._first}"
+            )
+
+
+def make_rewards(config: RewardConfig) -> Rewards | CustomRewards:
+    """What judges the completions of a run: Shardwise's own, or reward.manager."""
+    return Rewards(config) if config.manager is None else CustomRewards(config)
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """What can be known before a model is loaded: functions import and take their parameters, judges have their key.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    for entry in config.functions:
+        if isinstance(entry, JudgeReward):
+            Judge(entry).close()
+    functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
+    if functions and config.manager is None:
+        check_functions(functions)
+
+
+def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult:
+    """The weighted sum of the answers to one job, in the order of reward.functions.
+
+    Args:
+        answers: by the names of the entries.
+    """
+    score = 0.0
+    parts: dict[str, float] = {}
+    failures = []
+    alone = len(config.functions) == 1
+    for entry in config.functions:
+        answer = answers[entry.name]
+        if answer.failure is not None:
+            score += entry.weight * config.failure_value
+            failures.append(answer.failure if alone else f"{entry.name}: {answer.failure}")
+            continue
+        score += entry.weight * answer.score
+        parts |= {part if alone else f"{entry.name}/{part}": value for part, value in answer.parts.items()}
+        parts[entry.name] = answer.score
+    return RewardResult(score=score, parts=parts, failure="; ".join(failures) or None)
+
+
+def _rows(jobs: Sequence[RewardJob]) -> str:
+    """The rows a message can hold."""
+    uids = list(dict.fromkeys(job.uid for job in jobs))
+    return ", ".join(uids[:4]) + (f" and {len(uids) - 4} more" if len(uids) > 4 else "")

@@ -1,0 +1,100 @@
+import pytest
+
+from shardwise.config import ConfigError, FunctionReward, JudgeReward, RewardConfig, RLConfig
+
+JUDGE = {"type": "judge", "base_url": "http://localhost/v1", "model": "m", "prompt_template": "{completion}"}
+
+
+def error_of(**tree):
+    with pytest.raises(ConfigError) as error:
+        RewardConfig.parse(tree, origin="test")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_workers", 0),
+        ("timeout_seconds", 0),
+        ("on_failure", "retry"),
+        ("failure_value", "nan"),
+        ("max_failure_rate", 1.5),
+    ],
+)
+def test_value_out_of_range_is_refused(key, value):
+    assert error_of(functions="a:b", **{key: value}).startswith(f"test: {key}={value!r}: input should be ")
+
+
+def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
+    assert "failure_value=3.0 has no effect with on_failure=abort" in error_of(functions="a:b", failure_value=3)
+    assert "has no effect with on_failure=mask" in error_of(functions="a:b", failure_value=3, on_failure="mask")
+    assert RewardConfig(functions="a:b", failure_value=3, on_failure="value").failure_value == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "r.py:f",
+        ["r.py:f"],
+        {"function": "r.py:f"},
+        [{"function": "r.py:f"}],
+        {"type": "function", "function": "r.py:f", "name": "f"},
+    ],
+)
+def test_one_function_is_written_in_many_ways(given):
+    (entry,) = RewardConfig(functions=given).functions
+    assert entry == FunctionReward(function="r.py:f", name="f", weight=1.0, parameters={})
+
+
+def test_entries_of_several_types_stand_in_one_list_and_the_dump_reads_back():
+    config = RewardConfig(functions=["r.py:f", {"function": "r.py:f", "name": "g", "weight": -0.5}, JUDGE])
+    assert [(type(entry), entry.name, entry.weight) for entry in config.functions] == [
+        (FunctionReward, "f", 1.0),
+        (FunctionReward, "g", -0.5),
+        (JudgeReward, "judge", 1.0),
+    ]
+    assert RewardConfig.parse(config.model_dump(mode="json"), origin="dump") == config
+
+
+def test_names_are_unique():
+    assert error_of(functions=["a.py:f", "b.py:f"]) == (
+        "test: functions: 2 entries, but several are called 'f'; set their `name`, by which metrics and errors tell "
+        "them apart"
+    )
+
+
+def test_no_functions_need_a_manager():
+    assert "functions is empty" in error_of(functions=[])
+    assert RewardConfig(functions=[], manager="a.py:B").functions == []
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([{"function": "a:b", "wieght": 2}], "functions.0.wieght: unknown key; did you mean reward.functions.weight?"),
+        (["a:b", {**JUDGE, "modle": "m"}], "functions.1.modle: unknown key; did you mean reward.functions.model?"),
+        (["a:b", {"function": "a:c", "weight": "x"}], "reward.functions.1.weight='x': input should be a valid number"),
+        ([{"name": "x"}], "reward.functions.0.function: required, but not given"),
+        ([{"type": "jugde"}], "does not match any of the expected tags: 'function', 'judge'"),
+        ([3], "reward.functions.0=3: input should be"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_entry_and_what_is_allowed(functions, message):
+    tree = {"model": {"path": "m"}, "data": {"train_files": "a"}, "reward": {"functions": functions}}
+    with pytest.raises(ConfigError) as error:
+        RLConfig.parse(tree, origin="test")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("base_url", "localhost:80", "must begin with http:// or https://"),
+        ("prompt_template", "grade it", "holds no {completion}"),
+        ("score_pattern", "(", "is no regular expression"),
+        ("score_pattern", "[0-9]", "has no group"),
+        ("requests_per_second", 0, "input should be greater than 0"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_refused(key, value, message):
+    assert message in error_of(functions=[{**JUDGE, key: value}])

@@ -1,0 +1,166 @@
+import math
+
+import pytest
+
+from shardwise.config import ConfigError, RewardConfig, RewardError
+from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards, check_rewards, make_rewards
+from shardwise.rewards.base import Answer
+from shardwise.rewards.composite import combine
+
+RULES = """
+def number(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str)
+
+def scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0):
+    return {"score": factor * float(solution_str) + offset, "acc": solution_str == "2"}
+
+def never(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("never")
+
+class Custom:
+    def __init__(self, config):
+        self.config, self.closed = config, False
+
+    def score(self, jobs):
+        return RETURNS(jobs)
+
+    def close(self):
+        self.closed = True
+
+class NoConfig:
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def _rules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text(RULES)
+
+
+def jobs(*texts):
+    return [
+        RewardJob(uid=f"a.jsonl:{place}", data_source="", solution_str=text, ground_truth="")
+        for place, text in enumerate(texts)
+    ]
+
+
+def score(functions, *texts, **settings):
+    with Rewards(RewardConfig(functions=functions, num_workers=1, **settings)) as rewards:
+        return rewards.score(jobs(*texts))
+
+
+TWO = ["rules.py:number", {"function": "rules.py:scaled", "weight": 0.5, "parameters": {"factor": 10, "offset": 1}}]
+
+
+def test_the_reward_is_the_weighted_sum_and_every_score_a_part_by_its_name():
+    first, second = score(TWO, "2", "-1")
+    assert first == RewardResult(score=2 + 0.5 * 21, parts={"number": 2.0, "scaled": 21.0, "scaled/acc": 1.0})
+    assert second == RewardResult(score=-1 + 0.5 * -9, parts={"number": -1.0, "scaled": -9.0, "scaled/acc": 0.0})
+
+
+def test_parts_of_a_single_function_keep_their_own_names():
+    (result,) = score({"function": "rules.py:scaled", "parameters": {"factor": 1}}, "2")
+    assert result == RewardResult(score=2.0, parts={"acc": 1.0, "scaled": 2.0})
+
+
+def test_combine_by_hand():
+    config = RewardConfig(functions=["a:x", {"function": "a:y", "weight": -2}], on_failure="value", failure_value=0.5)
+    answers = {"x": Answer(score=3.0, parts={"p": 1.0}), "y": Answer(failure="broke")}
+    assert combine(answers, config) == RewardResult(
+        score=3.0 - 2 * 0.5, parts={"x": 3.0, "x/p": 1.0}, failure="y: broke"
+    )
+
+
+@pytest.mark.parametrize("parameters", [{}, {"factor": 1, "ofset": 2}], ids=["missing", "unknown"])
+def test_parameters_that_do_not_fit_are_found_before_anything_is_scored(parameters):
+    config = RewardConfig(functions={"function": "rules.py:scaled", "parameters": parameters})
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(config)
+    assert str(caught.value).startswith("reward.functions=rules.py:scaled: cannot be called with data_source, ")
+    assert "it is scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0)" in str(caught.value)
+
+
+def test_f41_mask_leaves_a_failed_row_and_scores_the_others():
+    first, second, third = score("rules.py:number", "1", "x", "3", on_failure="mask")
+    assert (first.score, first.failure, third.score, third.failure) == (1.0, None, 3.0, None)
+    assert second.failure == "ValueError: could not convert string to float: 'x' (rules.py line 3)"
+    assert second.parts == {}
+
+
+@pytest.mark.parametrize("policy", ["value", "mask"])
+def test_f41_more_failures_than_the_rate_stop_with_the_first_row_named(policy):
+    texts = ["1", "x", "1", "y", "z"]
+    settings = {"on_failure": policy, "max_failure_rate": 0.4}
+    assert sum(r.failure is not None for r in score("rules.py:number", *texts[:4], "1", **settings)) == 2
+    with pytest.raises(RewardError) as caught:
+        score("rules.py:number", *texts, **settings)
+    assert str(caught.value) == (
+        "3 of 5 reward calls failed, more than reward.max_failure_rate=0.4 allows. The first: reward function "
+        "rules.py:number failed for row a.jsonl:1: ValueError: could not convert string to float: 'x' (rules.py line 3)"
+    )
+
+
+def test_f41_the_rate_is_of_all_calls_of_all_functions():
+    functions = ["rules.py:number", "rules.py:never"]
+    results = score(functions, "1", "2", on_failure="value", max_failure_rate=0.5)
+    assert [result.failure for result in results] == ["never: ValueError: never (rules.py line 9)"] * 2
+
+
+def custom(returns, **settings):
+    rewards = make_rewards(RewardConfig(functions=[], manager="rules.py:Custom", **settings))
+    assert isinstance(rewards, CustomRewards)
+    rewards._manager.score.__globals__["RETURNS"] = returns
+    return rewards
+
+
+def test_a_manager_of_the_users_scores_and_is_closed():
+    with custom(lambda jobs: [RewardResult(score=len(job.solution_str)) for job in jobs]) as rewards:
+        assert [result.score for result in rewards.score(jobs("a", "bb"))] == [1, 2]
+    assert rewards._manager.closed
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([RewardResult(score=1.0)] * 3, "returned 3 for 4 completions (rows a.jsonl:0, a.jsonl:1, a.jsonl:2, a."),
+        ([], "returned 0 for 4 completions"),
+        (None, "returned a NoneType, expected a list of RewardResult"),
+        (1.0, "returned a float, expected a list of RewardResult"),
+        ([1.0] * 4, "failed for row a.jsonl:0: returned a float, expected a RewardResult"),
+        ([None] * 4, "failed for row a.jsonl:0: returned a NoneType, expected a RewardResult"),
+        ([RewardResult(score=math.nan)] * 4, "row a.jsonl:0: returned the score nan, expected a finite number"),
+        ([RewardResult(score="1")] * 4, "row a.jsonl:0: returned the score '1', expected a finite number"),
+    ],
+)  # fmt: skip
+def test_f43_what_a_manager_returns_is_checked_with_one_message_each(returned, message):
+    with custom(lambda jobs: returned) as rewards, pytest.raises(RewardError) as caught:
+        rewards.score(jobs("a", "b", "c", "d"))
+    assert str(caught.value).startswith("reward.manager=rules.py:Custom ")
+    assert message in str(caught.value)
+
+
+def test_f43_not_a_number_from_a_manager_goes_by_the_policy():
+    good, bad = RewardResult(score=1.0), RewardResult(score=math.inf)
+    with custom(lambda jobs: [good, bad], on_failure="value", failure_value=-1) as rewards:
+        results = rewards.score(jobs("a", "b"))
+    assert results[0] is good
+    assert (results[1].score, results[1].failure) == (-1.0, "returned the score inf, expected a finite number")
+
+
+def test_a_manager_that_raises_is_named_with_its_line():
+    def raises(jobs):
+        raise KeyError("x")
+
+    with (
+        custom(raises) as rewards,
+        pytest.raises(RewardError, match=r"rules.py:Custom failed for rows a.jsonl:0: KeyE"),
+    ):
+        rewards.score(jobs("a"))
+
+
+def test_a_manager_that_cannot_be_made_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"reward.manager=rules.py:NoConfig: TypeError: "):
+        make_rewards(RewardConfig(functions=[], manager="rules.py:NoConfig"))
+    with pytest.raises(ConfigError, match=r"reward.manager=rules.py:Nothing: rules.py has no 'Nothing'"):
+        make_rewards(RewardConfig(functions=[], manager="rules.py:Nothing"))

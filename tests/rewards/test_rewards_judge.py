@@ -1,0 +1,277 @@
+"""Against a server on the loopback interface that behaves as badly as it is told to."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from shardwise.config import ConfigError, JudgeReward, RewardConfig
+from shardwise.rewards import RewardJob, Rewards
+from shardwise.rewards import judge as judge_module
+from shardwise.rewards.judge import Judge, TokenBucket, fill_template, parse_score, retry_pause
+
+
+def chat(text):
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.requests.append((time.monotonic(), self.path, dict(self.headers), request))
+            script = server.script
+            action = script.pop(0) if len(script) > 1 else script[0]
+            server.active += 1
+            server.most_active = max(server.most_active, server.active)
+        try:
+            action(self)
+        except OSError:
+            pass
+        finally:
+            with server.lock:
+                server.active -= 1
+
+    def reply(self, body, status=200, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def says(text):
+    return lambda handler: handler.reply(chat(text))
+
+
+def status(code, **headers):
+    return lambda handler: handler.reply(b'{"error": "no\\nluck"}', code, **headers)
+
+
+def reset(handler):
+    # Linger 0 makes close send a reset instead of an orderly end.
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+def hangs(handler):
+    handler.server.released.wait(20)
+
+
+def drips(handler):
+    """One byte at a time: no single read ever waits long."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n")
+    while not handler.server.released.wait(0.05):
+        handler.wfile.write(b" ")
+
+
+def huge(handler):
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n")
+    while True:
+        handler.wfile.write(b"x" * 100_000)
+
+
+def slow(handler):
+    time.sleep(0.1)
+    handler.reply(chat("Score: 1"))
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.script, server.requests, server.lock, server.released = (
+        [says("Score: 1")],
+        [],
+        threading.Lock(),
+        threading.Event(),
+    )
+    server.active = server.most_active = 0
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+def config(server, **settings):
+    return {
+        "type": "judge",
+        "base_url": f"http://127.0.0.1:{server.server_address[1]}/v1",
+        "model": "grader",
+        "prompt_template": "{prompt}|{completion}|{ground_truth}|{other}",
+        "requests_per_second": 1000,
+        "timeout_seconds": 5,
+        **settings,
+    }
+
+
+JOB = RewardJob(uid="a:1", prompt="2+3?", data_source="", solution_str="{prompt} 5", ground_truth=5)
+
+
+def ask(server, *actions, num_jobs=1, **settings):
+    server.script = list(actions)
+    judge = Judge(JudgeReward(**config(server, **settings)))
+    try:
+        answers = dict(judge.score([JOB] * num_jobs))
+        return [answers[place] for place in range(num_jobs)]
+    finally:
+        judge.close()
+
+
+def test_a_request_is_the_filled_template_and_the_last_score_counts(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", " secret \n")
+    (answer,) = ask(server, says("Score: 3. No, score: 8"), api_key_env="JUDGE_KEY", score_scale=10, max_tokens=7)
+    assert (answer.score, answer.failure) == (0.8, None)
+    ((_, path, headers, request),) = server.requests
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer secret"
+    assert request == {
+        "model": "grader",
+        "messages": [{"role": "user", "content": "2+3?|{prompt} 5|5|{other}"}],
+        "temperature": 0.0,
+        "max_tokens": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [status(500), status(503), status(429, Retry_After="0"), status(408), reset, lambda h: h.reply(b"<html>")],
+    ids=["500", "503", "429", "408", "reset", "garbage"],
+)
+def test_f47_trouble_of_the_endpoint_is_asked_again(server, trouble):
+    (answer,) = ask(server, trouble, trouble, says("Score: 0.5"), max_retries=2)
+    assert (answer.score, answer.failure, len(server.requests)) == (0.5, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("action", "settings", "num_requests", "failure"),
+    [
+        (status(500), {}, 2, "the endpoint answered with status 500: {\"error\": \"no\\nluck\"} (2 attempts)"),
+        (status(401), {}, 1, "the endpoint answered with status 401: {\"error\": \"no\\nluck\"}"),
+        (status(307, Location="http://127.0.0.1:1/"), {}, 1, "the endpoint answered with status 307"),
+        (reset, {}, 2, "the connection failed: ConnectionResetError: "),
+        (hangs, {"timeout_seconds": 0.3}, 2, "no full answer within 0.3 s (2 attempts)"),
+        (drips, {"timeout_seconds": 0.3}, 2, "no full answer within 0.3 s (2 attempts)"),
+        (huge, {"max_response_bytes": 1000}, 1, "the answer is larger than max_response_bytes=1000"),
+        (says("I like it"), {}, 1, "no score in the judge's answer (score_pattern): I like it"),
+        (says("Score: " + "9" * 400), {}, 1, "no score in the judge's answer"),
+        (lambda h: h.reply(b'{"choices": []}'), {}, 2, "no chat completion in the answer: "),
+        (lambda h: h.reply(b'{"choices": [{"message": {"content": null}}]}'), {}, 2, "no chat completion in the"),
+    ],
+    ids=["500", "401", "redirect", "reset", "hangs", "drips", "huge", "no score", "infinite", "no choices", "null"],
+)  # fmt: skip
+def test_f47_what_does_not_get_better_is_a_failure_that_says_why(server, action, settings, num_requests, failure):
+    began = time.monotonic()
+    (answer,) = ask(server, action, max_retries=1, **settings)
+    assert answer.failure.startswith(failure)
+    assert len(answer.failure) < 800
+    assert len(server.requests) == num_requests
+    assert time.monotonic() - began < 4
+
+
+def test_nobody_listening_is_a_failure():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        entry = {"type": "judge", "base_url": f"http://127.0.0.1:{unused.getsockname()[1]}/v1", "model": "m"}
+        judge = Judge(JudgeReward(**entry, prompt_template="{completion}", max_retries=0))
+        ((_, answer),) = judge.score([JOB])
+        judge.close()
+    assert answer.failure.startswith("cannot connect to 127.0.0.1:")
+
+
+def test_rate_and_concurrency_are_bounded_over_all_threads(server):
+    answers = ask(server, slow, num_jobs=30, requests_per_second=20, max_concurrent_requests=3)
+    assert all(answer.score == 1.0 for answer in answers)
+    assert server.most_active == 3
+    times = [arrived for arrived, *_ in server.requests]
+    # A second's worth at once, the other ten at 20 per second: half a second at least, and the threads need 1 s.
+    assert times[-1] - times[0] > 0.45
+
+
+def test_a_server_that_asks_for_a_pause_gets_it(server):
+    ask(server, status(429, Retry_After="1"), says("Score: 1"))
+    (first, *_), (second, *_) = server.requests
+    assert 0.95 < second - first < 3
+
+
+def test_pauses_double_are_random_and_bounded(monkeypatch):
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE_SECONDS", 0.5)
+    for attempt, most in enumerate([0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]):
+        pauses = [retry_pause(attempt, None) for _ in range(200)]
+        assert 0.8 * most < max(pauses) <= most
+        assert min(pauses) < 0.2 * most
+    assert retry_pause(0, 7.0) == 7.0
+    assert retry_pause(0, 3600.0) == 30.0
+
+
+def test_token_bucket_hands_out_a_seconds_worth_and_then_one_by_one(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(judge_module.time, "monotonic", lambda: now)
+    bucket = TokenBucket(4.0)
+    assert [bucket.reserve() for _ in range(7)] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 0.75]
+    now = 1000.0
+    assert [bucket.reserve() for _ in range(6)] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5]
+    slow = TokenBucket(0.5)
+    assert [slow.reserve() for _ in range(3)] == [0.0, 2.0, 4.0]
+
+
+def test_the_completion_cannot_fill_the_template():
+    assert fill_template("{completion}", JOB) == "{prompt} 5"
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("score=-1.5", -1.5), ("SCORE : 2", 2.0), ("none", None), ("score: x score: 3", 3.0)]
+)
+def test_parse_score_by_hand(text, score):
+    assert parse_score(text, JudgeReward.model_fields["score_pattern"].default) == score
+
+
+def test_the_key_comes_from_the_environment_and_is_in_no_dump(server, monkeypatch):
+    entry = config(server, api_key_env="JUDGE_KEY")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ConfigError, match="api_key_env=JUDGE_KEY, but that environment variable is not set"):
+        Judge(JudgeReward(**entry))
+    monkeypatch.setenv("JUDGE_KEY", "sec\nret")
+    with pytest.raises(ConfigError) as caught:
+        Judge(JudgeReward(**entry))
+    assert "ret" not in str(caught.value).replace("retr", "")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert "secret" not in RewardConfig(functions=[entry]).model_dump_json()
+
+
+def test_a_judge_goes_by_the_policies_like_a_function(server):
+    server.script = [status(401), says("Score: 0.5")]
+    entry = config(server, weight=2, max_concurrent_requests=1)
+    functions = ["shardwise.rewards.math:exact_match", entry]
+    with Rewards(RewardConfig(functions=functions, num_workers=1, on_failure="value", failure_value=-1)) as rewards:
+        first, second = rewards.score([JOB, JOB])
+    assert (first.score, first.parts) == (-2.0, {"exact_match": 0.0})
+    assert first.failure.startswith("judge: the endpoint answered with status 401")
+    assert (second.score, second.parts) == (1.0, {"exact_match": 0.0, "judge": 0.5})
+
+
+def test_closing_breaks_off_requests_that_are_under_way(server):
+    server.script = [hangs]
+    judge = Judge(JudgeReward(**config(server, timeout_seconds=60)))
+    judge.score([JOB] * 3)
+    while len(server.requests) < 3:
+        time.sleep(0.01)
+    began = time.monotonic()
+    judge.close()
+    assert time.monotonic() - began < 2
