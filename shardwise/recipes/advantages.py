@@ -1,7 +1,9 @@
 """Binds the advantage estimators of `algorithms` to a config, and to the samples of a step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +153,8 @@ def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) 
             high=correction.rejection.high,
         )
     corrected = _with_rows(_with_rows(samples, "weights", weights), "loss_mask", kept)
-    return corrected, correction_metrics(weights, kept, loss_mask)
+    high = math.inf if correction.weights is None else correction.weights.high
+    return corrected, correction_metrics(weights, kept, loss_mask, high=high)
 
 
 def with_selection(samples: Sequence[Sample], config: AlgorithmConfig, *, seed: int) -> list[Sample]:
@@ -191,7 +194,7 @@ def present(values: Tensor | None) -> Tensor:
 
 
 def _with_rows(samples: Sequence[Sample], name: str, values: Tensor) -> list[Sample]:
-    rows = zip(samples, values, strict=True)
+    rows: list[Any] = list(zip(samples, values, strict=True))
     return [replace(sample, **{name: row[: len(sample.token_ids)]}) for sample, row in rows]
 
 

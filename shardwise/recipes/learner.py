@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +146,8 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
 
 
 def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor]) -> list[Sample]:
-    return [replace(sample, **{name: values}) for sample, values in zip(samples, scores, strict=True)]
+    scored: list[Any] = list(zip(samples, scores, strict=True))
+    return [replace(sample, **{name: values}) for sample, values in scored]
 
 
 def _columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:

@@ -136,6 +136,8 @@ def value_loss(config: CriticConfig) -> LossFn:
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
+        assert batch.values is not None
+        assert batch.returns is not None
         losses, metrics = clipped_value_loss(
             outputs.values, batch.values, batch.returns, batch.loss_mask, clip=config.value_clip
         )
@@ -191,21 +193,23 @@ def reward_model_loss(config: BradleyTerry) -> LossFn:
 def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:
     """(logprobs [T], old_logprobs [T], batch) -> losses [T] and metrics of the chosen function."""
     chosen = config.policy_loss
+    function: PolicyLossFn
+    parameters: Mapping[str, Any] = chosen.arguments()
     match chosen.name:
         case "clip_cov":
-            function, extra = clip_cov, {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
+            function, parameters = clip_cov, {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
         case "kl_cov":
-            function, extra = kl_cov, {"coef": chosen.coef}
+            function, parameters = kl_cov, {"coef": chosen.coef}
         case "custom":
-            function, extra = load_function(chosen.function, key="algorithm.policy_loss"), chosen.parameters
+            function, parameters = load_function(chosen.function, key="algorithm.policy_loss"), chosen.parameters
         case name:
-            function, extra = POLICY_LOSSES[name], chosen.arguments()
+            function = POLICY_LOSSES[name]
 
     def token_losses(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        tensors = [logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens]
-        if chosen.name in ("clip_cov", "kl_cov"):
-            tensors.append(batch.selected)
-        returned = function(*tensors, **extra)
+        assert batch.advantages is not None
+        tensors = (logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
+        selected = () if batch.selected is None else (batch.selected,)
+        returned = function(*tensors, *selected, **parameters)
         if chosen.name == "custom":
             _check_token_losses(returned, logprobs, chosen.function)
         losses, metrics = returned

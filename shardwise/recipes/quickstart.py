@@ -97,7 +97,7 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
                 "max_concurrent_sequences": 256,
             },
             "reward": {"functions": "shardwise.rewards.math:number_match"},
-            "algorithm": {"advantage_scale": "none"},
+            "algorithm": {"advantage": {"name": "grpo", "scale": "none"}},
             "trainer": {
                 "output_dir": str(output_dir),
                 "total_steps": RL_STEPS,

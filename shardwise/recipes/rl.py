@@ -1,7 +1,5 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
-from contextlib import ExitStack
-
 from shardwise.config import ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PromptStream, prompt_examples
@@ -37,10 +35,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     engines = build_engines(config, model.config, group, total_steps)
     counts = load_metrics(*engines.all)
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
-    with ExitStack() as stack:
-        rewards = stack.enter_context(make_rewards(config.reward))
-        run = stack.enter_context(Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps))
-        sample_log = stack.enter_context(SampleLog(run.output_dir))
+    with (
+        make_rewards(config.reward) as rewards,
+        Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps) as run,
+        SampleLog(run.output_dir) as sample_log,
+    ):
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         sampler = Sampler(rollouter, stream, examples.rows, config)
         learner = Learner(engines, config)

@@ -121,7 +121,7 @@ VARIANTS = {
     "kl in the reward": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"],
     "rloo": ["algorithm.advantage=rloo"],
     "dr grpo": [
-        "algorithm.advantage_scale=none",
+        "algorithm.advantage={name: grpo, scale: none}",
         "algorithm.aggregation=seq-mean-token-sum-norm",
         "algorithm.aggregation_divisor=8",
     ],
