@@ -41,6 +41,7 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
                     old_logprobs,
                     batch.advantages,
                     batch.loss_mask,
+                    batch.cu_seqlens,
                     clip_low=config.clip_low,
                     clip_high=config.clip_high,
                     dual_clip=config.dual_clip,
