@@ -5,9 +5,25 @@ the same value and gradient however a step is split, because tokens are summed a
 Imports torch and shardwise.types only.
 """
 
-from shardwise.algorithms.advantages import group_metrics, grpo, outcome_token_rewards, rloo
-from shardwise.algorithms.kl import kl_divergence
+from shardwise.algorithms.advantages import (
+    gdpo,
+    gpg,
+    group_metrics,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    outcome_token_rewards,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from shardwise.algorithms.distillation import reverse_kl_advantages
+from shardwise.algorithms.kl import adaptive_kl_coef, kl_divergence
 from shardwise.algorithms.masked import aggregate, sequence_sums, trained_mean
-from shardwise.algorithms.policy_loss import ppo_clip
-from shardwise.algorithms.ratios import mismatch_metrics
+from shardwise.algorithms.overlong import overlong_penalty
+from shardwise.algorithms.policy_loss import cispo, ppo_clip, reinforce, sapo
+from shardwise.algorithms.ratios import derived_mismatch_metrics, mismatch_metrics
+from shardwise.algorithms.returns import gae, reinforce_plus_plus
 from shardwise.algorithms.sft_loss import cross_entropy
+from shardwise.algorithms.value_loss import clipped_value_loss, explained_variance

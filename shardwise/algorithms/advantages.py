@@ -1,18 +1,32 @@
-"""Advantages of whole groups of samples, on the controller.
+"""Advantages of whole groups of samples from their outcomes, on the controller.
 
 Shape letters: N samples of a step, L width of the padded arrays. Samples of one group may lie anywhere in N.
+The outcome R of a sample is the sum of its rewards on trained tokens; every trained token gets the same advantage.
 
 A sample without a trained token has no token that could carry its reward. It gets advantage 0 and is left out of its
 group's statistics: a group of four in which one sample has no trained token is a group of three.
-A group of one has no baseline: its advantage is 0 in every estimator.
+A group of one has no baseline: its advantage is 0 in every estimator that compares the samples of a group.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from shardwise.algorithms.groups import (
+    group_deviations,
+    group_maxima,
+    group_means,
+    group_sums,
+    has_baseline,
+    sample_outcomes,
+    spread_over_tokens,
+)
+from shardwise.algorithms.masked import whitened
 from shardwise.types import Metrics, MetricValue
+
+STD_EPSILON = 1e-6
 
 
 def outcome_token_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
@@ -30,7 +44,7 @@ def outcome_token_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def grpo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: Literal["std", "none"]) -> Tensor:
-    """Group-relative advantages: (R - mean) / (std + 1e-6) over the group, with R the sum of a sample's rewards.
+    """Group-relative advantages: (R - mean) / (std + 1e-6) over the group.
 
     Args:
         token_rewards: [N, L] float32; rewards where not trained are ignored.
@@ -44,19 +58,74 @@ def grpo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: 
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; without the division: Liu et al. 2025 (Dr.GRPO).
         Differs: a group of one gets 0, and samples without a trained token do not count.
     """
-    outcomes, counted = _outcomes(token_rewards, loss_mask)
-    num_samples = _group_sums(counted.double(), group_ids)
-    mean = _group_sums(outcomes, group_ids) / num_samples.clamp(min=1)
-    advantages = torch.where(counted, outcomes - mean, 0.0)
-    match scale:
-        case "std":
-            variance = _group_sums(advantages.square(), group_ids) / (num_samples - 1).clamp(min=1)
-            advantages = advantages / (variance.sqrt() + 1e-6)
-        case "none":
-            pass
-        case _:
-            raise ValueError(f"scale={scale} is not known; use std or none")
-    return _broadcast(advantages, loss_mask)
+    deviations, std = group_deviations(*sample_outcomes(token_rewards, loss_mask), group_ids)
+    return spread_over_tokens(_scaled(deviations, std, scale), loss_mask)
+
+
+def grpo_passk(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: Literal["std", "none"]) -> Tensor:
+    """Only the best sample of a group learns: (max - second max) / (std + 1e-6) for it, 0 for the others.
+
+    What the group's best reward gains by having this sample, so the sum over a group is an estimate of the gradient of
+    the best of k. Where two samples share the maximum nobody gains anything.
+
+    Args:
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+        scale: "std" divides by the unbiased standard deviation of the group; "none" does not divide.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Raises:
+        ValueError: an unknown scale.
+    Source: Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning".
+        Differs: a group of one gets 0, and samples without a trained token do not count.
+    """
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    reachable = torch.where(counted, outcomes, -torch.inf)
+    best = counted & (reachable == group_maxima(reachable, group_ids))
+    second = group_maxima(reachable.masked_fill(best, -torch.inf), group_ids)
+    alone = group_sums(best.double(), group_ids) == 1
+    gains = torch.where(best & alone & has_baseline(counted, group_ids), outcomes - second, 0.0)
+    _, std = group_deviations(outcomes, counted, group_ids)
+    return spread_over_tokens(_scaled(gains, std, scale), loss_mask)
+
+
+def gdpo(
+    token_rewards: Tensor,
+    loss_mask: Tensor,
+    group_ids: Tensor,
+    reward_parts: Mapping[str, Tensor],
+    *,
+    weights: Mapping[str, float],
+) -> Tensor:
+    """Every part of the reward is compared within the group on its own, so that a part with large values cannot hide
+    another: sum over parts k of weight_k (R_k - mean_k) / (std_k + 1e-6), then whitened over the step's tokens.
+
+    Args:
+        token_rewards: [N, L] float32, not read: the parts take its place.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+        reward_parts: of each part [N] float32, at least one part.
+        weights: by part; a part that is not named has weight 1.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Raises:
+        ValueError: no parts, or a weight for a part that does not exist.
+    Source: Liu et al. 2026 (GDPO). Differs: a group of one gets 0 and is left out of the whitening, which would give it
+        the step's mean with the opposite sign; samples without a trained token do not count.
+    """
+    if not reward_parts:
+        raise ValueError("gdpo compares the parts of the reward, but the reward function returned only a score")
+    if unknown := weights.keys() - reward_parts.keys():
+        known = ", ".join(reward_parts)
+        raise ValueError(f"weights for {', '.join(sorted(unknown))}, but the parts of the reward are {known}")
+    counted = loss_mask.any(1)
+    combined = torch.zeros(len(loss_mask), dtype=torch.float64)
+    for name, rewards in reward_parts.items():
+        weight = weights.get(name, 1.0)
+        deviations, std = group_deviations(rewards.double(), counted, group_ids)
+        combined = combined + weight * _scaled(deviations, std, "std")
+    return _whitened_over_tokens(combined, loss_mask, has_baseline(counted, group_ids))
 
 
 def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
@@ -71,10 +140,100 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
     Source: Kool et al. 2019; Ahmadian et al. 2024 (RLOO).
         Differs: a group of one gets 0, and samples without a trained token do not count.
     """
-    outcomes, counted = _outcomes(token_rewards, loss_mask)
-    num_others = _group_sums(counted.double(), group_ids) - 1
-    baseline = (_group_sums(outcomes, group_ids) - outcomes) / num_others.clamp(min=1)
-    return _broadcast(torch.where(num_others > 0, outcomes - baseline, 0.0), loss_mask)
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    num_others = group_sums(counted.double(), group_ids) - 1
+    baseline = (group_sums(outcomes, group_ids) - outcomes) / num_others.clamp(min=1)
+    return spread_over_tokens(torch.where(num_others > 0, outcomes - baseline, 0.0), loss_mask)
+
+
+def reinforce_plus_plus_baseline(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
+    """R minus the mean R of the group, whitened over the trained tokens of the whole step.
+
+    Args:
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Source: Hu et al. 2025 (REINFORCE++ with baseline). Differs: a group of one gets 0 and is left out of the whitening,
+        which would give it the step's mean with the opposite sign; samples without a trained token do not count.
+    """
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    deviations, _ = group_deviations(outcomes, counted, group_ids)
+    return _whitened_over_tokens(deviations, loss_mask, has_baseline(counted, group_ids))
+
+
+def remax(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """R minus the reward of the greedy completion of the same prompt, which is a baseline for a group of one too.
+
+    Args:
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, not read: each sample has its own baseline.
+        greedy_rewards: [N] float32, of the greedy completion of the sample's prompt.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Source: Li et al. 2023 (ReMax).
+    """
+    outcomes, _ = sample_outcomes(token_rewards, loss_mask)
+    return spread_over_tokens(outcomes - greedy_rewards.double(), loss_mask)
+
+
+def opo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
+    """R minus the length-weighted mean R of the group, length being the number of trained tokens: the baseline of least
+    variance if every token adds the same to the gradient's norm.
+
+    Args:
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Source: Hao et al. 2025 (OPO). Differs: a group of one gets 0.
+    """
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    lengths = loss_mask.sum(1).double()
+    baseline = group_sums(lengths * outcomes, group_ids) / group_sums(lengths, group_ids).clamp(min=1)
+    return spread_over_tokens(torch.where(has_baseline(counted, group_ids), outcomes - baseline, 0.0), loss_mask)
+
+
+def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
+    """(R - mean) alpha, with alpha = number of samples / number of samples with a reward other than 0, over the step.
+
+    Args:
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Source: Chu et al. 2025 (GPG). Differs: a group of one gets 0, and samples without a trained token do not
+        count, neither in the mean nor in alpha.
+    """
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    deviations, _ = group_deviations(outcomes, counted, group_ids)
+    alpha = counted.sum() / (outcomes != 0).sum().clamp(min=1)
+    return spread_over_tokens(alpha * deviations, loss_mask)
+
+
+def maxrl(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
+    """(R - mean) / mean over the group: prompts that are rarely solved weigh more, as in maximum likelihood.
+
+    For rewards of 0 and 1 the mean is the estimated chance of success p, and the gradient is that of log p, expanded to
+    as many terms as the group has samples.
+
+    Args:
+        token_rewards: [N, L] float32, not negative; rewards where not trained are ignored.
+        loss_mask: [N, L] bool, True = trained.
+        group_ids: [N] int64, equal for the samples of one prompt.
+    Returns:
+        [N, L] float32, 0 where not trained.
+    Source: Tajwar et al. 2026 (Maximum Likelihood Reinforcement Learning). Differs: a group whose mean is
+        not positive gets 0 (below 0 the division would reward the worst), and so does a group of one.
+    """
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
+    deviations, _ = group_deviations(outcomes, counted, group_ids)
+    means = group_means(outcomes, counted, group_ids)
+    return spread_over_tokens(torch.where(counted & (means > 0), deviations / means, 0.0), loss_mask)
 
 
 def group_metrics(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metrics:
@@ -87,28 +246,29 @@ def group_metrics(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -
     Returns:
         advantage/num_groups_without_baseline: groups in which fewer than two samples have a trained token.
         advantage/num_zero_variance_groups: the other groups whose rewards are all equal.
+        advantage/zero_variance_fraction: the share of these among the groups that have a baseline; 1 = nothing learned.
     """
-    outcomes, counted = _outcomes(token_rewards, loss_mask)
+    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
     groups = [outcomes[counted & (group_ids == group)] for group in group_ids.unique()]
     compared = [group for group in groups if len(group) > 1]
+    num_equal = sum(bool((g == g[0]).all()) for g in compared)
     return {
         "advantage/num_groups_without_baseline": MetricValue.sum(len(groups) - len(compared)),
-        "advantage/num_zero_variance_groups": MetricValue.sum(sum(bool((g == g[0]).all()) for g in compared)),
+        "advantage/num_zero_variance_groups": MetricValue.sum(num_equal),
+        "advantage/zero_variance_fraction": MetricValue.mean(num_equal, len(compared)),
     }
 
 
-def _outcomes(token_rewards: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each sample the sum of its rewards, [N] float64, and whether it has a trained token, [N] bool."""
-    # The mean of equal float32 rewards is exact in float64, so a group without variance gets exactly 0. In float32 the
-    # rounding error of the mean would be divided by std + 1e-6 = 1e-6.
-    return torch.where(loss_mask, token_rewards.double(), 0.0).sum(1), loss_mask.any(1)
+def _scaled(values: Tensor, std: Tensor, scale: Literal["std", "none"]) -> Tensor:
+    match scale:
+        case "std":
+            return values / (std + STD_EPSILON)
+        case "none":
+            return values
+        case _:
+            raise ValueError(f"scale={scale} is not known; use std or none")
 
 
-def _group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
-    """[N] -> [N]: for every sample the sum over its group."""
-    groups, group_index = group_ids.unique(return_inverse=True)
-    return values.new_zeros(len(groups)).index_add(0, group_index, values)[group_index]
-
-
-def _broadcast(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    return torch.where(loss_mask, advantages[:, None].float(), 0.0)
+def _whitened_over_tokens(advantages: Tensor, loss_mask: Tensor, compared: Tensor) -> Tensor:
+    """[N] float64 -> [N, L] float32, whitened over the trained tokens of compared samples; 0 elsewhere."""
+    return whitened(advantages[:, None].expand(loss_mask.shape), loss_mask & compared[:, None]).float()

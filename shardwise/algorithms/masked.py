@@ -26,6 +26,28 @@ def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
 
 
+def sequence_means(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Means over the trained tokens of each sequence of a packed batch.
+
+    Args:
+        values: [T] floating point, 0 where not trained.
+        loss_mask: [T] bool, True = trained.
+        cu_seqlens: [S + 1] int32 or int64.
+    Returns:
+        [S] of the dtype of `values`; 0 for a sequence without a trained token.
+    """
+    return sequence_sums(values, cu_seqlens) / sequence_sums(loss_mask.to(values.dtype), cu_seqlens).clamp(min=1)
+
+
+def spread(sequence_values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[S] -> [T]: gives every token the value of its sequence; not differentiable.
+
+    Its gradient would add the tokens of a sequence in random order on CUDA; the losses need none.
+    """
+    # output_size skips a wait for the device.
+    return sequence_values.detach().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+
+
 def aggregate(
     token_losses: Tensor,
     *,
@@ -73,8 +95,7 @@ def aggregate(
         case "token-mean":
             return losses.sum() / num_tokens
         case "seq-mean-token-mean":
-            trained_lengths = sequence_sums(loss_mask.to(losses.dtype), cu_seqlens)
-            return (sequence_sums(losses, cu_seqlens) / trained_lengths.clamp(min=1)).sum() / num_sequences
+            return sequence_means(losses, loss_mask, cu_seqlens).sum() / num_sequences
         case "seq-mean-token-sum":
             return losses.sum() / num_sequences
         case "seq-mean-token-sum-norm":
@@ -84,6 +105,22 @@ def aggregate(
             return losses.sum()
         case _:
             raise ValueError(f"mode={mode} is no aggregation; use one of {', '.join(get_args(Aggregation))}")
+
+
+def whitened(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over trained tokens, with the unbiased variance.
+
+    Args:
+        values: [N, L] float64; ignored where not trained, NaN included.
+        loss_mask: [N, L] bool, True = trained.
+    Returns:
+        [N, L] float64, 0 where not trained; all 0 for a single token, and where all values are equal.
+    """
+    num_tokens = loss_mask.sum()
+    mean = torch.where(loss_mask, values, 0.0).sum() / num_tokens.clamp(min=1)
+    centered = torch.where(loss_mask, values - mean, 0.0)
+    variance = centered.square().sum() / (num_tokens - 1).clamp(min=1)
+    return centered / (variance + 1e-8).sqrt()
 
 
 def trained_mean(values: Tensor, loss_mask: Tensor) -> MetricValue:

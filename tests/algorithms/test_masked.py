@@ -6,7 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.algorithms.masked import Aggregation, aggregate, sequence_sums, trained_mean
+from shardwise.algorithms.masked import (
+    Aggregation,
+    aggregate,
+    sequence_means,
+    sequence_sums,
+    spread,
+    trained_mean,
+    whitened,
+)
 from shardwise.config import AlgorithmConfig
 from shardwise.types import Denominators, merge_metrics
 
@@ -63,6 +71,20 @@ def test_modes_are_those_of_the_config():
 def test_sequence_sums_by_hand():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     assert sequence_sums(values, torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [3.0, 0.0, 12.0]
+
+
+def test_sequence_means_are_over_trained_tokens():
+    values = torch.tensor([0.0, 2.0, 4.0, 0.0, 5.0, 0.0])  # 0 where not trained
+    loss_mask = torch.tensor([False, True, True, False, True, False])
+    cu_seqlens = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    assert sequence_means(values, loss_mask, cu_seqlens).tolist() == [3.0, 5.0, 0.0]
+
+
+def test_spread_gives_each_token_its_sequences_value_without_a_gradient():
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    spread_values = spread(values, torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
+    assert spread_values.tolist() == [1.0, 1.0, 3.0, 3.0, 3.0]
+    assert not spread_values.requires_grad
 
 
 def test_sequence_sums_gradient():
@@ -160,8 +182,8 @@ def test_aggregate_refuses_what_has_no_meaning(mode, divisor, message):
         aggregate(losses, mode=mode, divisor=divisor, **arguments)
 
 
-def test_trained_mean_weights_every_token_equally():
-    """Trap 13: three tokens in one micro-batch and one in the other, not the mean of two means."""
+def test_trap_13_trained_mean_weights_every_token_equally():
+    """Three tokens in one micro-batch and one in the other, not the mean of two means."""
     first = trained_mean(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]))
     second = trained_mean(torch.tensor([10.0, float("nan")]), torch.tensor([True, False]))
     assert merge_metrics([{"x": first}, {"x": second}])["x"].result() == (1 + 2 + 3 + 10) / 4
@@ -171,3 +193,24 @@ def test_trained_mean_of_bools_is_a_fraction_and_of_nothing_is_zero():
     holds = torch.tensor([True, False, True, True])
     assert trained_mean(holds, torch.tensor([True, True, True, False])).result() == pytest.approx(2 / 3)
     assert trained_mean(holds, torch.zeros(4, dtype=torch.bool)).result() == 0.0
+
+
+@given(
+    values=st.lists(st.floats(-5, 5), min_size=2, max_size=12),
+    mask=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_whitened_has_mean_0_and_variance_1_over_trained_tokens(values, mask):
+    mask = torch.tensor(mask[: len(values)])
+    values = torch.tensor(values, dtype=torch.float64)
+    trained = values[mask].numpy()
+    found = whitened(values.where(mask, float("nan")), mask)
+    assert not found[~mask].any()
+    if len(trained) > 1:
+        expected = (trained - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8)
+        np.testing.assert_allclose(found[mask], expected, atol=1e-9)
+
+
+def test_trap_08_whitening_one_token_equal_values_or_nothing_is_zero():
+    values = torch.tensor([[3.0, 3.0, 7.0]], dtype=torch.float64)
+    for mask in ([True, True, False], [False, False, True], [False] * 3):
+        assert not whitened(values, torch.tensor([mask])).any()

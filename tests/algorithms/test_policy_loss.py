@@ -40,9 +40,13 @@ def loop_ppo(logprobs, old_logprobs, advantages, loss_mask, *, clip_low, clip_hi
     }
 
 
+def one_sequence(num_tokens):
+    return torch.tensor([0, num_tokens], dtype=torch.int32)
+
+
 def tensors(rows):
     *arrays, mask = zip(*rows, strict=True)
-    return [*(torch.tensor(a, dtype=torch.float64) for a in arrays), torch.tensor(mask)]
+    return [*(torch.tensor(a, dtype=torch.float64) for a in arrays), torch.tensor(mask), one_sequence(len(rows))]
 
 
 rows = st.lists(
@@ -64,7 +68,9 @@ def test_ppo_clip_equals_the_formula_written_as_a_loop(dual_clip, rows):
 def test_ppo_clip_by_hand():
     # ratio 2 with A = 1 is clipped to 1.3; ratio 1/2 with A = -1 to 0.8; ratio 4 with A = -1 to the dual bound 3
     logprobs, old = torch.tensor([0.5, 0.25, 0.8]).log(), torch.tensor([0.25, 0.5, 0.2]).log()
-    losses, metrics = ppo_clip(logprobs, old, torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), **CLIP)
+    losses, metrics = ppo_clip(
+        logprobs, old, torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), one_sequence(3), **CLIP
+    )
     torch.testing.assert_close(losses, torch.tensor([-1.3, 0.8, 3.0]))
     for name in ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction"):
         assert metrics[f"policy/{name}"].result() == pytest.approx(1 / 3)
@@ -74,16 +80,18 @@ def test_on_policy_gradient_is_the_policy_gradient():
     """At ratio 1 the gradient with respect to logprobs is -A."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([0.5, -2.0, 3.0])
-    losses, _ = ppo_clip(logprobs, logprobs.detach(), advantages, torch.tensor([True, True, False]), **CLIP)
+    losses, _ = ppo_clip(
+        logprobs, logprobs.detach(), advantages, torch.tensor([True, True, False]), one_sequence(3), **CLIP
+    )
     losses.sum().backward()
     assert logprobs.grad.tolist() == [-0.5, 2.0, 0.0]
 
 
 @given(rows=near_rows)
 def test_clip_bounds_the_loss_and_cuts_the_gradient(rows):
-    logprobs, old_logprobs, advantages, loss_mask = tensors(rows)
+    logprobs, old_logprobs, advantages, loss_mask, cu_seqlens = tensors(rows)
     logprobs.requires_grad_()
-    losses, _ = ppo_clip(logprobs, old_logprobs, advantages, loss_mask, **CLIP)
+    losses, _ = ppo_clip(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, **CLIP)
     losses.sum().backward()
     ratio, size = (logprobs - old_logprobs).detach().exp(), advantages.abs()
     negative = advantages < 0
@@ -101,14 +109,18 @@ def test_gradient():
     old_logprobs, advantages = -torch.rand(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
     logprobs = (old_logprobs + torch.randn(20, dtype=torch.float64)).requires_grad_()
     mask = torch.rand(20) > 0.2
-    assert torch.autograd.gradcheck(lambda p: ppo_clip(p, old_logprobs, advantages, mask, **CLIP)[0], logprobs)
+    assert torch.autograd.gradcheck(
+        lambda p: ppo_clip(p, old_logprobs, advantages, mask, one_sequence(20), **CLIP)[0], logprobs
+    )
 
 
 def test_untrained_tokens_never_reach_loss_gradient_or_metrics():
     rubbish = [float("nan"), float("inf"), -float("inf")]
     logprobs = torch.tensor([-1.0, *rubbish], requires_grad=True)
     mask = torch.tensor([True, False, False, False])
-    losses, metrics = ppo_clip(logprobs, torch.tensor([-1.0, *rubbish]), torch.tensor([2.0, *rubbish]), mask, **CLIP)
+    losses, metrics = ppo_clip(
+        logprobs, torch.tensor([-1.0, *rubbish]), torch.tensor([2.0, *rubbish]), mask, one_sequence(4), **CLIP
+    )
     losses.sum().backward()
     assert losses.tolist() == [-2.0, 0.0, 0.0, 0.0]
     assert logprobs.grad.tolist() == [-2.0, 0.0, 0.0, 0.0]
@@ -117,7 +129,7 @@ def test_untrained_tokens_never_reach_loss_gradient_or_metrics():
 
 def test_nothing_trained_is_zero_with_a_graph():
     logprobs = torch.zeros(1, requires_grad=True)
-    losses, metrics = ppo_clip(logprobs, torch.zeros(1), torch.zeros(1), torch.tensor([False]), **CLIP)
+    losses, metrics = ppo_clip(logprobs, torch.zeros(1), torch.zeros(1), torch.tensor([False]), one_sequence(1), **CLIP)
     losses.sum().backward()
     assert logprobs.grad.tolist() == [0.0]
     assert all(value.result() == 0.0 for value in metrics.values())
@@ -127,7 +139,12 @@ def test_log_ratio_is_clamped_and_counted():
     logprobs = torch.tensor([0.0, -50.0, -1.0], requires_grad=True)
     old = torch.tensor([-50.0, 0.0, -1.0])
     losses, metrics = ppo_clip(
-        logprobs, old, torch.tensor([-1.0, 1.0, 1.0]), torch.ones(3, dtype=torch.bool), **{**CLIP, "dual_clip": None}
+        logprobs,
+        old,
+        torch.tensor([-1.0, 1.0, 1.0]),
+        torch.ones(3, dtype=torch.bool),
+        one_sequence(3),
+        **{**CLIP, "dual_clip": None},
     )
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([math.exp(20), -math.exp(-20), -1.0])
@@ -145,6 +162,11 @@ def test_metrics_are_the_same_for_every_micro_batch_split(rows, cut):
 
 def test_metrics_carry_no_graph():
     _, metrics = ppo_clip(
-        torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2), torch.ones(2, dtype=torch.bool), **CLIP
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(2),
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        one_sequence(2),
+        **CLIP,
     )
     assert not any(value.total.requires_grad for value in metrics.values())
