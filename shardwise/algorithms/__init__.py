@@ -25,6 +25,7 @@ from shardwise.algorithms.kl import adaptive_kl_coef, kl_divergence
 from shardwise.algorithms.masked import aggregate, sequence_sums, trained_mean
 from shardwise.algorithms.overlong import overlong_penalty
 from shardwise.algorithms.policy_loss import cispo, ppo_clip, reinforce, sapo
+from shardwise.algorithms.preference_loss import bradley_terry, dpo, ipo, kto, orpo, simpo
 from shardwise.algorithms.ratios import derived_mismatch_metrics, mismatch_metrics
 from shardwise.algorithms.returns import gae, reinforce_plus_plus
 from shardwise.algorithms.rollout_correction import correction_metrics, rollout_rejection, rollout_weights
