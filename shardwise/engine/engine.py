@@ -70,6 +70,7 @@ class TrainEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         head: HeadName = "logprobs",
+        pad_token_id: int | None = None,
         seed: int = 0,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
@@ -77,6 +78,8 @@ class TrainEngine:
         Args:
             optimizer: belongs to the strategy fsdp2_train (EngineConfig) and only to it.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            head: what the model says about its tokens. A value head that the folder lacks starts at random.
+            pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, and of the rounding of bfloat16 masters.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
@@ -89,7 +92,15 @@ class TrainEngine:
         dims = ParallelDims.from_sizes(
             world_size=dist.get_world_size(), fsdp_size=config.fsdp_size, ulysses_size=config.ulysses_size
         )
-        sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head, seed=seed)
+        sharded = build_sharded(
+            folder,
+            config,
+            dims.build(device.type),
+            device=device,
+            head_name=head,
+            pad_token_id=pad_token_id,
+            seed=seed,
+        )
         sharded_optimizer = None
         if optimizer is not None:
             sharded_optimizer = ShardedOptimizer(
@@ -253,7 +264,7 @@ class TrainEngine:
 
     def _run(self, batch: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
         ulysses, head = self._backend.ulysses, self._model.head
-        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device)
+        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device, pad_token_id=head.pad_token_id)
         results = self._model(tokens, self._backend, temperature=temperature, with_entropy=with_entropy)
         whole = [tokens.assemble(result, ulysses) for result in results]
         return head.outputs(*whole)

@@ -16,17 +16,21 @@ from shardwise.types import TokenOutputs
 
 HeadName = Literal["logprobs", "token_values", "sequence_scores"]
 """logprobs: a causal language model. token_values: a critic, one value for each trained token, from the state before
-it. sequence_scores: a reward model, one score for each sequence, from its last state."""
+it. sequence_scores: a reward model, one score for each sequence, from the state at its end (see ScoredTokens.LAST)."""
 
 
-OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
-"""What transformers' models call the layer that maps the last hidden state to logits or scores."""
+LANGUAGE_MODEL_PROJECTIONS = frozenset({"lm_head", "embed_out"})
+"""What transformers' models call the layer that maps the last hidden state to logits."""
+
+OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | {"score"}
+"""Those, and what it calls the layer that maps it to scores."""
 
 
 class LogprobHead(nn.Module):
     """The output projection of a causal language model, applied in chunks to the states that are scored."""
 
     scored = ScoredTokens.TRAINED
+    pad_token_id = None
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
@@ -54,10 +58,11 @@ class LogprobHead(nn.Module):
 class ValueHead(nn.Module):
     """A projection to one number (transformers' `score`)."""
 
-    def __init__(self, projection: nn.Linear, scored: ScoredTokens) -> None:
+    def __init__(self, projection: nn.Linear, scored: ScoredTokens, pad_token_id: int | None = None) -> None:
         super().__init__()
         self.projection = projection
         self.scored = scored
+        self.pad_token_id = pad_token_id
 
     def forward(
         self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
@@ -78,7 +83,7 @@ def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead
         case "token_values":
             return ValueHead(model.score, ScoredTokens.TRAINED)
         case "sequence_scores":
-            return ValueHead(model.score, ScoredTokens.LAST)
+            return ValueHead(model.score, ScoredTokens.LAST, model.config.get_text_config().pad_token_id)
 
 
 def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | None:
@@ -86,7 +91,7 @@ def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | No
     every layout. None for a language model, whose head is part of it."""
     if name == "logprobs":
         return None
-    std = model.config.get_text_config().initializer_range
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)  # as transformers draws it: OPT has none
     weight = torch.empty(model.score.weight.shape, device="cpu")
     fresh = {"score.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
     if model.score.bias is not None:

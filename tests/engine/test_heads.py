@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, OPTConfig
 
 from shardwise.engine.heads import LogprobHead, ValueHead, fresh_head, make_head
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
@@ -127,3 +127,18 @@ def test_a_fresh_head_is_drawn_the_same_whatever_was_drawn_before():
     assert not first["score.bias"].any()
     assert fresh_head(value_model("llama", "sequence_scores"), "sequence_scores").keys() == {"score.weight"}
     assert fresh_head(tiny_model("llama"), "logprobs") is None
+
+
+def test_only_the_head_of_a_reward_model_knows_the_padding():
+    """Its own config names it, in which the engine puts the tokenizer's."""
+    model = value_model("llama", "sequence_scores")
+    assert make_head(model, "sequence_scores").pad_token_id == 0
+    model.config.pad_token_id = 7
+    assert make_head(model, "sequence_scores").pad_token_id == 7
+    assert make_head(value_model("llama", "token_values"), "token_values").pad_token_id is None
+    assert make_head(tiny_model("llama"), "logprobs").pad_token_id is None
+
+
+def test_a_family_without_an_initializer_range_gets_the_default_of_transformers():
+    model = AutoModelForSequenceClassification.from_config(OPTConfig(num_hidden_layers=1, num_labels=1, vocab_size=8))
+    assert 0.018 < float(fresh_head(model, "sequence_scores")["score.weight"].std()) < 0.022
