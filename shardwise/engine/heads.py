@@ -3,16 +3,17 @@
 Shapes: t tokens of this rank, n of them scored, D hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.engine.lesson import Lesson
 from shardwise.engine.logprobs import selected_logprobs
 from shardwise.engine.token_slice import ScoredTokens
 from shardwise.ops import LogitTransform
-from shardwise.types import TokenOutputs
 
 HeadName = Literal["logprobs", "token_values", "sequence_scores"]
 """logprobs: a causal language model. token_values: a critic, one value for each trained token, from the state before
@@ -26,6 +27,21 @@ OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | {"score"}
 """Those, and what it calls the layer that maps it to scores."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a language model is asked about its scored tokens. A value head has one answer and reads none of it."""
+
+    temperature: float = 1.0
+    """Of logprobs and entropy; a lesson has one of its own."""
+    logprobs: bool = True
+    entropy: bool = False
+    """With the logprobs only."""
+    states: bool = False
+    """The hidden states themselves: what a teacher gives."""
+    lesson: Lesson | None = None
+    """What a student's divergence is measured from. In here, FSDP does not cast it to the student's dtype."""
+
+
 class LogprobHead(nn.Module):
     """The output projection of a causal language model, applied in chunks to the states that are scored."""
 
@@ -35,24 +51,29 @@ class LogprobHead(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.projection: nn.Linear = causal_lm.get_output_embeddings()
-        self._transform = LogitTransform.from_config(causal_lm.config.get_text_config())
+        self.transform = LogitTransform.from_config(causal_lm.config.get_text_config())
 
-    def forward(
-        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, ...]:
-        """hidden [t, D], states and targets [n] -> logprobs [n] and, if asked for, entropy [n], float32."""
-        logprobs, entropy = selected_logprobs(
-            hidden.index_select(0, states),
-            self.projection.weight,
-            targets,
-            temperature=temperature,
-            transform=self._transform,
-            with_entropy=with_entropy,
-        )
-        return (logprobs, entropy) if with_entropy else (logprobs,)
-
-    def outputs(self, logprobs: Tensor, entropy: Tensor | None = None) -> TokenOutputs:
-        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+    def forward(self, hidden: Tensor, states: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        """hidden [t, D], states and targets [n] -> what is wanted of logprobs, entropy and divergence, [n] float32 by
+        the names of TokenOutputs, and of states [n, D]."""
+        scored, weight = hidden.index_select(0, states), self.projection.weight
+        found: dict[str, Tensor] = {}
+        if wanted.logprobs:
+            found["logprobs"], entropy = selected_logprobs(
+                scored,
+                weight,
+                targets,
+                temperature=wanted.temperature,
+                transform=self.transform,
+                with_entropy=wanted.entropy,
+            )
+            if wanted.entropy:
+                found["entropy"] = entropy
+        if wanted.lesson is not None:
+            found["divergence"] = wanted.lesson.divergence_of(scored, weight, self.transform)
+        if wanted.states:
+            found["states"] = scored
+        return found
 
 
 class ValueHead(nn.Module):
@@ -64,15 +85,10 @@ class ValueHead(nn.Module):
         self.scored = scored
         self.pad_token_id = pad_token_id
 
-    def forward(
-        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor]:
+    def forward(self, hidden: Tensor, states: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         """hidden [t, D], states [n] -> values [n] float32; the other arguments are those of a LogprobHead, unused."""
         values = hidden.index_select(0, states).float() @ self.projection.weight.float()[0]
-        return (values if self.projection.bias is None else values + self.projection.bias.float(),)
-
-    def outputs(self, values: Tensor) -> TokenOutputs:
-        return TokenOutputs(values=values)
+        return {"values": values if self.projection.bias is None else values + self.projection.bias.float()}
 
 
 def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead:

@@ -20,7 +20,7 @@ from shardwise.engine.activations import checkpoint_layers, chooses_by_operation
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
-from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, fresh_head, make_head
+from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.model_folder import take_generation_config
@@ -52,10 +52,8 @@ class ScoringModel(nn.Module):
         self.head = head
         self._num_layers: int = hf_model.config.get_text_config().num_hidden_layers
 
-    def forward(
-        self, tokens: TokenSlice, backend: AttentionBackend, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, ...]:
-        """This rank's tokens -> what the head gives for the scored ones among them, each [n] float32.
+    def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
+        """This rank's tokens -> what the head gives for the scored ones among them, by name.
 
         Raises:
             ModelError: not every layer computed its attention through the packed one.
@@ -72,10 +70,8 @@ class ScoringModel(nn.Module):
                 f"{type(self.hf_model).__name__} is not supported: its {self._num_layers} layers called the packed "
                 f"attention {call.num_attention_calls} times instead of once each"
             )
-        out: tuple[Tensor, ...] = self.head(
-            hidden, tokens.states, tokens.targets, temperature=temperature, with_entropy=with_entropy
-        )
-        return out
+        found: dict[str, Tensor] = self.head(hidden, tokens.states, tokens.targets, wanted)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
