@@ -40,10 +40,11 @@ from shardwise.config.errors import (
     TrainingError,
     UserError,
 )
-from shardwise.config.preference import BradleyTerry, DistillationConfig, Kto, PreferenceLoss
+from shardwise.config.preference import BradleyTerry, DistillationConfig, JensenShannon, Kto, PreferenceLoss
 from shardwise.config.recipes import (
     BatchTrainerConfig,
     CriticConfig,
+    DistillConfig,
     EvalConfig,
     EvalSettings,
     PreferenceConfig,
