@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensor_shapes import TensorShapes
 from tiny_models import random_samples, tiny_folder, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -309,19 +308,6 @@ def self_divergence(folder):
     return max(float(out.divergence.abs().max()) for out in engine.forward(batches, lessons=lessons))
 
 
-class Sizes(TorchDispatchMode):
-    """Records the shape of every tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        return out
-
-
 def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, options):
     kept, vocabulary.CHUNK_ELEMENTS = vocabulary.CHUNK_ELEMENTS, chunk_elements
     try:
@@ -330,12 +316,12 @@ def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, opt
         )
         teacher = TrainEngine.build(Path(teacher_folder), FrozenEngineConfig(**options), device=CPU)
         step = pack([sample], num_shards=1, max_tokens=len(sample.token_ids))
-        with Sizes() as sizes:
+        with TensorShapes() as made:
             lessons = teacher.lessons(step.shards[0], Divergence(kind="jensen_shannon"))
             student.forward_backward(
                 step.shards[0], distill_loss(), step.denominators, lessons=lessons, with_logprobs=False
             )
-        return sizes.shapes
+        return made.shapes
     finally:
         vocabulary.CHUNK_ELEMENTS = kept
 
