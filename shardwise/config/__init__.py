@@ -55,5 +55,5 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainerConfig,
 )
-from shardwise.config.reward import FunctionReward, JudgeReward, RewardConfig
+from shardwise.config.reward import FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig

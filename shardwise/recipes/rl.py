@@ -8,6 +8,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
+from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
@@ -33,10 +34,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model.config, group, total_steps)
-    counts = load_metrics(*engines.all)
+    reward_models = build_reward_engines(config.reward, group)
+    counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
-        make_rewards(config.reward) as rewards,
+        make_rewards(config.reward, reward_models) as rewards,
         Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps) as run,
         SampleLog(run.output_dir) as sample_log,
     ):

@@ -264,12 +264,19 @@ def refusals(folder, others):
     errors = []
     for teacher_folder, head, options, teacher_options in others:
         student = TrainEngine.build(Path(folder), FrozenEngineConfig(**options), device=CPU)
-        teacher = TrainEngine.build(Path(teacher_folder), FrozenEngineConfig(**teacher_options), device=CPU, head=head)
+        teacher = build_any(Path(teacher_folder), head, teacher_options)
         try:
             student.check_teacher(teacher)
         except (ModelError, ConfigError) as error:
             errors.append((type(error).__name__, str(error)))
     return errors
+
+
+def build_any(folder, head, options):
+    """A frozen language model, or a critic, whose head is new and so has to be trained."""
+    if head == "logprobs":
+        return TrainEngine.build(folder, FrozenEngineConfig(**options), device=CPU)
+    return TrainEngine.build(folder, EngineConfig(**options), device=CPU, optimizer=OptimizerConfig(), head=head)
 
 
 def test_a_teacher_that_cannot_teach_is_refused_with_both_numbers(run_ranks, tmp_path):
