@@ -99,7 +99,7 @@ class CustomRewards:
         """Imports the class and calls it with the config, in this process.
 
         Raises:
-            ConfigError: it cannot be imported, or its constructor raised.
+            ConfigError: it cannot be imported, its constructor raised, or it has no score and close.
         """
         assert config.manager is not None
         self._config = config
@@ -109,6 +109,9 @@ class CustomRewards:
             raise
         except Exception as error:
             raise ConfigError(f"reward.manager={config.manager}: {describe_error(error)}") from error
+        absent = [name for name in ("score", "close") if not callable(getattr(self._manager, name, None))]
+        if absent:
+            raise ConfigError(f"reward.manager={config.manager} has no method {absent[0]}; it needs score and close")
 
     def __enter__(self) -> Self:
         return self
