@@ -5,10 +5,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_steps import (
+    MODES,
+    NOTHING,
+    assert_equals_loops,
+    assert_gradcheck,
+    assert_invariant_to_splits,
+    packed,
+    passes,
+    random_step,
+    split_at_random,
+    steps,
+)
 
-from shardwise.algorithms.policy_loss import ppo_clip
+from shardwise.algorithms.policy_loss import cispo, ppo_clip, reinforce, sapo
 from shardwise.types import merge_metrics
 
+LOSSES = {
+    "ppo_clip": lambda *a: ppo_clip(*a[:5], clip_low=0.2137, clip_high=0.3137, dual_clip=3.137),
+    "cispo": lambda *a: cispo(*a[:5], clip_low=0.2137, clip_high=0.3137),
+    "sapo": lambda *a: sapo(*a[:5], tau_positive=1.0, tau_negative=1.25),
+    "reinforce": lambda *a: reinforce(*a[:5]),
+}
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
 
 
@@ -170,3 +188,121 @@ def test_metrics_carry_no_graph():
         **CLIP,
     )
     assert not any(value.total.requires_grad for value in metrics.values())
+
+
+def loop_cispo(tokens, selected):
+    weights = [min(max(math.exp(log_r), 1 - 0.2137), 1 + 0.3137) for _, log_r, _, _ in tokens]
+    return [(-w * a * new, -w * a) for w, (new, _, a, _) in zip(weights, tokens, strict=True)]
+
+
+def loop_sapo(tokens, selected):
+    values = []
+    for token in tokens:
+        _, log_r, a, _ = token
+        tau, ratio = 1.0 if a > 0 else 1.25, math.exp(log_r)
+        gate = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
+        slope = 4 * gate * (1 - gate) * ratio if passes(token) else 0.0
+        values.append((-4 / tau * gate * a, -slope * a))
+    return values
+
+
+def loop_reinforce(tokens, selected):
+    return [(-a * new, -a) for new, _, a, _ in tokens]
+
+
+LOOPS = {"cispo": loop_cispo, "sapo": loop_sapo, "reinforce": loop_reinforce}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@settings(max_examples=60)
+@given(step=steps)
+def test_value_and_gradient_equal_the_formula_written_as_a_loop(name, step):
+    metrics = assert_equals_loops(LOSSES[name], LOOPS[name], step)
+    if name == "cispo":
+        ratios = [math.exp(min(max(t[0] - t[1], -20), 20)) for sequence in step for t in sequence if t[3]]
+        count = max(len(ratios), 1)
+        assert metrics["policy/clip_fraction_low"].result() == pytest.approx(sum(r < 0.7863 for r in ratios) / count)
+        assert metrics["policy/clip_fraction_high"].result() == pytest.approx(sum(r > 1.3137 for r in ratios) / count)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=8)
+@given(step=steps, data=st.data())
+def test_trap_01_losses_are_the_same_for_every_split_order_and_packing(name, mode, step, data):
+    assert_invariant_to_splits(LOSSES[name], step, split_at_random(data, step), mode)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_derivatives(name):
+    step = random_step(0, [4, 1, 3])
+    if name == "cispo":  # its weight is a constant where everything is clipped to 1
+        assert_gradcheck(lambda *a: cispo(*a[:5], clip_low=0.0, clip_high=0.0), step)
+    else:
+        assert_gradcheck(LOSSES[name], step)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_at_ratio_1_is_the_policy_gradient(name):
+    logprobs, _, advantages, mask, *rest = packed(random_step(1, [3, 2]))
+    losses, _ = LOSSES[name](logprobs, logprobs.detach(), advantages, mask, *rest)
+    losses.sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_f37_infinite_old_logprobs_are_clamped_and_counted(name):
+    old = torch.tensor([-math.inf, -1.0])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    losses, metrics = LOSSES[name](logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), one_sequence(2))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+    assert metrics["policy/log_ratio_clamped"].result() == 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_f35_what_is_not_trained_is_zero_with_a_graph(name):
+    """Trap 8: a sequence without a trained token, full of rubbish, beside one that has one; and nothing at all."""
+    nan, inf = float("nan"), float("inf")
+    logprobs = torch.tensor([nan, inf, -1.0], requires_grad=True)
+    old, advantages = torch.tensor([nan, -inf, -1.0]), torch.tensor([inf, nan, 2.0])
+    cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+    losses, metrics = LOSSES[name](logprobs, old, advantages, torch.tensor([False, False, True]), cu_seqlens)
+    losses.sum().backward()
+    assert losses[:2].tolist() == [0.0, 0.0]
+    assert losses[2].isfinite()
+    assert logprobs.grad.tolist() == [0.0, 0.0, -2.0]
+    assert all(math.isfinite(value.result()) for value in metrics.values())
+
+    logprobs = torch.tensor([nan], requires_grad=True)
+    losses, metrics = LOSSES[name](logprobs, *NOTHING)
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == [0.0]
+    assert all(value.result() == 0.0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_stays_float32(name):
+    logprobs, old, advantages, *rest = packed(random_step(2, [3, 2]))
+    losses, _ = LOSSES[name](logprobs.float(), old.float(), advantages.float(), *rest)
+    assert losses.dtype == torch.float32
+
+
+def test_cispo_by_hand():
+    # ratio 2 weighs 1.3, ratio 1/2 weighs 0.8, and both keep their gradient
+    logprobs = torch.tensor([0.5, 0.25]).log().requires_grad_()
+    old, advantages = torch.tensor([0.25, 0.5]).log(), torch.tensor([1.0, -1.0])
+    arguments = (old, advantages, torch.ones(2, dtype=torch.bool), one_sequence(2))
+    losses, _ = cispo(logprobs, *arguments, clip_low=0.2, clip_high=0.3)
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1.3, 0.8])
+    assert losses.tolist() == pytest.approx([1.3 * math.log(2), -0.8 * math.log(4)])
+
+
+def test_sapo_by_hand():
+    # ratio 3: 4 sigmoid(2) for A = 1 and tau 1; 2 sigmoid(4) for A = -1 and tau 2
+    logprobs, old = torch.tensor([0.75, 0.75]).log(), torch.tensor([0.25, 0.25]).log()
+    arguments = (logprobs, old, torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), one_sequence(2))
+    losses, _ = sapo(*arguments, tau_positive=1.0, tau_negative=2.0)
+    assert losses.tolist() == pytest.approx([-4 / (1 + math.exp(-2)), 2 / (1 + math.exp(-4))])
