@@ -171,13 +171,15 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What a forward pass gives for a TokenBatch: logprobs and entropy of a language model, or values of a critic or
-    reward model. 0 where nothing is scored."""
+    """What a forward pass gives for a TokenBatch: logprobs, entropy and divergence of a language model, or values of a
+    critic or reward model. 0 where nothing is scored."""
 
     logprobs: Tensor | None = None
     """[T] float32, nats, temperature applied."""
     entropy: Tensor | None = None
     """[T] float32, nats, of the distribution that predicts the token; carries no gradient. None unless asked for."""
+    divergence: Tensor | None = None
+    """[T] float32, nats, of the distribution that predicts the token from a teacher's. None without a teacher."""
     values: Tensor | None = None
     """[T] float32."""
 

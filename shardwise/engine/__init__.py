@@ -3,6 +3,7 @@
 from shardwise.engine.convert import convert_folder
 from shardwise.engine.engine import LossFn, TrainEngine
 from shardwise.engine.heads import HeadName
+from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.offload import Part

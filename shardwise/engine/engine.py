@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.export import export_folder
-from shardwise.engine.heads import HeadName
+from shardwise.engine.heads import HeadName, LogprobHead, Wanted
+from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.runtime_state import has_adapters
+from shardwise.engine.shards import gathered
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
@@ -47,7 +50,7 @@ class TrainEngine:
         self._backend = sharded.backend
         self._optimizer = optimizer
         self._device = device
-        self._export_dtype: torch.dtype = getattr(torch, config.param_dtype)
+        self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
         self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
         self._on_host: dict[Part, HostCopies] = {
@@ -70,6 +73,7 @@ class TrainEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         head: HeadName = "logprobs",
+        pad_token_id: int | None = None,
         seed: int = 0,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
@@ -77,6 +81,8 @@ class TrainEngine:
         Args:
             optimizer: belongs to the strategy fsdp2_train (EngineConfig) and only to it.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            head: what the model says about its tokens. A value head that the folder lacks starts at random.
+            pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, and of the rounding of bfloat16 masters.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
@@ -89,7 +95,15 @@ class TrainEngine:
         dims = ParallelDims.from_sizes(
             world_size=dist.get_world_size(), fsdp_size=config.fsdp_size, ulysses_size=config.ulysses_size
         )
-        sharded = build_sharded(folder, config, dims.build(device.type), device=device, head_name=head, seed=seed)
+        sharded = build_sharded(
+            folder,
+            config,
+            dims.build(device.type),
+            device=device,
+            head_name=head,
+            pad_token_id=pad_token_id,
+            seed=seed,
+        )
         sharded_optimizer = None
         if optimizer is not None:
             sharded_optimizer = ShardedOptimizer(
@@ -109,20 +123,69 @@ class TrainEngine:
         batches: Sequence[TokenBatch],
         *,
         temperature: float = 1.0,
+        with_logprobs: bool = True,
         with_entropy: bool = False,
         with_adapters: bool = True,
+        lessons: Sequence[Lesson] | None = None,
     ) -> list[TokenOutputs]:
         """What the head says about every micro-batch, on the host.
 
         Args:
-            with_entropy: False leaves it out and saves a pass over the logits.
+            with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
+            lessons: of a teacher, one for each micro-batch; the divergence from it is among the outputs.
         """
+        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
         with nullcontext() if with_adapters else self._adapters_off():
-            outputs = [self._run(batch, temperature, with_entropy).to(torch.device("cpu")) for batch in batches]
-        for unit in self._units:
-            unit.reshard()  # those that stay gathered for a backward pass, which does not follow
+            outputs = [
+                self._run(batch, about).to(torch.device("cpu")) for batch, about in zip(batches, wanted, strict=True)
+            ]
+        self._reshard()
         return outputs
+
+    @torch.no_grad()
+    def lessons(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[Lesson]:
+        """What this language model teaches another one on the same ranks about every micro-batch, without its logits.
+
+        A step's states wait on the host: scored tokens x hidden size. The output projection is gathered once, and is
+        whole on every rank's device until the last lesson is dropped: vocabulary x hidden size x bytes of param_dtype
+        (1.2 GB for 151,936 x 4,096 in bfloat16). What else this engine has on the device may be offloaded meanwhile.
+        """
+        head = self._model.head
+        assert isinstance(head, LogprobHead), "a value head has no distribution to learn from"
+        wanted = Wanted(logprobs=False, states=True)
+        states = [self._score(batch, wanted)[1]["states"].cpu() for batch in batches]
+        self._reshard()
+        projection = gathered(head.projection.weight, self._compute_dtype)
+        return [
+            Lesson(states=own, projection=projection, transform=head.transform, divergence=divergence) for own in states
+        ]
+
+    def check_teacher(self, teacher: Self) -> None:
+        """Asks once, after both are built, whether this model can be given lessons of `teacher`.
+
+        Raises:
+            ModelError: one of them is no language model, or their vocabularies differ in size.
+            ConfigError: they do not share sequences between the same ranks.
+        """
+        student_head, teacher_head = self._model.head, teacher._model.head
+        if not (isinstance(student_head, LogprobHead) and isinstance(teacher_head, LogprobHead)):
+            raise ModelError("a student and its teacher are both language models; a critic or reward model is neither")
+        vocab, teacher_vocab = len(student_head.projection.weight), len(teacher_head.projection.weight)
+        if vocab != teacher_vocab:
+            smaller = min(vocab, teacher_vocab)
+            raise ModelError(
+                f"the teacher's output projection has {teacher_vocab} words, the student's {vocab}; a divergence needs "
+                f"the same words in both. If their tokenizers are the same and what follows the first {smaller} words "
+                f"is padding, model.resize_token_embeddings({smaller}) and model.save_pretrained(folder) of "
+                "transformers write a copy of the larger one without it"
+            )
+        size, teacher_size = self._ulysses_size(), teacher._ulysses_size()
+        if size != teacher_size:
+            raise ConfigError(
+                f"the teacher's ulysses_size={teacher_size} is not the student's {size}; a rank teaches the tokens "
+                f"that it computes of the student, so set the teacher's to {size}"
+            )
 
     def forward_backward(
         self,
@@ -131,32 +194,36 @@ class TrainEngine:
         denominators: Denominators,
         *,
         temperature: float = 1.0,
+        with_logprobs: bool = True,
         with_entropy: bool = False,
+        lessons: Sequence[Lesson] | None = None,
     ) -> Metrics:
         """Accumulates the gradient of one optimizer step, reduced over ranks as engine.reduce_gradients says.
 
         A batch without samples still runs forward and backward: every rank must enter every collective.
 
+        Args:
+            temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
+        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
         with self._adapter_dropout():
-            return self._accumulate(batches, loss_fn, denominators, temperature, with_entropy)
+            return self._accumulate(batches, wanted, loss_fn, denominators)
 
     def _accumulate(
         self,
         batches: Sequence[TokenBatch],
+        wanted: Sequence[Wanted],
         loss_fn: LossFn,
         denominators: Denominators,
-        temperature: float,
-        with_entropy: bool,
     ) -> Metrics:
         assert self._optimizer is not None
         parts: list[Metrics] = []
-        for index, batch in enumerate(batches):
+        for index, (batch, about) in enumerate(zip(batches, wanted, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
-            outputs = self._run(batch, temperature, with_entropy)
+            outputs = self._run(batch, about)
             loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
             (loss * self._optimizer.loss_scale).backward()
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
@@ -186,7 +253,7 @@ class TrainEngine:
 
     def export_hf(self, path: Path, tokenizer: Any) -> None:
         """Writes a folder that `from_pretrained` loads, in the compute dtype, adapters merged."""
-        export_folder(self._model.hf_model, tokenizer, path, self._export_dtype)
+        export_folder(self._model.hf_model, tokenizer, path, self._compute_dtype)
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.
@@ -251,9 +318,32 @@ class TrainEngine:
 
         return adapters_off(self._model.hf_model)
 
-    def _run(self, batch: TokenBatch, temperature: float, with_entropy: bool) -> TokenOutputs:
+    def _run(self, batch: TokenBatch, wanted: Wanted) -> TokenOutputs:
+        tokens, found = self._score(batch, wanted)
+        return TokenOutputs(**{name: tokens.assemble(own, self._backend.ulysses) for name, own in found.items()})
+
+    def _score(self, batch: TokenBatch, wanted: Wanted) -> tuple[TokenSlice, dict[str, Tensor]]:
+        """This rank's tokens of the batch, and what the head says about those of them that are scored."""
         ulysses, head = self._backend.ulysses, self._model.head
-        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device)
-        results = self._model(tokens, self._backend, temperature=temperature, with_entropy=with_entropy)
-        whole = [tokens.assemble(result, ulysses) for result in results]
-        return head.outputs(*whole)
+        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device, pad_token_id=head.pad_token_id)
+        return tokens, self._model(tokens, self._backend, wanted)
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()  # those that stay gathered for a backward pass, which does not follow
+
+    def _ulysses_size(self) -> int:
+        return 1 if self._backend.ulysses is None else self._backend.ulysses.size
+
+
+def _wanted(
+    num_batches: int,
+    temperature: float,
+    with_logprobs: bool,
+    with_entropy: bool,
+    lessons: Sequence[Lesson] | None,
+) -> list[Wanted]:
+    """Of every micro-batch."""
+    assert with_logprobs or not with_entropy, "entropy comes with the logprobs"
+    common = Wanted(temperature=temperature, logprobs=with_logprobs, entropy=with_entropy)
+    return [common] * num_batches if lessons is None else [replace(common, lesson=lesson) for lesson in lessons]

@@ -43,6 +43,9 @@ def export_folder(
     on disk, so `path` is whole or absent. The peak on a rank is the largest block (one tensor, or the experts of one
     layer) and its parts.
 
+    A classifier whose config names no padding token gets the tokenizer's, unless that ends sequences too: transformers
+    would then score another token than was trained.
+
     Args:
         path: on a file system that all ranks see; what is there is replaced.
         max_shard_size: bytes of a weight file, or "5GB"; a larger tensor has a file of its own.
@@ -97,10 +100,17 @@ def named_failures(folder: Path) -> Iterator[None]:
 def _write_configs(model: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     config = model.config.__class__.from_dict({**model.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
     config.architectures = [type(model).__name__]
+    text_config = config.get_text_config()
+    if _is_classifier(model) and text_config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        text_config.pad_token_id = tokenizer.pad_token_id  # without one transformers scores no batches
     config.save_pretrained(folder)
-    if model.generation_config is not None:
+    if model.can_generate():
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is None
 
 
 @dataclass(frozen=True, slots=True)

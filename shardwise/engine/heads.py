@@ -3,71 +3,92 @@
 Shapes: t tokens of this rank, n of them scored, D hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.engine.lesson import Lesson
 from shardwise.engine.logprobs import selected_logprobs
 from shardwise.engine.token_slice import ScoredTokens
 from shardwise.ops import LogitTransform
-from shardwise.types import TokenOutputs
 
 HeadName = Literal["logprobs", "token_values", "sequence_scores"]
 """logprobs: a causal language model. token_values: a critic, one value for each trained token, from the state before
-it. sequence_scores: a reward model, one score for each sequence, from its last state."""
+it. sequence_scores: a reward model, one score for each sequence, from the state at its end (see ScoredTokens.LAST)."""
 
 
-OUTPUT_PROJECTIONS = frozenset({"lm_head", "score", "embed_out"})
-"""What transformers' models call the layer that maps the last hidden state to logits or scores."""
+LANGUAGE_MODEL_PROJECTIONS = frozenset({"lm_head", "embed_out"})
+"""What transformers' models call the layer that maps the last hidden state to logits."""
+
+OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | {"score"}
+"""Those, and what it calls the layer that maps it to scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a language model is asked about its scored tokens. A value head has one answer and reads none of it."""
+
+    temperature: float = 1.0
+    """Of logprobs and entropy; a lesson has one of its own."""
+    logprobs: bool = True
+    entropy: bool = False
+    """With the logprobs only."""
+    states: bool = False
+    """The hidden states themselves: what a teacher gives."""
+    lesson: Lesson | None = None
+    """What a student's divergence is measured from. In here, FSDP does not cast it to the student's dtype."""
 
 
 class LogprobHead(nn.Module):
     """The output projection of a causal language model, applied in chunks to the states that are scored."""
 
     scored = ScoredTokens.TRAINED
+    pad_token_id = None
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.projection: nn.Linear = causal_lm.get_output_embeddings()
-        self._transform = LogitTransform.from_config(causal_lm.config.get_text_config())
+        self.transform = LogitTransform.from_config(causal_lm.config.get_text_config())
 
-    def forward(
-        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, ...]:
-        """hidden [t, D], states and targets [n] -> logprobs [n] and, if asked for, entropy [n], float32."""
-        logprobs, entropy = selected_logprobs(
-            hidden.index_select(0, states),
-            self.projection.weight,
-            targets,
-            temperature=temperature,
-            transform=self._transform,
-            with_entropy=with_entropy,
-        )
-        return (logprobs, entropy) if with_entropy else (logprobs,)
-
-    def outputs(self, logprobs: Tensor, entropy: Tensor | None = None) -> TokenOutputs:
-        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+    def forward(self, hidden: Tensor, states: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        """hidden [t, D], states and targets [n] -> what is wanted of logprobs, entropy and divergence, [n] float32 by
+        the names of TokenOutputs, and of states [n, D]."""
+        scored, weight = hidden.index_select(0, states), self.projection.weight
+        found: dict[str, Tensor] = {}
+        if wanted.logprobs:
+            found["logprobs"], entropy = selected_logprobs(
+                scored,
+                weight,
+                targets,
+                temperature=wanted.temperature,
+                transform=self.transform,
+                with_entropy=wanted.entropy,
+            )
+            if wanted.entropy:
+                found["entropy"] = entropy
+        if wanted.lesson is not None:
+            found["divergence"] = wanted.lesson.divergence_of(scored, weight, self.transform)
+        if wanted.states:
+            found["states"] = scored
+        return found
 
 
 class ValueHead(nn.Module):
     """A projection to one number (transformers' `score`)."""
 
-    def __init__(self, projection: nn.Linear, scored: ScoredTokens) -> None:
+    def __init__(self, projection: nn.Linear, scored: ScoredTokens, pad_token_id: int | None = None) -> None:
         super().__init__()
         self.projection = projection
         self.scored = scored
+        self.pad_token_id = pad_token_id
 
-    def forward(
-        self, hidden: Tensor, states: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor]:
+    def forward(self, hidden: Tensor, states: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         """hidden [t, D], states [n] -> values [n] float32; the other arguments are those of a LogprobHead, unused."""
         values = hidden.index_select(0, states).float() @ self.projection.weight.float()[0]
-        return (values if self.projection.bias is None else values + self.projection.bias.float(),)
-
-    def outputs(self, values: Tensor) -> TokenOutputs:
-        return TokenOutputs(values=values)
+        return {"values": values if self.projection.bias is None else values + self.projection.bias.float()}
 
 
 def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead:
@@ -78,7 +99,7 @@ def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead
         case "token_values":
             return ValueHead(model.score, ScoredTokens.TRAINED)
         case "sequence_scores":
-            return ValueHead(model.score, ScoredTokens.LAST)
+            return ValueHead(model.score, ScoredTokens.LAST, model.config.get_text_config().pad_token_id)
 
 
 def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | None:
@@ -86,7 +107,7 @@ def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | No
     every layout. None for a language model, whose head is part of it."""
     if name == "logprobs":
         return None
-    std = model.config.get_text_config().initializer_range
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)  # as transformers draws it: OPT has none
     weight = torch.empty(model.score.weight.shape, device="cpu")
     fresh = {"score.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
     if model.score.bias is not None:

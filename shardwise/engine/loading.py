@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from shardwise.config import ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
-from shardwise.engine.heads import OUTPUT_PROJECTIONS
+from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.runtime_state import buffer_names, runtime_state
 from shardwise.engine.shards import local_box, local_shard
@@ -29,7 +29,8 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
     join experts along dim 0 need their sources whole, and convert them before they are sliced.
 
     Args:
-        fresh: whole tensors for a head that the folder may lack, by name; the head it has instead is left out.
+        fresh: of a model with a value head: whole tensors for those of the head that the folder may lack, by name; the
+            language model's projection that it may have instead is left out. None for a language model.
     Returns:
         The bytes this rank read.
     Raises:
@@ -107,6 +108,8 @@ def _checked_blocks(
     model: PreTrainedModel, runtime: dict[str, Tensor], source: ModelFolder, fresh: Mapping[str, Tensor] | None
 ) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
+    if fresh is not None:
+        _check_value_head(source, fresh)
     blocks, unused = import_blocks(model, runtime, source.specs)
     tied = set(model.get_expanded_tied_weights_keys())
     missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
@@ -123,10 +126,24 @@ def _checked_blocks(
         name
         for name, target in left_over.items()
         if name not in expected and target not in ignored and not _is_ignored(model, name)
-        if fresh is None or name.split(".")[0] not in OUTPUT_PROJECTIONS
+        if fresh is None or name.split(".")[0] not in LANGUAGE_MODEL_PROJECTIONS
     )
     misfits.raise_if_any(model, source.folder)
     return [block for block in blocks if block.first_target not in tied]
+
+
+def _check_value_head(source: ModelFolder, fresh: Mapping[str, Tensor]) -> None:
+    stored = source.specs.get("score.weight")
+    if stored is None and not fresh:
+        raise ModelError(
+            f"{source.folder} has no value head (score.weight), and one that starts at random would never be trained "
+            "in a frozen engine; give the folder of a trained critic or reward model"
+        )
+    if stored is not None and stored.shape[0] != 1:
+        raise ModelError(
+            f"{source.folder} has a head for {stored.shape[0]} labels (score.weight is {list(stored.shape)}), and a "
+            "critic or reward model has one; give a model with num_labels=1"
+        )
 
 
 def _expected_tensors(

@@ -20,7 +20,7 @@ from shardwise.engine.activations import checkpoint_layers, chooses_by_operation
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
-from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, fresh_head, make_head
+from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.model_folder import take_generation_config
@@ -52,10 +52,8 @@ class ScoringModel(nn.Module):
         self.head = head
         self._num_layers: int = hf_model.config.get_text_config().num_hidden_layers
 
-    def forward(
-        self, tokens: TokenSlice, backend: AttentionBackend, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, ...]:
-        """This rank's tokens -> what the head gives for the scored ones among them, each [n] float32.
+    def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
+        """This rank's tokens -> what the head gives for the scored ones among them, by name.
 
         Raises:
             ModelError: not every layer computed its attention through the packed one.
@@ -72,10 +70,8 @@ class ScoringModel(nn.Module):
                 f"{type(self.hf_model).__name__} is not supported: its {self._num_layers} layers called the packed "
                 f"attention {call.num_attention_calls} times instead of once each"
             )
-        out: tuple[Tensor, ...] = self.head(
-            hidden, tokens.states, tokens.targets, temperature=temperature, with_entropy=with_entropy
-        )
-        return out
+        found: dict[str, Tensor] = self.head(hidden, tokens.states, tokens.targets, wanted)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +93,24 @@ def build_sharded(
     *,
     device: torch.device,
     head_name: HeadName = "logprobs",
+    pad_token_id: int | None = None,
     seed: int = 0,
 ) -> ShardedModel:
     """Builds, shards and loads a model, trained if the config is an EngineConfig, else frozen.
 
     Args:
+        pad_token_id: what the sequences that a reward model scores are padded with; None: as config.json says.
         seed: of a new adapter.
     Raises:
         ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
             fit the model or the layout.
     """
-    sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name)
+    sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name, pad_token_id=pad_token_id)
     hf_model = sharded.model.hf_model
-    num_bytes = load_weights(hf_model, folder, fresh=fresh_head(hf_model, head_name))
+    fresh = fresh_head(hf_model, head_name)
+    if fresh is not None and not isinstance(config, EngineConfig):
+        fresh = {}  # a frozen head would stay as random as it starts
+    num_bytes = load_weights(hf_model, folder, fresh=fresh)
     if isinstance(config, EngineConfig) and config.lora is not None:
         _fill_adapters(hf_model, config.lora, seed)
     return replace(sharded, num_bytes_read=num_bytes)
@@ -125,10 +126,18 @@ def _fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Non
 
 
 def build_unloaded(
-    folder: Path, config: LayoutConfig, mesh: EngineMesh, *, device: torch.device, head_name: HeadName = "logprobs"
+    folder: Path,
+    config: LayoutConfig,
+    mesh: EngineMesh,
+    *,
+    device: torch.device,
+    head_name: HeadName = "logprobs",
+    pad_token_id: int | None = None,
 ) -> ShardedModel:
     """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
+    if pad_token_id is not None:
+        hf_model.config.get_text_config().pad_token_id = pad_token_id
     ulysses = None
     if mesh.sp_group is not None:
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
@@ -177,22 +186,27 @@ def build_on_meta(
         ConfigError: experts_implementation for a model without fused experts.
     """
     register_packed_attention()
-    options: dict[str, Any] = {} if head_name == "logprobs" else {"num_labels": 1}
+    has_value_head = head_name != "logprobs"
+    model_class = MODEL_CLASSES[head_name]
+    kind = model_class.__name__.removeprefix("AutoModelFor")
+    options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
+        if has_value_head and type(config) not in model_class._model_mapping:
+            raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
         with torch.device("meta"):
-            model = MODEL_CLASSES[head_name].from_config(
-                config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-            )
+            model = model_class.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
     except (ValueError, OSError, KeyError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
-        kind = MODEL_CLASSES[head_name].__name__.removeprefix("AutoModelFor")
         raise ModelError(f"{folder} cannot be built as a model for {kind}: {error}") from None
-    if reason := unsupported_reason(model, has_projection=head_name == "logprobs"):
+    if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
+    if has_value_head and not hasattr(model, "score"):
+        raise ModelError(f"{folder}: {type(model).__name__} is not supported: its head is not called score")
     _refuse_dropout(model)
-    take_generation_config(model, folder)
+    if not has_value_head:
+        take_generation_config(model, folder)
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model

@@ -24,7 +24,8 @@ class ScoredTokens(Enum):
     TRAINED = "trained"
     """Every token that loss_mask marks, from the state of the token before it."""
     LAST = "last"
-    """The last token of each sequence, from its own state: it has seen the whole sequence."""
+    """The last token of each sequence, from the state of its last token that is no padding: it has seen the whole
+    sequence. Where nothing ends in padding, and where the model names no padding token, both are the same token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,15 @@ class TokenSlice:
     """T."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, scored: ScoredTokens, *, ulysses: Ulysses | None, device: torch.device) -> Self:
+    def of(
+        cls,
+        batch: TokenBatch,
+        scored: ScoredTokens,
+        *,
+        ulysses: Ulysses | None,
+        device: torch.device,
+        pad_token_id: int | None = None,
+    ) -> Self:
         """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device."""
         num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
         num_tokens = len(batch.input_ids)
@@ -68,7 +77,8 @@ class TokenSlice:
                 destinations = batch.loss_mask.nonzero()[:, 0]
                 sources = destinations - 1
             case ScoredTokens.LAST:
-                destinations = sources = batch.cu_seqlens[1:].long() - 1
+                destinations = batch.cu_seqlens[1:].long() - 1
+                sources = destinations if pad_token_id is None else _ends_without_padding(batch, pad_token_id)
         width = len(input_ids) // num_ranks
         start = rank * width
         is_own = (sources >= start) & (sources < start + width)
@@ -94,3 +104,15 @@ class TokenSlice:
             own = results.new_zeros(len(self.input_ids)).index_copy(0, self.states, results)
             results = ulysses.gather_tokens(own).index_select(0, self.sources)
         return results.new_zeros(self.num_tokens).index_copy(0, self.destinations, results)
+
+
+def _ends_without_padding(batch: TokenBatch, pad_token_id: int) -> Tensor:
+    """[S]: the last token of each sequence that is not `pad_token_id`; of a sequence of nothing else the first.
+
+    transformers' sequence classifiers pool there. It matters where the end-of-sequence token serves as padding: it is
+    then the state before it that is scored.
+    """
+    places = torch.arange(len(batch.input_ids))
+    last_so_far = torch.where(batch.input_ids != pad_token_id, places, 0).cummax(0).values
+    starts, stops = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
+    return torch.maximum(last_so_far[stops - 1], starts)

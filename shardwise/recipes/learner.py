@@ -68,7 +68,8 @@ class Learner:
         parts = minibatches(samples, algorithm, seed=self._config.trainer.seed, step=step)
         with spans("train"):
             metrics |= merge_metrics(self._update(part, step) for part in parts)
-        metrics |= derived_mismatch_metrics(metrics)
+        if self._policy_learns(step):
+            metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
     def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
@@ -106,14 +107,18 @@ class Learner:
 
     def _update(self, samples: Sequence[Sample], step: int) -> Metrics:
         """One optimizer step of every model that learns."""
-        critic, metrics = self._config.critic, Metrics()
+        metrics: Metrics = {}
         if self._engines.critic is not None:
             learned = self._engines.critic.train(samples)
-            metrics = {f"critic/{name.removeprefix('train/')}": value for name, value in learned.items()}
-        if critic is None or step > critic.policy_waits_steps:
+            metrics = {name.replace("train/", "critic/", 1): value for name, value in learned.items()}
+        if self._policy_learns(step):
             selected = with_selection(samples, self._algorithm, seed=self._config.trainer.seed + step)
             metrics |= self._engines.policy.train(selected)
         return metrics
+
+    def _policy_learns(self, step: int) -> bool:
+        critic = self._config.critic
+        return critic is None or step > critic.policy_waits_steps
 
     def _adapt_kl_coef(self, metrics: Metrics, num_samples: int) -> Metrics:
         """Lets the controller move the weight of the KL term, and tells the policy's loss."""

@@ -97,6 +97,24 @@ def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominator
 SFT_LOSS = Loss(sft_loss)
 
 
+def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
+    """Divergence from a teacher, token-mean over the whole step, plus `cross_entropy_coef` times the cross-entropy of
+    the data's tokens. Outputs need logprobs only where that is not 0."""
+
+    def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.divergence is not None
+        losses = outputs.divergence
+        metrics = {"train/divergence": trained_mean(losses, batch.loss_mask)}
+        if cross_entropy_coef:
+            assert outputs.logprobs is not None
+            data_losses = cross_entropy(outputs.logprobs, batch.loss_mask)
+            metrics["train/cross_entropy"] = trained_mean(data_losses, batch.loss_mask)
+            losses = losses + cross_entropy_coef * data_losses
+        return _token_mean(losses, batch, denominators), metrics
+
+    return loss_fn
+
+
 def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
     """The policy loss of reinforcement learning, with the KL term at its present weight where it belongs to the
     loss."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.config import AlgorithmConfig, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
-from shardwise.engine import TrainEngine, logprobs
+from shardwise.engine import TrainEngine, vocabulary
 from shardwise.recipes.losses import policy_loss, sft_loss
 
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ class Sizes(TorchDispatchMode):
 
 
 def shapes_of_a_step(folder, sample, chunk_elements, keys):
-    kept, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, chunk_elements
+    kept, vocabulary.CHUNK_ELEMENTS = vocabulary.CHUNK_ELEMENTS, chunk_elements
     try:
         engine = build(folder, **keys)
         step = pack([sample], num_shards=dist.get_world_size() // num_sharing(keys), max_tokens=len(sample.token_ids))
@@ -208,7 +208,7 @@ def shapes_of_a_step(folder, sample, chunk_elements, keys):
             engine.forward_backward(batches, sft_loss, step.denominators, with_entropy=True)
         return sizes.shapes
     finally:
-        logprobs.CHUNK_ELEMENTS = kept
+        vocabulary.CHUNK_ELEMENTS = kept
 
 
 @pytest.mark.parametrize("num_trained", [120, 3])

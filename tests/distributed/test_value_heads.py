@@ -17,9 +17,15 @@ LENGTHS = [9, 4, 7, 1, 12]
 LAYOUTS = {"1": (1, {}), "2": (2, {}), "2 sp2": (2, {"ulysses_size": 2}), "4 sp2": (4, {"ulysses_size": 2})}
 
 
-def scores(folder, head, layout, samples):
-    """Of every sample [L], by a frozen engine."""
-    engine = TrainEngine.build(Path(folder), FrozenEngineConfig(**layout), device=CPU, head=head)
+def scores(folder, head, layout, samples, trained=False):
+    """Of every sample [L], by a frozen engine or by one before its first step."""
+    kind = {"config": EngineConfig(**layout), "optimizer": OptimizerConfig()}
+    kind = kind if trained else {"config": FrozenEngineConfig(**layout)}
+    engine = TrainEngine.build(Path(folder), device=CPU, head=head, **kind)
+    return values_of(engine, layout, samples)
+
+
+def values_of(engine, layout, samples):
     num_sharing = layout.get("ulysses_size", 1)
     step = pack(samples, num_shards=dist.get_world_size() // num_sharing, max_tokens=16)
     own = [out.values for out in engine.forward(step.shards[dist.get_rank() // num_sharing])]
@@ -70,10 +76,10 @@ def test_saved_heads_score_as_transformers_does(run_ranks, backbone, tmp_path, h
 @pytest.mark.parametrize("head", ["token_values", "sequence_scores"])
 def test_a_language_model_gets_the_same_fresh_head_on_every_layout(run_ranks, backbone, head):
     samples = random_samples(LENGTHS, prompt_tokens=2)
-    (expected,) = run_ranks(scores, 1, str(backbone), head, {}, samples)
+    (expected,) = run_ranks(scores, 1, str(backbone), head, {}, samples, True)
     assert max(float(values.abs().max()) for values in expected) > 1e-3
     for world_size, options in list(LAYOUTS.values())[1:]:
-        for found in run_ranks(scores, world_size, str(backbone), head, options, samples):
+        for found in run_ranks(scores, world_size, str(backbone), head, options, samples, True):
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, OPTConfig
 
-from shardwise.engine.heads import LogprobHead, ValueHead, fresh_head, make_head
+from shardwise.engine.heads import LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
 from shardwise.types import TokenBatch
 
@@ -43,8 +43,9 @@ def values_of(model, name, tokens):
     head = make_head(model, name)
     piece = TokenSlice.of(batch, head.scored, ulysses=None, device=CPU)
     hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-    (values,) = head(hidden, piece.states, piece.targets, temperature=0.5, with_entropy=True)
-    return head.outputs(piece.assemble(values, None))
+    found = head(hidden, piece.states, piece.targets, Wanted(temperature=0.5, entropy=True))
+    assert found.keys() == {"values"}
+    return piece.assemble(found["values"], None)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -52,10 +53,9 @@ def test_value_of_a_token_is_the_logit_of_the_token_before_it(family):
     """The value of token s is known before s is: transformers' token classifier puts it on s - 1."""
     model = value_model(family, "token_values")
     for tokens in sequences():
-        outputs = values_of(model, "token_values", tokens)
+        values = values_of(model, "token_values", tokens)
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
-        assert outputs.logprobs is outputs.entropy is None
-        torch.testing.assert_close(outputs.values, torch.cat([torch.zeros(1), logits[:-1]]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(values, torch.cat([torch.zeros(1), logits[:-1]]), rtol=0, atol=1e-5)
         assert len(tokens) == 1 or logits.abs().max() > 0.01
 
 
@@ -64,11 +64,11 @@ def test_score_of_a_sequence_is_the_pooled_logit_on_its_last_token(family):
     """transformers pools the logit of the last token that is no padding; none of the tokens is padding here."""
     model = value_model(family, "sequence_scores")
     for tokens in sequences():
-        outputs = values_of(model, "sequence_scores", tokens)
+        values = values_of(model, "sequence_scores", tokens)
         pooled = model(input_ids=tokens[None], use_cache=False).logits[0, 0]
         expected = torch.zeros(len(tokens))
         expected[-1] = pooled
-        torch.testing.assert_close(outputs.values, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
         assert pooled.abs() > 0.001
 
 
@@ -76,7 +76,7 @@ def test_gradients_of_a_value_head_equal_those_of_the_model_of_transformers():
     tokens = sequences()[0]
     ours, theirs = (value_model("llama", "token_values") for _ in range(2))
     weights = torch.linspace(-1, 1, len(tokens))
-    (values_of(ours, "token_values", tokens).values * weights).sum().backward()
+    (values_of(ours, "token_values", tokens) * weights).sum().backward()
     (theirs(input_ids=tokens[None], use_cache=False).logits[0, :-1, 0] * weights[1:]).sum().backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -89,7 +89,7 @@ def test_bfloat16_states_are_projected_in_float32():
     torch.manual_seed(0)
     hidden = torch.randn(5, 64).bfloat16()
     states = torch.tensor([0, 2, 4])
-    (values,) = ValueHead(projection, ScoredTokens.LAST)(hidden, states, states, temperature=1.0, with_entropy=False)
+    values = ValueHead(projection, ScoredTokens.LAST)(hidden, states, states, Wanted())["values"]
     expected = hidden[states].double() @ projection.weight[0].double() + projection.bias.double()
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-6)
@@ -103,16 +103,14 @@ def test_logprob_head_reads_the_transform_and_the_projection_of_its_family():
     assert isinstance(head, LogprobHead)
     piece = TokenSlice.of(batch_of(tokens, torch.arange(7) > 2), head.scored, ulysses=None, device=CPU)
     hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-    logprobs, entropy = head(hidden, piece.states, piece.targets, temperature=0.7, with_entropy=True)
+    found = head(hidden, piece.states, piece.targets, Wanted(temperature=0.7, entropy=True, states=True))
+    assert found.keys() == {"logprobs", "entropy", "states"}
     logs = (model(input_ids=tokens[None], use_cache=False).logits[0].double() / 0.7).log_softmax(-1)
     assert model(input_ids=tokens[None], use_cache=False).logits.abs().max() < 2
     expected = torch.stack([logs[token - 1, tokens[token]] for token in range(3, 7)])
-    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(logs.exp() * logs).sum(-1)[2:6], rtol=0, atol=1e-5)
-    outputs = head.outputs(logprobs, entropy)
-    assert outputs.logprobs is logprobs
-    assert outputs.entropy is entropy
-    assert outputs.values is None
+    torch.testing.assert_close(found["logprobs"].double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["entropy"].double(), -(logs.exp() * logs).sum(-1)[2:6], rtol=0, atol=1e-5)
+    assert torch.equal(found["states"], hidden[2:6])
 
 
 def test_a_fresh_head_is_drawn_the_same_whatever_was_drawn_before():
@@ -127,3 +125,18 @@ def test_a_fresh_head_is_drawn_the_same_whatever_was_drawn_before():
     assert not first["score.bias"].any()
     assert fresh_head(value_model("llama", "sequence_scores"), "sequence_scores").keys() == {"score.weight"}
     assert fresh_head(tiny_model("llama"), "logprobs") is None
+
+
+def test_only_the_head_of_a_reward_model_knows_the_padding():
+    """Its own config names it, in which the engine puts the tokenizer's."""
+    model = value_model("llama", "sequence_scores")
+    assert make_head(model, "sequence_scores").pad_token_id == 0
+    model.config.pad_token_id = 7
+    assert make_head(model, "sequence_scores").pad_token_id == 7
+    assert make_head(value_model("llama", "token_values"), "token_values").pad_token_id is None
+    assert make_head(tiny_model("llama"), "logprobs").pad_token_id is None
+
+
+def test_a_family_without_an_initializer_range_gets_the_default_of_transformers():
+    model = AutoModelForSequenceClassification.from_config(OPTConfig(num_hidden_layers=1, num_labels=1, vocab_size=8))
+    assert 0.018 < float(fresh_head(model, "sequence_scores")["score.weight"].std()) < 0.022

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine import logprobs as module
+from shardwise.engine import vocabulary as module
 from shardwise.engine.logprobs import selected_logprobs
 from shardwise.ops import LogitTransform
 

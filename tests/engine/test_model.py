@@ -6,7 +6,16 @@ import torch
 from ranks import RankError
 from tiny_models import FAMILIES, random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, GPT2Config, Qwen3MoeConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    CohereConfig,
+    GenerationConfig,
+    GPT2Config,
+    Olmo2Config,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack
@@ -131,6 +140,30 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path, content, message):
         build_on_meta(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "head", "message"),
+    [
+        (Olmo2Config(), "token_values", "transformers has no model for TokenClassification of the family olmo2"),
+        (
+            CohereConfig(),
+            "sequence_scores",
+            "transformers has no model for SequenceClassification of the family cohere",
+        ),
+        (
+            GPT2Config(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
+            "token_values",
+            "GPT2ForTokenClassification is not supported: its head is not called score",
+        ),
+    ],
+    ids=["no critic", "no reward model", "another head"],
+)
+def test_families_without_a_value_head_are_refused(tmp_path, config, head, message):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as error:
+        build_on_meta(tmp_path, head)
+    assert str(error.value) == f"{tmp_path}: {message}"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_dropout_is_refused_before_the_first_step(tmp_path, family):
     tiny_folder(family, tmp_path, attention_dropout=0.1)
@@ -143,6 +176,13 @@ def test_the_generation_config_beside_the_model_is_kept(tmp_path):
     folder = tiny_folder("qwen3", tmp_path)
     GenerationConfig(eos_token_id=[1, 7]).save_pretrained(folder)
     assert build_on_meta(folder).generation_config.eos_token_id == [1, 7]
+
+
+@pytest.mark.parametrize("head", ["token_values", "sequence_scores"])
+def test_what_does_not_generate_has_no_generation_config(tmp_path, head):
+    folder = tiny_folder("qwen3", tmp_path)
+    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(folder)
+    assert not hasattr(build_on_meta(folder, head), "generation_config")
 
 
 def test_a_generation_config_that_could_not_be_saved_again_is_refused_at_once(tmp_path):

@@ -131,3 +131,37 @@ def test_batch_without_samples_gives_zeros_and_a_gradient(run_ranks, world_size)
     """Backward must reach every rank's collectives (trap 21)."""
     empty = pack(random_samples([3]), num_shards=2, max_tokens=4).shards[1][0]
     assert run_ranks(assemble, world_size, empty, ScoredTokens.TRAINED) == [([0.0], [])] * world_size
+
+
+PADDED = replace(
+    BATCH,
+    input_ids=torch.tensor([5, 0, 2, 0, 0, 0, 0, 8]),
+    position_ids=torch.tensor([0, 1, 2, 3, 0, 1, 0, 1]),
+    cu_seqlens=torch.tensor([0, 4, 6, 8], dtype=torch.int32),
+    loss_mask=torch.tensor([False] * 3 + [True] + [False] * 4),
+    sample_index=[0, 1, 2],
+)
+"""[5, 0, 2, 0], [0, 0] and [0, 8], where 0 may be padding."""
+
+
+@pytest.mark.parametrize(
+    ("pad_token_id", "sources"), [(None, [3, 5, 7]), (9, [3, 5, 7]), (0, [2, 4, 7]), (8, [3, 5, 6])]
+)
+def test_a_sequence_is_scored_at_its_last_token_that_is_no_padding(pad_token_id, sources):
+    """The result still belongs to its last token; of a sequence of padding alone the first state is scored."""
+    tokens = TokenSlice.of(PADDED, ScoredTokens.LAST, ulysses=None, device=CPU, pad_token_id=pad_token_id)
+    assert tokens.sources.tolist() == tokens.states.tolist() == sources
+    assert tokens.destinations.tolist() == [3, 5, 7]
+    assert tokens.assemble(torch.tensor([1.0, 2.0, 3.0]), None).tolist() == [0, 0, 0, 1, 0, 2, 0, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_of_the_scored_state_computes_the_score(rank):
+    tokens = TokenSlice.of(PADDED, ScoredTokens.LAST, ulysses=Place(rank, 2), device=CPU, pad_token_id=0)
+    assert tokens.states.tolist() == [[2], [0, 3]][rank]
+    assert tokens.sources.tolist() == [2, 4, 7]
+
+
+def test_padding_means_nothing_to_a_language_model():
+    tokens = TokenSlice.of(PADDED, ScoredTokens.TRAINED, ulysses=None, device=CPU, pad_token_id=0)
+    assert (tokens.sources.tolist(), tokens.destinations.tolist()) == ([2], [3])

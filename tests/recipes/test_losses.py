@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.config import AlgorithmConfig
-from shardwise.recipes.losses import policy_loss, sft_loss
+from shardwise.recipes.losses import distill_loss, policy_loss, sft_loss
 from shardwise.types import Denominators, TokenBatch, TokenOutputs
 
 CU = [0, 4, 7, 9]
@@ -53,6 +53,21 @@ def test_sft_loss_is_the_sum_of_cross_entropies_over_all_trained_tokens_of_the_s
     loss.backward()
     np.testing.assert_allclose(result.logprobs.grad, np.where(MASK, -0.1, 0.0), rtol=1e-6)
     assert metrics == {}
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.25])
+def test_distill_loss_is_the_divergence_plus_a_share_of_the_cross_entropy(coef):
+    divergence = torch.tensor(np.where(MASK, REF**2, 0.0), dtype=torch.float32, requires_grad=True)
+    result = TokenOutputs(divergence=divergence, logprobs=outputs().logprobs if coef else None)
+    loss, metrics = distill_loss(cross_entropy_coef=coef)(result, batch(), DENOMINATORS)
+    assert loss.item() == pytest.approx((REF**2 - coef * LOGPROBS)[MASK].sum() / 10, rel=1e-6)
+    loss.backward()
+    np.testing.assert_allclose(divergence.grad, np.where(MASK, 0.1, 0.0), rtol=1e-6)
+    found = {name: value.result() for name, value in metrics.items()}
+    expected = {"train/divergence": (REF**2)[MASK].mean(), "train/cross_entropy": -LOGPROBS[MASK].mean()}
+    assert found == pytest.approx(expected if coef else {"train/divergence": expected["train/divergence"]}, rel=1e-6)
+    if coef:
+        np.testing.assert_allclose(result.logprobs.grad, np.where(MASK, -0.1 * coef, 0.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +140,8 @@ def test_a_micro_batch_without_samples_has_loss_zero_and_a_graph():
         **{name: torch.zeros(1) for name in ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")},
     )
     logprobs = torch.zeros(1, requires_grad=True)
-    result = TokenOutputs(logprobs=logprobs, entropy=torch.zeros(1))
-    for loss_fn in (sft_loss, policy_loss(AlgorithmConfig(kl_coef=1.0))):
+    result = TokenOutputs(logprobs=logprobs, entropy=torch.zeros(1), divergence=logprobs)
+    for loss_fn in (sft_loss, distill_loss(cross_entropy_coef=0.5), policy_loss(AlgorithmConfig(kl_coef=1.0))):
         loss, _ = loss_fn(result, empty, DENOMINATORS)
         assert loss.item() == 0.0
         loss.backward()

@@ -1,0 +1,122 @@
+"""Rewards for programs: a completion's code is run against tests, in the sandbox."""
+
+import secrets
+from typing import Any
+
+from shardwise.rewards.sandbox import Limits, Outcome, run_python
+
+PYTHON_FENCES = frozenset({"```", "```python", "```python3", "```py"})
+
+
+def run_python_tests(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    partial: bool = False,
+    timeout_seconds: float = 5.0,
+    memory_mib: int = 1024,
+    disk_mib: int = 64,
+    num_processes: int = 16,
+    output_kib: int = 1024,
+    allow_unsafe: bool = False,
+) -> dict[str, float]:
+    """Runs the program in the last fenced block of the solution against tests.
+
+    Asserts run in the program's process, behind its code: a program that reads its own memory can pretend to have
+    passed them. Expected outputs never enter the sandbox. Set reward.timeout_seconds above timeout_seconds times the
+    number of tests with an input (or 1), plus a second for each.
+
+    Args:
+        ground_truth: asserts as text or as a list of texts, each text one test; or a list of {stdin, stdout}, each a
+            run of its own, whose output must be equal up to white space at the ends of lines and of the text.
+        partial: the score is the share of tests that passed, else 1.0 where all have and 0.0 elsewhere.
+        timeout_seconds: of one run.
+        memory_mib, num_processes: address space of each process, and processes at a time.
+        allow_unsafe: run programs where protections of the sandbox are missing.
+    Returns:
+        score; passed, the share of tests that passed; runs, 1.0 where the code itself ran to its end in time. A
+        solution without a fenced block has no program and scores 0.
+    Raises:
+        ValueError: ground_truth is neither.
+        ConfigError: the sandbox is not possible here, and allow_unsafe is false.
+    """
+    limits = Limits(
+        wall_seconds=timeout_seconds,
+        cpu_seconds=max(1, int(timeout_seconds)),
+        memory_bytes=memory_mib << 20,
+        disk_bytes=disk_mib << 20,
+        num_processes=num_processes,
+        output_bytes=output_kib << 10,
+    )
+    asserts, pairs = read_tests(ground_truth)
+    program = last_block(solution_str)
+    if program is None:
+        return {"score": 0.0, "passed": 0.0, "runs": 0.0}
+    if asserts:
+        runs, num_passed = _run_asserts(program, asserts, limits, allow_unsafe)
+    else:
+        outcomes = [run_python(program, stdin=given, limits=limits, allow_unsafe=allow_unsafe) for given, _ in pairs]
+        runs = all(outcome.exit_code == 0 for outcome in outcomes)
+        num_passed = sum(
+            outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(expected)
+            for outcome, (_, expected) in zip(outcomes, pairs, strict=True)
+        )
+    passed = num_passed / len(asserts or pairs)
+    return {"score": passed if partial else float(passed == 1.0), "passed": passed, "runs": float(runs)}
+
+
+def read_tests(ground_truth: Any) -> tuple[list[str], list[tuple[str, str]]]:
+    """Asserts, or pairs of input and output; one of the two lists is empty.
+
+    Raises:
+        ValueError: ground_truth is neither, or empty.
+    """
+    tests = [ground_truth] if isinstance(ground_truth, str) else ground_truth
+    if isinstance(tests, list) and tests:
+        if all(isinstance(test, str) and test.strip() for test in tests):
+            return tests, []
+        if all(isinstance(test, dict) and {"stdin", "stdout"} <= test.keys() for test in tests):
+            return [], [(str(test["stdin"]), str(test["stdout"])) for test in tests]
+    raise ValueError(
+        "ground_truth holds no tests: run_python_tests needs asserts as text, a list of them, or a list of "
+        '{"stdin": ..., "stdout": ...}'
+    )
+
+
+def last_block(text: str) -> str | None:
+    """The inside of the last closed block fenced by ``` (python, py or no language); None where there is none."""
+    found, fence, block = None, "", list[str]()
+    for line in text.splitlines():
+        stripped = line.strip()
+        if not fence and stripped.startswith("```"):
+            fence, block = stripped.lower(), []
+        elif fence and stripped == "```":
+            found = "\n".join(block) + "\n" if fence in PYTHON_FENCES else found
+            fence = ""
+        elif fence:
+            block.append(line)
+    return found
+
+
+def _run_asserts(program: str, asserts: list[str], limits: Limits, allow_unsafe: bool) -> tuple[bool, int]:
+    # Only lines with a word that the program does not know count, so that ending early or printing passes no test.
+    word = secrets.token_hex(16)
+    lines = [program, "", f"print('\\n{word} ran', flush=True)"]
+    for number, test in enumerate(asserts):
+        lines += [
+            "try:",
+            f"    exec({test!r}, globals())",
+            "except BaseException as error:",
+            "    pass",
+            "else:",
+            f"    print('\\n{word} {number}', flush=True)",
+        ]
+    outcome: Outcome = run_python("\n".join(lines) + "\n", limits=limits, allow_unsafe=allow_unsafe)
+    said = set(_lines(outcome.stdout))
+    return f"{word} ran" in said, sum(f"{word} {number}" in said for number in range(len(asserts)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
