@@ -261,6 +261,8 @@ class Topr(Choice):
     """Tapered off-policy REINFORCE: full weight for good samples, a truncated ratio for bad ones."""
 
     name: Literal["topr"] = "topr"
+    ratio_cap: PositiveFloat = 1.0
+    """The largest weight of a sample with a negative advantage."""
 
 
 class Kimi(Choice):
