@@ -45,6 +45,7 @@ OTHER = REQUIRED | {
     "threshold_low": 0.3,
     "threshold_high": 0.4,
     "tau": 0.6,
+    "ratio_cap": 5.0,
     "horizon": 77,
     "parameters": {"a": [1, {"b": None}]},
     "beta": 0.4,
@@ -147,7 +148,7 @@ def test_the_nearest_name_is_the_one_that_was_meant(key, typo, meant):
          "dual_clip"),
         ("policy_loss", {"name": "gspo", "dual_clip": 3}, "policy_loss.dual_clip: name=gspo has no such key; it has "
          "clip_low, clip_high"),
-        ("policy_loss", {"name": "topr", "clip_low": 0.1}, "policy_loss.clip_low: name=topr has no such key; it has "
+        ("policy_loss", {"name": "reinforce", "clip_low": 0.1}, "policy_loss.clip_low: name=reinforce has no such key; it has "
          "none"),
         ("advantage", {"lam": 1}, "advantage.lam: name=grpo has no such key; it has scale"),
         ("kl_controller", {"target": 1}, "kl_controller.target: name=fixed has no such key; it has none"),
