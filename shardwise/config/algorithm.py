@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from shardwise.config.base import Choice, Config
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -212,12 +213,18 @@ class ClipCov(Choice):
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped from above at 1 + clip_high."""
-    fraction: Probability = 2e-4
+    fraction: Share = 2e-4
     """The share of the optimizer step's trained tokens that lose their gradient."""
     cov_low: float = 1.0
     """They are drawn from the tokens with a covariance above this,"""
     cov_high: float = 5.0
     """and below this."""
+
+    @model_validator(mode="after")
+    def _range_holds_something(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low={self.cov_low} and cov_high={self.cov_high} leave nothing between them")
+        return self
 
 
 class KlCov(Choice):
@@ -226,7 +233,7 @@ class KlCov(Choice):
     name: Literal["kl_cov"] = "kl_cov"
     coef: NonNegativeFloat = 1.0
     """The weight of the penalty."""
-    fraction: Probability = 2e-4
+    fraction: Share = 2e-4
     """The share of the optimizer step's trained tokens that get it."""
 
 
@@ -254,6 +261,8 @@ class Topr(Choice):
     """Tapered off-policy REINFORCE: full weight for good samples, a truncated ratio for bad ones."""
 
     name: Literal["topr"] = "topr"
+    ratio_cap: PositiveFloat = 1.0
+    """The largest weight of a sample with a negative advantage."""
 
 
 class Kimi(Choice):
@@ -305,9 +314,10 @@ class WeightsConfig(Config):
     """The upper bound."""
 
     @model_validator(mode="after")
-    def _low_is_used(self) -> Self:
+    def _bounds_are_used(self) -> Self:
         if (self.mode == "mask") != (self.low is not None):
             raise ValueError(f"mode={self.mode} with low={self.low}: mask needs a lower bound, truncate has none")
+        _require_order(low=self.low, high=self.high)
         return self
 
 
@@ -322,6 +332,16 @@ class RejectionConfig(Config):
     """Rejected below this; null is no bound."""
     high: PositiveFloat = 2.0
     """Rejected above this."""
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> Self:
+        if self.estimator != "k1" and self.low is not None:
+            raise ValueError(
+                f"low={self.low} with estimator={self.estimator}: small values of k2 and k3 are agreement; set only "
+                "high"
+            )
+        _require_order(low=self.low, high=self.high)
+        return self
 
 
 class RolloutCorrectionConfig(Config):
@@ -347,6 +367,11 @@ class RolloutCorrectionConfig(Config):
                 "themselves; remove bypass, or weights and rejection"
             )
         return self
+
+
+def _require_order(*, low: float | None, high: float) -> None:
+    if low is not None and low > high:
+        raise ValueError(f"low={low} is above high={high}; swap them")
 
 
 class OverlongConfig(Config):

@@ -106,10 +106,11 @@ def _explain(cls: type[Config], problem: Any) -> str:
                 for leaf in _required_leaves(cls, path)
             )
         case "union_tag_invalid":
-            given = str(problem["ctx"]["tag"])
-            tags = [str(value) for _, value in filter(None, map(tag_of, alternatives))]
+            given, tags = str(problem["ctx"]["tag"]), _tags(alternatives)
             nearest = difflib.get_close_matches(given, tags, n=1)
             return f"{path}={given}: {f'did you mean {nearest[0]}? ' if nearest else ''}use one of {', '.join(tags)}"
+        case "model_type" | "model_attributes_type" if alternatives:
+            return f"{path}={problem['input']!r}: {_what_stands_here(alternatives)}"
         case "value_error":
             message = str(problem["ctx"]["error"])
             return f"{path}: {message}" if path else message
@@ -146,6 +147,20 @@ def tag_of(cls: type[Config]) -> tuple[str, str] | None:
         return None
     (value,) = get_args(cls.model_fields[cls.tag].annotation)
     return cls.tag, str(value)
+
+
+def _tags(alternatives: Sequence[type[Config]]) -> list[str]:
+    return [value for _, value in filter(None, map(tag_of, alternatives))]
+
+
+def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
+    """Said to a value that stands where only a group of keys, or a name in its place, can."""
+    tag, tags = tag_of(alternatives[0]), _tags(alternatives)
+    if tag is None:
+        return f"expected a group of keys: {', '.join(alternatives[0].model_fields)}"
+    if tag[0] == "name":
+        return f"use one of {', '.join(tags)}, alone or as the name in a group of keys"
+    return f"expected a group of keys with {tag[0]}={' or '.join(tags)}"
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:

@@ -233,11 +233,10 @@ class RLConfig(Config):
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} is more than the {num_samples} samples of "
                 "a step (rollout.num_prompts x rollout.group_size)"
             )
-        if self.engine.optimizer_offload and self.trainer.optimizer == "adamw_cpu":
-            raise ValueError(
-                "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true "
-                "has no effect; remove one of them"
-            )
+        _require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
+        if self.critic is not None and self.critic.engine is not None:
+            critic = {"engine": "critic.engine", "optimizer": "critic.optimizer"}
+            _require_states_on_device(self.critic.engine, self.critic.optimizer, **critic)
         return self
 
     def layouts(self) -> dict[str, LayoutConfig]:
@@ -296,6 +295,7 @@ class RLConfig(Config):
                 f"rollout.group_size=1 leaves algorithm.advantage={advantage} without a baseline "
                 "(every advantage would be 0); use at least 2"
             )
+        self._require_weights_of_rewards()
         overlong = self.algorithm.overlong_penalty
         if overlong is not None and overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
@@ -303,7 +303,22 @@ class RLConfig(Config):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
 
+    def _require_weights_of_rewards(self) -> None:
+        names = [entry.name for entry in self.reward.functions]
+        if self.algorithm.advantage.name == "gdpo" and self.reward.manager is None:
+            unknown = sorted(self.algorithm.advantage.weights.keys() - names)
+            if unknown:
+                raise ValueError(
+                    f"algorithm.advantage.weights names {', '.join(unknown)}, but reward.functions are "
+                    f"{', '.join(names)}; use their names"
+                )
+
     def _require_fit_for_sampling(self) -> None:
+        if self.rollout.group_size == 1 and self.rollout.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups whose rewards are all equal, which every group of "
+                "rollout.group_size=1 is; use at least 2, or remove it"
+            )
         lora = self.engine.lora
         if lora is not None and lora.dropout:
             raise ValueError(
@@ -376,3 +391,11 @@ def _require_no_offload(engine: EngineConfig, what: str) -> None:
                 f"engine.{key}=true has no effect in {what}, where nothing else needs the device; "
                 "remove it (engine.offload_policy=true keeps everything in host memory)"
             )
+
+
+def _require_states_on_device(layout: EngineConfig, config: OptimizerConfig, *, engine: str, optimizer: str) -> None:
+    if layout.optimizer_offload and config.optimizer == "adamw_cpu":
+        raise ValueError(
+            f"{optimizer}.optimizer=adamw_cpu already keeps its states in host memory, so {engine}.optimizer_offload="
+            "true has no effect; remove one of them"
+        )

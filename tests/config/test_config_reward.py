@@ -71,12 +71,16 @@ def test_no_functions_need_a_manager():
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ([{"function": "a:b", "wieght": 2}], "functions.0.wieght: unknown key; did you mean reward.functions.weight?"),
-        (["a:b", {**JUDGE, "modle": "m"}], "functions.1.modle: unknown key; did you mean reward.functions.model?"),
+        (
+            [{"function": "a:b", "wieght": 2}],
+            "reward.functions.0.wieght: type=function has no such key; it has function, name, weight, parameters",
+        ),
+        (["a:b", {**JUDGE, "modle": "m"}], "reward.functions.1.modle: type=judge has no such key; it has name, weight, "
+         "base_url, model, "),
         (["a:b", {"function": "a:c", "weight": "x"}], "reward.functions.1.weight='x': input should be a valid number"),
         ([{"name": "x"}], "reward.functions.0.function: required, but not given"),
-        ([{"type": "jugde"}], "does not match any of the expected tags: 'function', 'judge'"),
-        ([3], "reward.functions.0=3: input should be"),
+        ([{"type": "jugde"}], "reward.functions.0=jugde: did you mean judge? use one of function, judge"),
+        ([3], "reward.functions.0=3: expected a group of keys with type=function or judge"),
     ],
 )  # fmt: skip
 def test_errors_name_the_entry_and_what_is_allowed(functions, message):

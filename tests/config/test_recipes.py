@@ -1,6 +1,16 @@
 import pytest
 
-from shardwise.config import BatchTrainerConfig, ConfigError, EvalConfig, OptimizerConfig, RLConfig, SFTConfig
+from shardwise.config import (
+    BatchTrainerConfig,
+    ConfigError,
+    EvalConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
+from shardwise.config.algorithm import GROUP_ADVANTAGES
 
 SFT = ["model.path=m", "data.train_files=f"]
 RL = [*SFT, "reward.functions=r:score"]
@@ -13,7 +23,9 @@ def message_of(cls, overrides):
     return str(error.value).removeprefix("the command line: ")
 
 
-@pytest.mark.parametrize(("cls", "overrides"), [(SFTConfig, SFT), (RLConfig, RL)])
+@pytest.mark.parametrize(
+    ("cls", "overrides"), [(SFTConfig, SFT), (PreferenceConfig, SFT), (RewardModelConfig, SFT), (RLConfig, RL)]
+)
 def test_training_without_train_files_is_refused(cls, overrides):
     assert message_of(cls, [*overrides, "data.train_files=[]"]) == (
         "data.train_files is empty; give at least one jsonl or parquet file or datasets folder"
@@ -41,13 +53,6 @@ def test_rl_prompt_and_response_must_fit_a_micro_batch():
         "data.max_prompt_tokens=60 + rollout.max_response_tokens=41 = 101 is more than "
         "engine.max_tokens_per_micro_batch=100, and a sequence is never split over micro-batches; lower the first two "
         "or raise the last"
-    )
-
-
-def test_group_of_one_is_refused():
-    assert message_of(RLConfig, [*RL, "rollout.group_size=1"]) == (
-        "rollout.group_size=1 leaves algorithm.advantage=grpo without a baseline (every advantage would be 0); "
-        "use at least 2"
     )
 
 
@@ -95,3 +100,225 @@ def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
     trainer = BatchTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
     assert trainer.optimizer_config() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
     assert type(trainer.optimizer_config()) is OptimizerConfig
+
+
+def test_preference_and_reward_model_need_room_for_a_pair():
+    fits = [*SFT, "engine.max_tokens_per_micro_batch=100", "data.max_sequence_tokens=50"]
+    for cls in (PreferenceConfig, RewardModelConfig):
+        assert cls.load(None, fits).data.max_sequence_tokens == 50
+        assert message_of(cls, [*fits, "data.max_sequence_tokens=51"]) == (
+            "2 x data.max_sequence_tokens=51 = 102 is more than engine.max_tokens_per_micro_batch=100, and a pair is "
+            "never split over micro-batches; lower the first or raise the second"
+        )
+    kto = [*fits, "loss=kto", "data.max_sequence_tokens=100"]
+    assert PreferenceConfig.load(None, kto).loss.name == "kto"
+    assert message_of(PreferenceConfig, [*kto, "data.max_sequence_tokens=101"]) == (
+        "data.max_sequence_tokens=101 is more than engine.max_tokens_per_micro_batch=100, and a sequence is never "
+        "split over micro-batches; lower the first or raise the second"
+    )
+    assert message_of(PreferenceConfig, [*fits, "reference.max_tokens_per_micro_batch=99"]).startswith(
+        "2 x data.max_sequence_tokens=50 = 100 is more than reference.max_tokens_per_micro_batch=99"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "engine", "paired"),
+    [
+        ("dpo", [], True, True),
+        ("ipo", [], True, True),
+        ("kto", [], True, False),
+        ("simpo", [], False, True),
+        ("orpo", [], False, True),
+        ("dpo", ["engine.lora.rank=4"], False, True),
+        ("dpo", ["reference_logprobs=before_training"], False, True),
+    ],
+)
+def test_a_reference_engine_is_there_where_the_reference_is_another_model(loss, options, engine, paired):
+    config = PreferenceConfig.load(None, [*SFT, f"loss={loss}", *options])
+    assert config.has_reference_engine is engine
+    assert config.is_paired is paired
+    assert config.uses_reference is (loss not in ("simpo", "orpo"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["loss=simpo", "reference.fsdp_size=1"],
+            "reference has no effect with loss=simpo, reference_logprobs=each_step and engine.lora=null, which build "
+            "no second engine; remove it",
+        ),
+        (
+            ["engine.lora.rank=4", "reference.fsdp_size=1"],
+            "reference has no effect with loss=dpo, reference_logprobs=each_step and engine.lora=given, which build no "
+            "second engine; remove it",
+        ),
+        (
+            ["reference_logprobs=before_training", "reference.fsdp_size=1"],
+            "reference has no effect with loss=dpo, reference_logprobs=before_training and engine.lora=null, which "
+            "build no second engine; remove it",
+        ),
+        (
+            ["loss=orpo", "reference_logprobs=before_training"],
+            "reference_logprobs=before_training: loss=orpo has no reference policy; remove it",
+        ),
+        (
+            ["loss=kto", "reference_logprobs=before_training"],
+            "reference_logprobs=before_training: loss=kto compares new combinations in every step; remove it",
+        ),
+        (
+            ["loss=simpo", "engine.param_offload=true"],
+            "engine.param_offload=true has no effect in preference training without a second engine, where nothing "
+            "else needs the device; remove it (engine.offload_policy=true keeps everything in host memory)",
+        ),
+        (
+            ["loss=kto", "trainer.batch_size=1"],
+            "trainer.batch_size=1 leaves kto no other answer to compare with; use at least 2",
+        ),
+        (
+            ["loss=kto", "engine.lora.dropout=0.1"],
+            "engine.lora.dropout makes kto's estimate of the KL divergence that of another model; set 0",
+        ),
+    ],
+)
+def test_preference_parts_that_do_not_fit_are_refused(options, message):
+    assert message_of(PreferenceConfig, [*SFT, *options]) == message
+
+
+def test_offload_has_an_effect_in_preference_training_beside_a_reference():
+    assert PreferenceConfig.load(None, [*SFT, "engine.param_offload=true"]).engine.param_offload
+    assert message_of(RewardModelConfig, [*SFT, "engine.optimizer_offload=true"]).startswith(
+        "engine.optimizer_offload=true has no effect in reward-model training"
+    )
+
+
+GAE = [*RL, "algorithm.advantage=gae", "critic={}"]
+DISTILL = [*RL, "algorithm.advantage=distill"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*RL, "algorithm.advantage=gae"],
+            "algorithm.advantage=gae needs a critic; critic and algorithm.advantage=gae belong together (critic: {} "
+            "takes every default)",
+        ),
+        (
+            [*RL, "critic={}"],
+            "algorithm.advantage=grpo has no use for the critic; critic and algorithm.advantage=gae belong together "
+            "(critic: {} takes every default)",
+        ),
+        (
+            DISTILL,
+            "algorithm.advantage=distill with 0 teachers: teachers and algorithm.advantage=distill belong together",
+        ),
+        (
+            [*RL, "teachers=[{model: {path: t}}]"],
+            "algorithm.advantage=grpo with 1 teachers: teachers and algorithm.advantage=distill belong together",
+        ),
+        (
+            [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}}]"],
+            "teachers have the data_source [None, None]; give each a source of its own",
+        ),
+        (
+            [*DISTILL, "teachers=[{model: {path: t}, data_source: a}, {model: {path: u}, data_source: a}]"],
+            "teachers have the data_source ['a', 'a']; give each a source of its own",
+        ),
+        (
+            [*RL, "algorithm.overlong_penalty.buffer_tokens=65", "rollout.max_response_tokens=64"],
+            "algorithm.overlong_penalty.buffer_tokens=65 is more than rollout.max_response_tokens=64",
+        ),
+        (
+            [*RL, "reference={}"],
+            "reference has no effect with algorithm.kl_coef=0, which needs no reference policy; remove one of them",
+        ),
+        (
+            [*RL, "reference={}", "algorithm.kl_coef=1", "engine.lora={}"],
+            "reference has no effect with engine.lora: the reference policy is the policy without its adapter; remove "
+            "it",
+        ),
+        (
+            [*RL, "engine.lora.dropout=0.5"],
+            "engine.lora.dropout=0.5 would make the logprobs of two passes over the same tokens differ, and their "
+            "ratio noise; reinforcement learning needs 0",
+        ),
+        (
+            [*RL, "algorithm.advantage=remax", "rollout.group_size=1", "rollout.dynamic_sampling={}"],
+            "rollout.dynamic_sampling drops groups whose rewards are all equal, which every group of "
+            "rollout.group_size=1 is; use at least 2, or remove it",
+        ),
+        (
+            [*RL, "algorithm.advantage={name: gdpo, weights: {format: 2, score: 1}}"],
+            "algorithm.advantage.weights names format, but reward.functions are score; use their names",
+        ),
+        (
+            [*RL, "engine.optimizer_offload=true", "trainer.optimizer=adamw_cpu"],
+            "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true has "
+            "no effect; remove one of them",
+        ),
+        (
+            [*GAE, "critic.engine.optimizer_offload=true", "critic.optimizer.optimizer=adamw_cpu"],
+            "critic.optimizer.optimizer=adamw_cpu already keeps its states in host memory, so "
+            "critic.engine.optimizer_offload=true has no effect; remove one of them",
+        ),
+    ],
+)
+def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, message):
+    assert message_of(RLConfig, overrides) == message
+
+
+def test_parts_of_reinforcement_learning_that_fit_are_taken():
+    assert RLConfig.load(None, GAE).critic.value_clip == 0.5
+    teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
+    assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
+    assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty
+    weights = [*RL, "algorithm.advantage={name: gdpo, weights: {score: 2}}"]
+    assert RLConfig.load(None, weights).algorithm.advantage.weights == {"score": 2.0}
+
+
+@pytest.mark.parametrize("advantage", sorted(GROUP_ADVANTAGES))
+def test_a_group_of_one_has_no_baseline(advantage):
+    assert message_of(RLConfig, [*RL, f"algorithm.advantage={advantage}", "rollout.group_size=1"]) == (
+        f"rollout.group_size=1 leaves algorithm.advantage={advantage} without a baseline (every advantage would be 0); "
+        "use at least 2"
+    )
+
+
+@pytest.mark.parametrize("options", [["reinforce_plus_plus"], ["remax"], ["gae", "critic={}"], ["rules.py:mine"]])
+def test_a_group_of_one_does_where_the_baseline_is_another(options):
+    advantage, *others = options
+    config = RLConfig.load(None, [*RL, f"algorithm.advantage={advantage}", *others, "rollout.group_size=1"])
+    assert config.rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([*GAE, "critic.engine.max_tokens_per_micro_batch=99"], "critic.engine"),
+        ([*RL, "algorithm.kl_coef=1", "reference.max_tokens_per_micro_batch=99"], "reference"),
+        (
+            [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a, "
+             "engine: {max_tokens_per_micro_batch: 99}}]"],
+            "teachers.1.engine",
+        ),
+    ],
+)  # fmt: skip
+def test_a_sequence_fits_into_a_micro_batch_of_every_engine(overrides, key):
+    sizes = ["data.max_prompt_tokens=60", "rollout.max_response_tokens=40"]
+    message = message_of(RLConfig, [*overrides, *sizes])
+    assert message.startswith("data.max_prompt_tokens=60 + rollout.max_response_tokens=40 = 100 is more than ")
+    assert f" {key}.max_tokens_per_micro_batch=99, " in message
+    assert RLConfig.load(None, [*[text.replace("=99", "=100").replace(": 99", ": 100") for text in overrides], *sizes])
+
+
+def test_layouts_that_are_not_given_are_those_of_the_policy():
+    policy = ["engine.fsdp_size=2", "engine.param_dtype=bfloat16", "engine.param_offload=true"]
+    config = RLConfig.load(None, [*GAE, *policy, "engine.lora.rank=4"])
+    assert config.critic_layout() == config.engine.model_copy(update={"lora": None})
+    assert config.reference_layout() == config.engine.frozen()
+    given = RLConfig.load(None, [*GAE, *policy, "critic.engine.fsdp_size=1"])
+    assert (given.critic_layout().fsdp_size, given.critic_layout().param_offload) == (1, False)
+    distilled = RLConfig.load(None, [*DISTILL, *policy, "teachers=[{model: {path: t}, engine: {fsdp_size: 4}}]"])
+    assert distilled.teacher_layout(distilled.teachers[0]).fsdp_size == 4
+    assert list(distilled.layouts()) == ["engine", "reference", "teachers.0.engine"]

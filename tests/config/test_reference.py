@@ -1,21 +1,55 @@
 """The generated config reference."""
 
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import pytest
+from pydantic import Field
 
-from shardwise.config import EvalConfig, RLConfig, SFTConfig, key_paths
+from shardwise import cli
+from shardwise.config import (
+    Choice,
+    Config,
+    EvalConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+    key_paths,
+)
+from shardwise.config.base import groups_of, tag_of
 from shardwise.config.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-VALUES_WITH_KEYS = {
-    "engine.lora",
-    "engine.module_precision",
-    "reference",
-    "reference.module_precision",
-    "reward.functions",
+RECIPES = {
+    "sft": SFTConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
+    "rl": RLConfig,
+    "eval": EvalConfig,
 }
-RECIPES = {"sft": SFTConfig, "rl": RLConfig, "eval": EvalConfig}
+
+
+class Plain(Choice):
+    """Nothing to set."""
+
+    name: Literal["plain"] = "plain"
+
+
+class Sharp(Choice):
+    """With | a bar."""
+
+    name: Literal["sharp"] = "sharp"
+    edge: float = 0.5
+    """How sharp."""
+
+
+class Toy(Config):
+    """A toy."""
+
+    choice: Annotated[Plain | Sharp, Field(discriminator="name")] = Sharp()
+    """Which one."""
 
 
 def test_row_holds_key_default_choices_and_meaning():
@@ -23,8 +57,32 @@ def test_row_holds_key_default_choices_and_meaning():
     assert lines[0] == "## rl"
     assert "| `reward.functions` | required | " in "\n".join(lines)
     assert (
-        "| `algorithm.kl_estimator` | `k3` of `k1`, `k2`, `k3` | The per-token estimator of that divergence. |" in lines
+        "| `algorithm.kl_in` | `loss` of `loss`, `reward` | Add the KL term to the loss, or subtract it from the "
+        in ("\n".join(lines))
     )
+
+
+def test_choices_are_rows_with_their_meaning_and_their_keys_below():
+    assert markdown(Toy, title="toy").splitlines()[6:] == [
+        "| `choice` | `sharp` of `plain`, `sharp` | Which one. |",
+        "| `choice.name` = `plain` | | Nothing to set. |",
+        "| `choice.name` = `sharp` | | With \\| a bar. |",
+        "| `choice.edge` | `0.5` | How sharp. |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `algorithm.advantage` | `grpo` of `grpo`, `grpo_passk`, `gdpo`, `rloo`, `reinforce_plus_plus`, ",
+        "| `algorithm.advantage.name` = `rloo` | | Reward - mean of the others in the group. |",
+        "| `algorithm.policy_loss.name` = `cispo` | | The clipped ratio, detached, ",
+        "| `algorithm.kl_controller.target` | required | The mean KL divergence per token to hold, in nats. |",
+        "| `reward.functions.type` = `judge` | | A language model behind an OpenAI-compatible endpoint ",
+    ],
+)
+def test_rows_of_choices_in_the_config_of_reinforcement_learning(row):
+    assert f"\n{row}" in markdown(RLConfig, title="rl")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +108,43 @@ def test_default_is_written_as_in_yaml(key, default):
     assert f"\n| `{key}` | {default} | " in markdown(SFTConfig, title="sft")
 
 
+def expected_rows(cls, prefix=""):
+    """(key, value of the tag or None) of every row: values, groups that may be absent, lists of groups, choices."""
+    for name, field in cls.model_fields.items():
+        path, groups = f"{prefix}{name}", groups_of(field.annotation)
+        if groups != [field.annotation]:
+            yield path, None
+        for group in groups:
+            tag = tag_of(group) if len(groups) > 1 else None
+            if tag is not None:
+                yield f"{path}.{tag[0]}", tag[1]
+            yield from (row for row in expected_rows(group, f"{path}.") if tag is None or row[0] != f"{path}.{tag[0]}")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_value_has_a_row_and_a_meaning(name):
-    """So have groups that may be absent, and lists of groups."""
-    keys = list(key_paths(RECIPES[name]))
-    values = [key for key in keys if key in VALUES_WITH_KEYS or not any(k.startswith(f"{key}.") for k in keys)]
+    """So have groups that may be absent, lists of groups, and every choice of a union with the keys of its own."""
     rows = [line for line in markdown(RECIPES[name], title=name).splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == values
-    assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in rows)
+    found = [(row.split("`")[1], row.split("`")[3] if row.split("`")[2] == " = " else None) for row in rows]
+    assert found == list(expected_rows(RECIPES[name]))
+    assert {key for key, _ in found} == {key for key in key_paths(RECIPES[name]) if not is_plain_group(name, key)}
+    assert all(len(row.rsplit("|", 2)[1].strip()) > 5 for row in rows)
+
+
+def is_plain_group(recipe, key):
+    """A group that is always there: it has no row, its keys have."""
+    *parents, last = key.split(".")
+    nodes = [RECIPES[recipe]]
+    for name in parents:
+        nodes = [group for node in nodes if name in node.model_fields for group in
+                 groups_of(node.model_fields[name].annotation)]  # fmt: skip
+    annotations = [node.model_fields[last].annotation for node in nodes if last in node.model_fields]
+    return all(groups_of(annotation) == [annotation] for annotation in annotations)
+
+
+def test_the_page_holds_every_recipe():
+    assert set(RECIPES.values()) == set(get_args(RecipeConfig))
+    assert list(RECIPES) == list(cli.RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,9 +1,9 @@
 """One shard for each group of ranks that share sequences."""
 
 import pytest
+from shardwise.recipes.steps import token_logprobs, train_step
 
 from shardwise.config import EngineConfig
-from shardwise.recipes.steps import token_logprobs, train_step
 from shardwise.types import MetricValue
 
 

@@ -1,0 +1,287 @@
+"""The functions of an algorithm, chosen by name."""
+
+from typing import get_args
+
+import pytest
+import yaml
+
+from shardwise.algorithms.kl import KLEstimator
+from shardwise.config import AlgorithmConfig, Config, ConfigError, Custom, DistillationConfig, PreferenceConfig
+from shardwise.config.algorithm import GROUP_ADVANTAGES, KlEstimator, RejectionConfig, WeightsConfig
+from shardwise.config.base import groups_of, tag_of
+
+ROOM = {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
+FIELDS: list[tuple[type[Config], str, dict]] = [
+    (AlgorithmConfig, "advantage", {}),
+    (AlgorithmConfig, "policy_loss", {}),
+    (AlgorithmConfig, "kl_controller", {"kl_coef": 0.1}),
+    (PreferenceConfig, "loss", ROOM),
+    (DistillationConfig, "divergence", {}),
+]
+"""Where a choice stands: the class, the key, and what must be beside it."""
+
+CHOICES = [
+    pytest.param(cls, key, beside, choice, id=f"{key}-{tag_of(choice)[1]}")
+    for cls, key, beside in FIELDS
+    for choice in groups_of(cls.model_fields[key].annotation)
+]
+
+REQUIRED = {"function": "rules.py:mine", "target": 0.05}
+OTHER = REQUIRED | {
+    "scale": "none",
+    "weights": {"format": 0.25},
+    "gamma": 0.625,
+    "lam": 0.75,
+    "whiten": False,
+    "clip_low": 0.3,
+    "clip_high": 0.7,
+    "dual_clip": None,
+    "tau_positive": 2.0,
+    "tau_negative": 3.0,
+    "fraction": 0.01,
+    "cov_low": 0.5,
+    "cov_high": 9.0,
+    "coef": 2.0,
+    "threshold_low": 0.3,
+    "threshold_high": 0.4,
+    "tau": 0.6,
+    "ratio_cap": 5.0,
+    "horizon": 77,
+    "parameters": {"a": [1, {"b": None}]},
+    "beta": 0.4,
+    "label_smoothing": 0.2,
+    "desirable_weight": 1.5,
+    "undesirable_weight": 0.0,
+}
+"""For every key of a choice a value that is not its default."""
+
+
+def keys_of(choice):
+    return [key for key in choice.model_fields if key != choice.tag]
+
+
+def required_of(choice):
+    return {key: REQUIRED[key] for key, field in choice.model_fields.items() if field.is_required()}
+
+
+def parse(cls, **tree):
+    return cls.parse(tree, origin="test")
+
+
+def message_of(cls, **tree):
+    with pytest.raises(ConfigError) as error:
+        parse(cls, **tree)
+    return str(error.value).removeprefix("test: ")
+
+
+@pytest.mark.parametrize(("cls", "key", "beside", "choice"), CHOICES)
+def test_a_bare_name_stands_for_the_defaults_of_a_choice(cls, key, beside, choice):
+    name = tag_of(choice)[1]
+    if required_of(choice):
+        for leaf in required_of(choice):
+            assert f"{key}.{leaf}: required, but not given" in message_of(cls, **beside, **{key: name})
+        return
+    chosen = getattr(parse(cls, **beside, **{key: name}), key)
+    assert chosen == choice()
+    assert type(chosen) is choice
+
+
+@pytest.mark.parametrize(("cls", "key", "beside", "choice"), CHOICES)
+def test_every_key_of_a_choice_survives_a_round_trip_through_yaml(tmp_path, cls, key, beside, choice):
+    given = {leaf: OTHER[leaf] for leaf in keys_of(choice)}
+    for leaf, value in given.items():
+        assert choice.model_fields[leaf].get_default(call_default_factory=True) != value, "not a default"
+    config = parse(cls, **beside, **{key: {"name": tag_of(choice)[1], **given}})
+    assert getattr(config, key).arguments() == given
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    again = cls.load(path)
+    assert again == config
+    assert type(getattr(again, key)) is choice
+    assert yaml.safe_load(path.read_text())[key] == {"name": tag_of(choice)[1], **given}
+
+
+@pytest.mark.parametrize(("cls", "key", "beside", "choice"), CHOICES)
+def test_no_error_path_holds_the_name_of_a_choice(cls, key, beside, choice):
+    """pydantic puts the alternative into the path: `advantage.grpo.scale`; no key is called that."""
+    name = tag_of(choice)[1]
+    has = ", ".join(keys_of(choice)) or "none"
+    unknown = message_of(cls, **beside, **{key: {"name": name, **required_of(choice), "nonsense": 1}})
+    assert unknown == f"{key}.nonsense: name={name} has no such key; it has {has}"
+    for leaf in keys_of(choice):
+        bad = message_of(cls, **beside, **{key: {"name": name, **required_of(choice), leaf: {"x": ["y"]} if leaf not in
+                                                 ("weights", "parameters") else 5}})  # fmt: skip
+        assert bad.startswith((f"{key}.{leaf}=", f"{key}.{leaf}.x=")), bad
+
+
+@pytest.mark.parametrize(("cls", "key", "beside"), FIELDS)
+def test_an_unknown_name_gets_the_nearest_and_all_there_are(cls, key, beside):
+    names = [tag_of(choice)[1] for choice in groups_of(cls.model_fields[key].annotation)]
+    typo = names[1][:-1] + "q"
+    message = message_of(cls, **beside, **{key: typo})
+    assert message.startswith(f"{key}={typo}: did you mean ")
+    assert message.endswith(f"? use one of {', '.join(names)}")
+    assert message_of(cls, **beside, **{key: "zzzz"}) == f"{key}=zzzz: use one of {', '.join(names)}"
+    for value in (3, ["x"], True):
+        assert message_of(cls, **beside, **{key: value}) == (
+            f"{key}={value!r}: use one of {', '.join(names)}, alone or as the name in a group of keys"
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "typo", "meant"),
+    [
+        ("advantage", "grpoo", "grpo"),
+        ("advantage", "reinforce_plus_plus_baselin", "reinforce_plus_plus_baseline"),
+        ("policy_loss", "ppo-clip", "ppo_clip"),
+        ("policy_loss", "clipcov", "clip_cov"),
+    ],
+)
+def test_the_nearest_name_is_the_one_that_was_meant(key, typo, meant):
+    assert f"did you mean {meant}? " in message_of(AlgorithmConfig, **{key: typo})
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "message"),
+    [
+        ("policy_loss", {"tau": 1}, "policy_loss.tau: name=ppo_clip has no such key; it has clip_low, clip_high, "
+         "dual_clip"),
+        ("policy_loss", {"name": "gspo", "dual_clip": 3}, "policy_loss.dual_clip: name=gspo has no such key; it has "
+         "clip_low, clip_high"),
+        ("policy_loss", {"name": "reinforce", "clip_low": 0.1}, "policy_loss.clip_low: name=reinforce has no such key; it has "
+         "none"),
+        ("advantage", {"lam": 1}, "advantage.lam: name=grpo has no such key; it has scale"),
+        ("kl_controller", {"target": 1}, "kl_controller.target: name=fixed has no such key; it has none"),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_choice_is_refused_by_the_one_that_is_taken(key, given, message):
+    """Trap 18. Keys without a name belong to the default choice."""
+    assert message_of(AlgorithmConfig, **{key: given}) == message
+
+
+def test_keys_without_a_name_belong_to_the_default_choice():
+    algorithm = AlgorithmConfig.load(None, ["policy_loss.clip_high=0.28", "advantage.scale=none"])
+    assert (algorithm.policy_loss.name, algorithm.policy_loss.clip_high) == ("ppo_clip", 0.28)
+    assert (algorithm.advantage.name, algorithm.advantage.scale) == ("grpo", "none")
+
+
+@pytest.mark.parametrize("key", ["advantage", "policy_loss"])
+@pytest.mark.parametrize("path", ["rules.py:mine", "/a b/rules.py:mine", "package.module:mine"])
+def test_an_import_path_is_a_function_of_ones_own(key, path):
+    chosen = getattr(parse(AlgorithmConfig, **{key: path}), key)
+    assert chosen == Custom(function=path, parameters={})
+    longer = {"name": "custom", "function": path, "parameters": {"depth": 2}}
+    assert getattr(parse(AlgorithmConfig, **{key: longer}), key) == Custom(function=path, parameters={"depth": 2})
+
+
+def test_a_controller_of_ones_own_does_not_exist():
+    assert message_of(AlgorithmConfig, kl_coef=1, kl_controller="a.py:b") == (
+        "kl_controller=custom: use one of fixed, adaptive"
+    )
+
+
+def test_group_advantages_are_those_whose_baseline_is_of_the_group():
+    names = {tag_of(choice)[1] for choice in groups_of(AlgorithmConfig.model_fields["advantage"].annotation)}
+    assert names >= GROUP_ADVANTAGES
+    assert names - GROUP_ADVANTAGES == {"reinforce_plus_plus", "remax", "gae", "distill", "custom"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"aggregation": "seq-mean-token-sum-norm"},
+            "aggregation=seq-mean-token-sum-norm with aggregation_divisor=None: the divisor belongs to "
+            "aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)",
+        ),
+        (
+            {"kl_controller": {"name": "adaptive", "target": 0.1}},
+            "kl_controller=adaptive scales kl_coef, and kl_coef=0 stays 0; set it, e.g. to 0.001",
+        ),
+        *(
+            (
+                {"kl_in": "reward", "kl_estimator": f"{plain}+", "kl_coef": 0.1},
+                f"kl_estimator={plain}+ differs from {plain} in its gradient only, which kl_in=reward has none of; "
+                "remove the +",
+            )
+            for plain in ("k1", "abs", "k3")
+        ),
+    ],
+)
+def test_keys_that_would_have_no_effect_together_are_refused(tree, message):
+    assert message_of(AlgorithmConfig, **tree) == message
+
+
+def test_keys_that_fit_together_are_taken():
+    assert parse(AlgorithmConfig, kl_coef=0.1, kl_estimator="k3+", kl_in="loss").kl_estimator == "k3+"
+    assert (
+        parse(AlgorithmConfig, kl_coef=0.1, kl_controller={"name": "adaptive", "target": 1}).kl_controller.target == 1
+    )
+    assert parse(AlgorithmConfig, kl_controller="fixed").kl_coef == 0
+
+
+def test_config_and_algorithms_know_the_same_estimators():
+    """k2+ is k2, so the config has no second name for it."""
+    assert {*get_args(KlEstimator), "k2+"} == set(get_args(KLEstimator))
+
+
+@pytest.mark.parametrize(
+    ("mode", "low"),
+    [("mask", None), ("truncate", 0.5)],
+)
+def test_the_lower_bound_belongs_to_masking_weights(mode, low):
+    assert message_of(WeightsConfig, mode=mode, low=low) == (
+        f"mode={mode} with low={low}: mask needs a lower bound, truncate has none"
+    )
+    assert parse(WeightsConfig, mode="mask", low=0.5).low == 0.5
+    assert parse(WeightsConfig).low is None
+
+
+@pytest.mark.parametrize("compares", [{"weights": {}}, {"rejection": {}}, {"weights": {}, "rejection": {}}])
+def test_bypass_leaves_nothing_to_compare(compares):
+    assert message_of(AlgorithmConfig, rollout_correction={"bypass": True, **compares}) == (
+        "rollout_correction: bypass=true makes old_logprobs the rollout's own, so weights and rejection would compare "
+        "them with themselves; remove bypass, or weights and rejection"
+    )
+    correction = parse(AlgorithmConfig, rollout_correction=compares).rollout_correction
+    assert correction.compares
+    assert not parse(AlgorithmConfig, rollout_correction={"bypass": True}).rollout_correction.compares
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"low": 0.5, "estimator": "k2"}, "low=0.5 with estimator=k2: small values of k2 and k3 are agreement; set "
+         "only high"),
+        ({"low": 0.5, "estimator": "k3"}, "low=0.5 with estimator=k3: small values of k2 and k3 are agreement; set "
+         "only high"),
+        ({"low": 3.0}, "low=3.0 is above high=2.0; swap them"),
+    ],
+)  # fmt: skip
+def test_bounds_of_rejection_that_cannot_be_are_refused(tree, message):
+    assert message_of(RejectionConfig, **tree) == message
+
+
+def test_bounds_of_weights_are_in_order():
+    assert message_of(WeightsConfig, mode="mask", low=3) == "low=3.0 is above high=2.0; swap them"
+    assert parse(RejectionConfig, low=0.5).low == 0.5
+    assert parse(RejectionConfig, low=2, high=2).high == 2
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, False),
+        ({"num_minibatches": 2}, True),
+        ({"num_epochs": 2}, True),
+        ({"rollout_correction": {"weights": {}}}, True),
+        ({"rollout_correction": {"rejection": {}}}, True),
+        ({"policy_loss": "clip_cov"}, True),
+        ({"policy_loss": "kl_cov"}, True),
+        ({"policy_loss": "gspo"}, False),
+        ({"rollout_correction": {"bypass": True}}, False),
+        ({"rollout_correction": {"bypass": True}, "num_minibatches": 4, "policy_loss": "clip_cov"}, False),
+    ],
+)
+def test_the_policy_scores_before_it_moves_only_where_something_needs_it(tree, expected):
+    assert parse(AlgorithmConfig, **tree).needs_old_logprobs is expected
