@@ -1,10 +1,10 @@
 """A policy loss of one's own: REINFORCE that learns less from bad samples than from good ones.
 
-    algorithm:
-      policy_loss:
-        name: custom
-        function: examples/custom_loss/asymmetric.py:asymmetric
-        parameters: {bad: 0.3}
+algorithm:
+  policy_loss:
+    name: custom
+    function: examples/custom_loss/asymmetric.py:asymmetric
+    parameters: {bad: 0.3}
 """
 
 import torch

@@ -154,11 +154,14 @@ def test_the_kl_controller_raises_its_coefficient_above_the_target(rl):
     assert coefs[2] == pytest.approx(coefs[1] * 1.2)
 
 
-def test_a_teacher_pulls_the_policy_towards_itself(rl, tmp_path):
-    rl("teacher", **{"trainer.total_steps": 2})
+def test_a_teacher_pulls_the_policy_towards_itself(rl, assets, command, tmp_path):
+    sft = ["trainer.total_steps=8", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"]
+    common = [f"model.path={assets.model}", f"data.train_files={assets.sft}", "data.max_sequence_tokens=64"]
+    assert command("sft", *common, *sft, f"trainer.output_dir={tmp_path / 'teacher'}").code == 0
     teachers = [{"model": {"path": str(tmp_path / "teacher")}}]
-    rows = rl("student", **{"algorithm.advantage": "distill", "teachers": teachers, "trainer.total_steps": 6})
-    assert rows[-1]["policy/teacher_kl"] < rows[0]["policy/teacher_kl"]
+    settings = {"trainer.total_steps": 20, "trainer.learning_rate": 2e-3, "rollout.num_prompts": 16}
+    rows = rl(**{"algorithm.advantage": "distill", "teachers": teachers, **settings})
+    assert rows[-1]["policy/teacher_kl"] < 0.75 * rows[0]["policy/teacher_kl"]
 
 
 @pytest.mark.parametrize(
