@@ -7,14 +7,14 @@ from typing import Any
 
 from shardwise.config import ConfigError, FunctionReward, RewardError
 from shardwise.rewards.base import Answer, RewardJob
-from shardwise.rewards.process import RewardProcess, WorkerLost, wait_for_any
+from shardwise.rewards.process import MAX_AHEAD, RewardProcess, WorkerLost, wait_for_any
 
 
 class RewardPool:
     """`num_workers` processes that call reward functions; every process knows all of them. `close` leaves none behind.
 
     A call that hangs or dies costs its own job and process: the process is replaced, from the second time on by one
-    that was started beforehand, and a job that was waiting behind the call goes to another one. A child of user code
+    that was started beforehand, and jobs that were waiting behind the call go to other ones. A child of user code
     that starts a session of its own is out of reach.
 
     Example: `for number, function, answer in pool.score(jobs): ...`
@@ -123,9 +123,8 @@ class RewardPool:
 
     def _hand_out(self, pending: deque[int], messages: list[str]) -> None:
         for worker in self._workers:
-            if (call := worker.take_back()) is not None:
-                pending.appendleft(call)
-        for num_before in (0, 1):
+            pending.extendleft(reversed(worker.take_back()))
+        for num_before in range(MAX_AHEAD + 1 if pending else 0):
             for worker in self._workers:
                 if pending and len(worker.jobs) == num_before and worker.wants_more:
                     call = pending.popleft()

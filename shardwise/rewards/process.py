@@ -19,11 +19,12 @@ START_SECONDS = 300.0
 """How long a process may take to import the reward function; it may import torch on a busy, slow disk."""
 POLL_SECONDS = 0.2
 """The longest sleep between looks at processes and deadlines."""
-SHORT_SECONDS = 0.05
-"""A process whose last job was shorter gets the next one while it works on this one: for short jobs the way back and
-forth would cost as much as the call."""
+AHEAD_SECONDS = 0.05
+"""A process gets the next jobs while it works on this one, about as many as it does in this time: for short jobs the
+way back and forth would cost as much as the call, and on a busy machine much more."""
+MAX_AHEAD = 32
 LONG_SECONDS = 0.2
-"""A job that waits behind a call that has run longer is taken back: the call may hang."""
+"""Jobs that wait behind a call that has run longer are taken back: the call may hang."""
 _READ_BYTES = 1 << 18
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,23 +84,27 @@ class RewardProcess:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it can be given a job: it has none, or one that is likely to end in a moment."""
-        if not self.ready or len(self.jobs) > 1:
-            return False
-        return not self.jobs or (self._last_seconds < SHORT_SECONDS and self._head_seconds() < SHORT_SECONDS)
+        """Whether it can be given a job: it has none, or few that are likely to end in a moment."""
+        if not self.ready or not self.jobs:
+            return self.ready
+        is_quick = self._last_seconds * len(self.jobs) < AHEAD_SECONDS and self._head_seconds() < AHEAD_SECONDS
+        return is_quick and len(self.jobs) <= MAX_AHEAD
 
-    def take_back(self) -> int | None:
-        """The job that waits behind a long call, which may then be sent to another process; None where there is none.
+    def take_back(self) -> list[int]:
+        """The jobs that wait behind a long call, in order, which may then be sent to other processes.
 
-        Where the call ends in this very moment both may do the job. This one's answer is dropped.
+        Where the call ends in this very moment this process may do the first of them too. Its answer is dropped.
         """
         if len(self.jobs) < 2 or self._head_seconds() < LONG_SECONDS:
-            return None
-        ticket = self._tickets.pop()
-        self._taken_back.add(ticket)
-        self._unsent += f'{{"skip": {ticket}}}\n'.encode()
+            return []
+        head, *waiting = self.jobs
+        self.jobs = deque([head])
+        while len(self._tickets) > 1:
+            ticket = self._tickets.pop()
+            self._taken_back.add(ticket)
+            self._unsent += f'{{"skip": {ticket}}}\n'.encode()
         self._flush()
-        return self.jobs.pop()
+        return waiting
 
     def send(self, job: int, arguments: str, *, function: int = 0) -> None:
         """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`.

@@ -21,7 +21,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -108,7 +108,7 @@ def test_the_death_of_the_parent_ends_process_and_grandchild_in_the_middle_of_a_
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=5)
 
 
-def test_f42_a_job_behind_a_long_call_is_taken_back_and_not_done(start, tmp_path):
+def test_f42_jobs_behind_a_long_call_are_taken_back_and_not_done(start, tmp_path):
     source = (
         "import time\n"
         "def f(solution_str, **_):\n"
@@ -126,9 +126,9 @@ def test_f42_a_job_behind_a_long_call_is_taken_back_and_not_done(start, tmp_path
     assert process.wants_more
     send(1, "1.5")
     send(2, "0.25")
-    assert not process.wants_more
-    assert process.take_back() is None  # the call may still be a short one
-    wait_until(lambda: (job := process.take_back()) is not None and job == 2)
+    send(3, "0.125")
+    assert process.take_back() == []  # the call may still be a short one
+    wait_until(lambda: process.take_back() == [2, 3])
     assert not process.wants_more  # nothing is put behind a long call
     send(2, "0.5")  # the same job again, to the same process
     assert [(answer["job"], answer["score"]) for answer in answers(process, 2)] == [(1, 1.5), (2, 0.5)]
