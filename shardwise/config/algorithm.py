@@ -429,6 +429,18 @@ class AlgorithmConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rewards_are_used(self) -> Self:
+        if self.advantage.name not in ("gdpo", "distill"):
+            return self
+        takes = "compares the reward functions one by one" if self.advantage.name == "gdpo" else "reads no rewards"
+        given = {"kl_in=reward": self.kl_in == "reward", "overlong_penalty": self.overlong_penalty is not None}
+        for key in [key for key, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"{key} changes the sum of the rewards, and advantage={self.advantage.name} {takes}; remove it"
+            )
+        return self
+
     @property
     def num_updates(self) -> int:
         """Optimizer steps made from one rollout batch."""

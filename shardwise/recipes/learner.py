@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
-from shardwise.config import AlgorithmConfig, RLConfig
+from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -20,7 +20,7 @@ from shardwise.recipes.advantages import (
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.sampler import Rollout
 from shardwise.recipes.samples import to_samples
-from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
+from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample, merge_metrics
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Learner:
         greedy = rollout.greedy_rewards
         return Scored(
             samples=samples,
-            reward_parts=_columns([parts for group in rollout.groups for parts in group.reward_parts]),
+            reward_parts=reward_columns(rollout.groups, self._config.reward),
             greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
             teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
         )
@@ -155,7 +155,13 @@ def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor])
     return [replace(sample, **{name: values}) for sample, values in scored]
 
 
-def _columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """The reward parts that every completion has, by name."""
-    names = set.intersection(*map(set, rows)) if rows else set()
-    return {name: [row[name] for row in rows] for name in sorted(names)}
+def reward_columns(groups: Sequence[RolloutGroup], config: RewardConfig) -> dict[str, list[float]]:
+    """Of every reward function its own scores, reward.failure_value where its call failed; of a manager the parts that
+    all its results have. What else a function returned is no reward."""
+    parts = [own for group in groups for own in group.reward_parts]
+    failed = [one for group in groups for one in group.failed]
+    names = [entry.name for entry in config.functions]
+    if config.manager is not None:
+        given = [set(own) for own, is_failed in zip(parts, failed, strict=True) if not is_failed]
+        names = sorted(set.intersection(*given)) if given else []
+    return {name: [own.get(name, config.failure_value) for own in parts] for name in names}

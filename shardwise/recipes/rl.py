@@ -1,6 +1,8 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
-from shardwise.config import ModelConfig, RLConfig
+from collections.abc import Iterable, Sequence
+
+from shardwise.config import ConfigError, ModelConfig, RLConfig, TeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
@@ -30,7 +32,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     held_out = None
     if data.validation_files:
         held_out = prompt_examples(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
-    stream = PromptStream([example.data_source for example in examples.rows], data, seed=config.trainer.seed)
+    sources = [example.data_source for example in examples.rows]
+    require_teachers(config.teachers, sources)
+    stream = PromptStream(sources, data, seed=config.trainer.seed)
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model.config, group, total_steps)
@@ -60,6 +64,33 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                 metrics | rollout_metrics(rollout.groups, mask_failed=config.reward.masks_failed) | counts,
                 num_tokens=rollout.num_tokens,
             )
+
+
+def require_teachers(teachers: Sequence[TeacherConfig], sources: Sequence[str]) -> None:
+    """Every training row has a teacher, and every teacher has rows.
+
+    Raises:
+        ConfigError: names the sources that have none, or the teachers that have nothing to teach.
+    """
+    if not teachers:
+        return
+    named = {teacher.data_source for teacher in teachers if teacher.data_source is not None}
+    has_default, there = len(named) < len(teachers), set(sources)
+    if there - named and not has_default:
+        raise ConfigError(
+            f"teachers have the data_source {_listed(named)}, but there are training rows from "
+            f"{_listed(there - named)}; add a teacher for them, or one without data_source, which teaches all others"
+        )
+    idle = {*(named - there), *(["null"] if has_default and there <= named else [])}
+    if idle:
+        raise ConfigError(
+            f"the teacher with data_source={_listed(idle)} has no training rows to teach, which are from "
+            f"{_listed(there)}; remove it"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, total_steps: int) -> Engines:

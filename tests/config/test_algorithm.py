@@ -148,8 +148,8 @@ def test_the_nearest_name_is_the_one_that_was_meant(key, typo, meant):
          "dual_clip"),
         ("policy_loss", {"name": "gspo", "dual_clip": 3}, "policy_loss.dual_clip: name=gspo has no such key; it has "
          "clip_low, clip_high"),
-        ("policy_loss", {"name": "reinforce", "clip_low": 0.1}, "policy_loss.clip_low: name=reinforce has no such key; it has "
-         "none"),
+        ("policy_loss", {"name": "reinforce", "clip_low": 0.1}, "policy_loss.clip_low: name=reinforce has no such "
+         "key; it has none"),
         ("advantage", {"lam": 1}, "advantage.lam: name=grpo has no such key; it has scale"),
         ("kl_controller", {"target": 1}, "kl_controller.target: name=fixed has no such key; it has none"),
     ],
@@ -210,6 +210,21 @@ def test_group_advantages_are_those_whose_baseline_is_of_the_group():
 )
 def test_keys_that_would_have_no_effect_together_are_refused(tree, message):
     assert message_of(AlgorithmConfig, **tree) == message
+
+
+@pytest.mark.parametrize(
+    ("advantage", "takes"), [("gdpo", "compares the reward functions one by one"), ("distill", "reads no rewards")]
+)
+def test_what_changes_the_sum_of_rewards_has_no_effect_where_it_is_not_read(advantage, takes):
+    for key, tree in {
+        "kl_in=reward": {"kl_in": "reward", "kl_coef": 0.1},
+        "overlong_penalty": {"overlong_penalty": {"buffer_tokens": 4}},
+    }.items():
+        assert message_of(AlgorithmConfig, advantage=advantage, **tree) == (
+            f"{key} changes the sum of the rewards, and advantage={advantage} {takes}; remove it"
+        )
+        assert parse(AlgorithmConfig, advantage="rloo", **tree).advantage.name == "rloo"
+    assert parse(AlgorithmConfig, advantage=advantage, kl_coef=0.1).kl_in == "loss"
 
 
 def test_keys_that_fit_together_are_taken():

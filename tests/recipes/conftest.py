@@ -3,9 +3,11 @@ import json
 import pytest
 import torch
 
+from shardwise.config import EngineConfig, ModelConfig
 from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.workers import Worker
 from shardwise.types import Completion, Example, RolloutGroup, Sample
 
@@ -53,6 +55,24 @@ class FakeGroup:
 @pytest.fixture
 def fake_group():
     return FakeGroup
+
+
+@pytest.fixture
+def remote():
+    """An engine as recipes see it, on a FakeGroup."""
+
+    def make(group, role="policy", **layout):
+        return RemoteEngine(
+            group=group,
+            role=role,
+            model=ModelConfig(path="m"),
+            layout=EngineConfig(**{"max_tokens_per_micro_batch": 64} | layout),
+            num_parameters=7_000_000,
+            num_trained_parameters=500_000,
+            num_bytes_read=100,
+        )
+
+    return make
 
 
 @pytest.fixture

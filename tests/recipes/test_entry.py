@@ -1,7 +1,9 @@
 import pytest
 import torch.distributed as dist
 
+from shardwise.cli import RECIPES
 from shardwise.config import DataError
+from shardwise.recipes import entry
 from shardwise.recipes.entry import run_rank
 from shardwise.recipes.workers import Worker
 
@@ -54,3 +56,23 @@ def test_a_failure_is_noted_before_the_connections_close(monkeypatch):
 
     assert run_rank(recipe, timeout_seconds=7) == 1
     assert noted == [True]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_config_runs_its_own_recipe(monkeypatch, name):
+    called = []
+    functions = {
+        "sft": "train_sft",
+        "preference": "train_preference",
+        "reward-model": "train_reward_model",
+        "rl": "train_rl",
+        "eval": "evaluate",
+    }
+    for function in functions.values():
+        monkeypatch.setattr(entry, function, lambda config, group, function=function: called.append((function, config)))
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds: recipe(None) or timeout_seconds)
+    keys = ["model.path=m", "engine.collective_timeout_seconds=9", "data.validation_files=v"]
+    keys += ["data.train_files=t"] * (name != "eval") + ["reward.functions=a:b"] * (name in ("rl", "eval"))
+    config = RECIPES[name].load(None, keys)
+    assert entry.run_recipe(config) == 9
+    assert called == [(functions[name], config)]

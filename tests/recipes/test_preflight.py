@@ -1,6 +1,15 @@
 import pytest
 
-from shardwise.config import ConfigError, DataError, EvalConfig, RLConfig, SFTConfig
+from shardwise.cli import RECIPES
+from shardwise.config import (
+    ConfigError,
+    DataError,
+    EvalConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from shardwise.recipes.preflight import check_inputs
 
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
@@ -19,12 +28,14 @@ def configs(data, reward=REWARD):
     held_out = {"validation_files": data["validation_files"]}
     return {
         "sft": lambda: SFTConfig.parse({"model": MODEL, "data": data}, origin="test"),
+        "preference": lambda: PreferenceConfig.parse({"model": MODEL, "data": data}, origin="test"),
+        "reward-model": lambda: RewardModelConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "rl": lambda: RLConfig.parse({"model": MODEL, "data": data, "reward": reward}, origin="test"),
         "eval": lambda: EvalConfig.parse({"model": MODEL, "data": held_out, "reward": reward}, origin="test"),
     }
 
 
-@pytest.mark.parametrize("recipe", ["sft", "rl", "eval"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_files_that_exist_and_a_reward_that_imports_pass(data, recipe):
     assert check_inputs(configs(data)[recipe]()) is None
 
@@ -32,10 +43,7 @@ def test_files_that_exist_and_a_reward_that_imports_pass(data, recipe):
 @pytest.mark.parametrize(
     ("recipe", "missing"),
     [
-        ("sft", "train_files"),
-        ("sft", "validation_files"),
-        ("rl", "train_files"),
-        ("rl", "validation_files"),
+        *((recipe, files) for recipe in RECIPES if recipe != "eval" for files in ("train_files", "validation_files")),
         ("eval", "validation_files"),
     ],
 )

@@ -1,0 +1,356 @@
+"""Advantages bound to samples, against loops in numpy."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.config import AlgorithmConfig, ConfigError, TrainingError
+from shardwise.recipes.advantages import (
+    ADVANTAGES,
+    Scored,
+    padded,
+    with_advantages,
+    with_overlong_penalty,
+    with_rollout_correction,
+    with_selection,
+)
+from shardwise.recipes.samples import to_samples
+from shardwise.types import Sample
+
+
+def advantages_of(samples, algorithm, *, kl_coef=None, reward_parts=None, **scored):
+    algorithm = AlgorithmConfig.parse(algorithm, origin="test")
+    return with_advantages(
+        Scored(samples=samples, reward_parts=reward_parts or {}, **scored),
+        algorithm,
+        kl_coef=algorithm.kl_coef if kl_coef is None else kl_coef,
+    )
+
+
+def rewritten(sample, **fields) -> Sample:
+    return Sample(**{name: getattr(sample, name) for name in Sample.__slots__} | fields)
+
+
+def with_noise(samples, *names, seed=1):
+    """Every sample with numbers of its own in the named arrays, 0 where not trained."""
+    rng = np.random.default_rng(seed)
+    for sample in samples:
+        fields = {name: -rng.uniform(0.1, 2.0, len(sample.token_ids)) for name in names}
+        yield rewritten(sample, **{n: torch.tensor(np.where(sample.loss_mask, v, 0.0)).float() for n, v in
+                                   fields.items()})  # fmt: skip
+
+
+def two_groups(make_group, rewards=((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))):
+    return to_samples([make_group(r, lengths=[3, 1, 2], prompt_ids=(7,) * (2 + i)) for i, r in enumerate(rewards)])
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "grpo without std", "rloo"])
+@pytest.mark.parametrize("coef", [0.3, 0.7])
+def test_advantages_with_the_kl_term_in_the_reward_equal_a_numpy_loop(make_group, advantage, coef):
+    """R = reward - coef * sum of k1 over the completion, then the group's baseline; coef is the one of the moment."""
+    samples = list(with_noise(two_groups(make_group), "ref_logprobs"))
+    scored, metrics = advantages_of(
+        samples,
+        {
+            "advantage": {"name": "rloo"} if advantage == "rloo" else
+            {"name": "grpo", "scale": "none" if "without" in advantage else "std"},
+            "kl_coef": 0.3,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        kl_coef=coef,
+    )  # fmt: skip
+    outcomes = np.array([s.reward - coef * float((s.rollout_logprobs - s.ref_logprobs).sum()) for s in samples])
+    for start in (0, 3):
+        members = outcomes[start : start + 3]
+        for i in range(3):
+            match advantage:
+                case "grpo":
+                    expected = (members[i] - members.mean()) / (members.std(ddof=1) + 1e-6)
+                case "grpo without std":
+                    expected = members[i] - members.mean()
+                case _:
+                    expected = members[i] - np.delete(members, i).mean()
+            found = scored[start + i]
+            assert found.advantages.shape == found.token_ids.shape
+            np.testing.assert_allclose(found.advantages[found.loss_mask], expected, rtol=1e-5, atol=1e-6)
+            assert not found.advantages[~found.loss_mask].any()
+    assert metrics["advantage/num_zero_variance_groups"].result() == 0
+
+
+def test_a_kl_term_in_the_loss_leaves_rewards_alone(make_group):
+    samples = list(with_noise(to_samples([make_group([1.0, 0.0, 1.0])]), "ref_logprobs"))
+    plain, _ = advantages_of(samples, {"advantage": {"scale": "none"}})
+    in_loss, _ = advantages_of(samples, {"advantage": {"scale": "none"}, "kl_coef": 5.0, "kl_in": "loss"})
+    for a, b in zip(plain, in_loss, strict=True):
+        assert a.advantages.tolist() == b.advantages.tolist()
+        assert a.returns is None
+    assert plain[0].advantages.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3])
+    assert plain[1].advantages.tolist() == pytest.approx([0, 0, -2 / 3, -2 / 3])
+
+
+def test_groups_that_teach_nothing_are_counted(make_group):
+    samples = to_samples([make_group([1.0, 1.0]), make_group([0.0, 0.0]), make_group([1.0, 0.0])])
+    _, metrics = advantages_of(samples, {})
+    assert metrics["advantage/num_zero_variance_groups"].result() == 2
+
+
+def test_f41_masked_failures_are_no_part_of_a_groups_statistics(make_group):
+    """A group of three in which one call failed is a group of two."""
+    group = make_group([1.0, 0.0, 5.0], failed=[False, False, True])
+    scored, metrics = advantages_of(to_samples([group], mask_failed=True), {"advantage": {"scale": "none"}})
+    assert [sample.advantages[-1].item() for sample in scored] == [0.5, -0.5, 0.0]
+    assert metrics["advantage/num_groups_without_baseline"].result() == 0
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_parameters_of_an_estimator_reach_it(make_group, monkeypatch, name):
+    """What is set in the config, and not a default, is what the function is called with."""
+    other = {"scale": "none", "gamma": 0.625}
+    keys = {"grpo": ["scale"], "grpo_passk": ["scale"], "reinforce_plus_plus": ["gamma"]}.get(name, [])
+    parameters = {key: other[key] for key in keys}
+    calls = []
+
+    def estimator(token_rewards, loss_mask, group_ids, **given):
+        calls.append((token_rewards, loss_mask, group_ids, given))
+        return torch.arange(loss_mask.numel(), dtype=torch.float32).view(loss_mask.shape)
+
+    monkeypatch.setitem(ADVANTAGES, name, estimator)
+    samples = two_groups(make_group)
+    scored, _ = advantages_of(samples, {"advantage": {"name": name, **parameters}})
+    ((token_rewards, loss_mask, group_ids, given),) = calls
+    assert given == parameters
+    assert group_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    width = loss_mask.shape[1]
+    for row, sample in enumerate(samples):
+        length = len(sample.token_ids)
+        assert loss_mask[row].tolist() == sample.loss_mask.tolist() + [False] * (width - length)
+        assert float(token_rewards[row].sum()) == sample.reward
+        assert scored[row].advantages.tolist() == [row * width + place for place in range(length)]
+
+
+def test_gae_equals_a_loop_and_gives_the_critic_its_returns(make_group):
+    gamma, lam = 0.9, 0.75
+    samples = list(with_noise(two_groups(make_group), "values"))
+    advantage = {"name": "gae", "gamma": gamma, "lam": lam, "whiten": False}
+    scored, metrics = advantages_of(samples, {"advantage": advantage})
+    errors, targets = [], []
+    for sample, found in zip(samples, scored, strict=True):
+        values, last = sample.values.double().numpy(), int(sample.loss_mask.nonzero()[-1])
+        following, carried = 0.0, 0.0
+        for t in reversed(sample.loss_mask.nonzero().flatten().tolist()):
+            delta = (sample.reward if t == last else 0.0) + gamma * following - values[t]
+            carried = delta + gamma * lam * carried
+            following = values[t]
+            assert found.advantages[t].item() == pytest.approx(carried, rel=1e-5, abs=1e-6)
+            assert found.returns[t].item() == pytest.approx(carried + values[t], rel=1e-5, abs=1e-6)
+            errors.append(carried)
+            targets.append(carried + values[t])
+        assert not found.advantages[~found.loss_mask].any()
+    explained = 1 - np.var(errors) / np.var(targets)
+    assert metrics["critic/explained_variance"].result() == pytest.approx(explained, rel=1e-4)
+    whitened, _ = advantages_of(samples, {"advantage": {**advantage, "whiten": True}})
+    trained = torch.cat([s.advantages[s.loss_mask] for s in whitened])
+    assert float(trained.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(trained.var(unbiased=True)) == pytest.approx(1, rel=0.1)
+    for a, b in zip(whitened, scored, strict=True):
+        assert a.returns.tolist() == b.returns.tolist()
+
+
+def test_gdpo_scales_every_reward_function_in_its_group_before_they_are_added(make_group):
+    """A function with large scores hides no other; the one that is not named has weight 1."""
+    rewards = {"big": [100.0, 0.0, 50.0, 10.0, 20.0, 0.0], "small": [0.0, 0.1, 0.1, 0.0, 0.0, 0.2]}
+    samples = two_groups(make_group)
+    scored, _ = advantages_of(samples, {"advantage": {"name": "gdpo", "weights": {"big": 0.5}}}, reward_parts=rewards)
+    combined = np.zeros(6)
+    for name, weight in (("big", 0.5), ("small", 1.0)):
+        for start in (0, 3):
+            members = np.array(rewards[name][start : start + 3])
+            combined[start : start + 3] += weight * (members - members.mean()) / (members.std(ddof=1) + 1e-6)
+    tokens = np.concatenate([[value] * int(s.loss_mask.sum()) for value, s in zip(combined, samples, strict=True)])
+    found = np.concatenate([s.advantages[s.loss_mask].numpy() for s in scored])
+    scale = np.sqrt(((tokens - tokens.mean()) ** 2).mean() / ((found - found.mean()) ** 2).mean())
+    np.testing.assert_allclose(found, (tokens - tokens.mean()) / scale, rtol=1e-4, atol=1e-5)
+    assert found.std() == pytest.approx(1.0, rel=0.1)
+    other, _ = advantages_of(samples, {"advantage": {"name": "gdpo", "weights": {"big": 0.0}}}, reward_parts=rewards)
+    assert other[0].advantages.tolist() != scored[0].advantages.tolist()
+
+
+def test_remax_compares_with_the_greedy_completion_of_the_same_prompt(make_group):
+    samples = two_groups(make_group)
+    greedy = [0.25] * 3 + [2.0] * 3
+    scored, _ = advantages_of(samples, {"advantage": "remax"}, greedy_rewards=greedy)
+    for sample, found, baseline in zip(samples, scored, greedy, strict=True):
+        expected = [sample.reward - baseline if trained else 0.0 for trained in sample.loss_mask.tolist()]
+        assert found.advantages.tolist() == pytest.approx(expected)
+
+
+def test_distillation_moves_the_policy_to_the_teacher_token_by_token(make_group):
+    samples = two_groups(make_group)
+    teacher = [torch.where(s.loss_mask, -0.5 - 0.1 * torch.arange(len(s.token_ids)), 0.0) for s in samples]
+    scored, metrics = advantages_of(samples, {"advantage": "distill"}, teacher_logprobs=teacher)
+    gaps = []
+    for sample, found, values in zip(samples, scored, teacher, strict=True):
+        for t, trained in enumerate(sample.loss_mask.tolist()):
+            gap = float(values[t] - sample.rollout_logprobs[t]) if trained else 0.0
+            assert found.advantages[t].item() == pytest.approx(gap, abs=1e-6)
+            gaps += [gap] * trained
+    assert metrics["policy/teacher_kl"].result() == pytest.approx(-np.mean(gaps), rel=1e-5)
+
+
+OWN = """
+import torch
+
+def by_row(token_rewards, loss_mask, group_ids, scale=1.0):
+    return scale * torch.where(loss_mask, group_ids.float()[:, None] + token_rewards.sum(1, keepdim=True), 0.0)
+
+def a_list(token_rewards, loss_mask, group_ids):
+    return token_rewards.tolist()
+
+def one_each(token_rewards, loss_mask, group_ids):
+    return token_rewards.sum(1)
+
+def nan(token_rewards, loss_mask, group_ids):
+    return torch.where(loss_mask, float("nan"), 0.0)
+
+def nan_elsewhere(token_rewards, loss_mask, group_ids):
+    return torch.where(loss_mask, 2.0, float("nan"))
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "rules.py").write_text(OWN)
+    return lambda name: f"{tmp_path / 'rules.py'}:{name}"
+
+
+def test_an_estimator_of_ones_own_gets_what_the_built_in_ones_get(make_group, own):
+    samples = two_groups(make_group)
+    chosen = {"name": "custom", "function": own("by_row"), "parameters": {"scale": 2.0}}
+    scored, _ = advantages_of(samples, {"advantage": chosen})
+    for sample, found in zip(samples, scored, strict=True):
+        expected = 2 * (sample.group + sample.reward)
+        assert found.advantages.tolist() == pytest.approx([expected * t for t in sample.loss_mask.tolist()])
+    scored, _ = advantages_of(samples, {"advantage": own("nan_elsewhere")})
+    assert float(scored[0].advantages[-1]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a_list", "a list, expected a tensor of shape [6, 6]"),
+        ("one_each", "a tensor of shape [6], expected [6, 6]: one number for each token of token_rewards"),
+        ("nan", "numbers that are not finite for trained tokens"),
+    ],
+)
+def test_what_an_estimator_of_ones_own_returns_is_checked(make_group, own, name, message):
+    with pytest.raises(TrainingError) as error:
+        advantages_of(two_groups(make_group), {"advantage": own(name)})
+    assert str(error.value) == f"algorithm.advantage={own(name)} returned {message}"
+
+
+def test_an_estimator_of_ones_own_that_is_not_there_is_named(make_group, own):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage=.* has no 'by_rwo'; did you mean by_row\?"):
+        advantages_of(two_groups(make_group), {"advantage": own("by_rwo")})
+
+
+def test_the_overlong_penalty_grows_over_the_buffer(make_group):
+    lengths = [1, 6, 7, 8, 10]
+    samples = to_samples([make_group([1.0] * 5, lengths=lengths)])
+    algorithm = AlgorithmConfig(overlong_penalty={"buffer_tokens": 4, "factor": 2.0})
+    found = [sample.reward for sample in with_overlong_penalty(samples, algorithm, max_tokens=10)]
+    assert found == pytest.approx([1.0, 1.0, 1.0 - 2 / 4, 1.0 - 4 / 4, 1.0 - 8 / 4])
+    assert with_overlong_penalty(samples, AlgorithmConfig(), max_tokens=10) == samples
+
+
+def corrected(samples, **correction):
+    return with_rollout_correction(samples, AlgorithmConfig(rollout_correction=correction))
+
+
+def test_without_a_correction_samples_stay_what_they_are(make_group):
+    samples = two_groups(make_group)
+    for correction in ({}, {"bypass": True}):
+        assert corrected(samples, **correction) == (samples, {})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("mode", "low"), [("truncate", None), ("mask", 0.5)])
+def test_weights_are_policy_over_rollout_probability(make_group, level, mode, low):
+    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
+    found, metrics = corrected(samples, weights={"level": level, "mode": mode, "low": low, "high": 1.5})
+    expected, bounded = [], []
+    for sample in samples:
+        gaps = (sample.old_logprobs - sample.rollout_logprobs).double().numpy()
+        for t in np.flatnonzero(sample.loss_mask):
+            ratio = math.exp(gaps.sum() if level == "sequence" else gaps[t])
+            inside = mode == "truncate" or 0.5 <= ratio <= 1.5
+            expected.append(min(ratio, 1.5) if mode == "truncate" else ratio * inside)
+            bounded.append(ratio > 1.5)
+    weights = np.concatenate([s.weights[s.loss_mask].numpy() for s in found])
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    assert 0 < sum(bounded) < len(bounded), "the bound is part of the test"
+    assert [s.loss_mask.tolist() for s in found] == [s.loss_mask.tolist() for s in samples]
+    assert all(s.weights.shape == s.token_ids.shape for s in found)
+    assert metrics["rollout/weight"].result() == pytest.approx(np.mean(expected), rel=1e-5)
+    if mode == "truncate":
+        assert metrics["rollout/weight_truncated_fraction"].result() == pytest.approx(np.mean(bounded))
+
+
+def test_rejected_tokens_leave_the_loss_and_keep_weight_one(make_group):
+    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
+    found, metrics = corrected(samples, rejection={"estimator": "k1", "low": 0.6, "high": 1.6})
+    num_kept = num_trained = 0
+    for before, after in zip(samples, found, strict=True):
+        ratios = (before.old_logprobs - before.rollout_logprobs).exp()
+        expected = before.loss_mask & (ratios >= 0.6) & (ratios <= 1.6)
+        assert after.loss_mask.tolist() == expected.tolist()
+        assert after.weights[before.loss_mask].tolist() == [1.0] * int(before.loss_mask.sum())
+        num_kept, num_trained = num_kept + int(expected.sum()), num_trained + int(before.loss_mask.sum())
+    assert 0 < num_kept < num_trained
+    assert metrics["rollout/rejected_fraction"].result() == pytest.approx(1 - num_kept / num_trained)
+    assert metrics["rollout/weight_truncated_fraction"].result() == 0
+
+
+def test_clip_cov_and_kl_cov_select_tokens_of_the_whole_optimizer_step(make_group):
+    samples = list(with_noise(two_groups(make_group), "old_logprobs", "advantages"))
+    values = [(float(s.old_logprobs[t]), float(s.advantages[t]), (n, t)) for n, s in enumerate(samples)
+              for t in np.flatnonzero(s.loss_mask)]  # fmt: skip
+    logprobs, advantages = np.array([v[0] for v in values]), np.array([v[1] for v in values])
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    largest = [values[i][2] for i in np.argsort(-covariance)[: int(0.25 * len(values))]]
+    kl_cov = AlgorithmConfig(policy_loss={"name": "kl_cov", "fraction": 0.25})
+    found = with_selection(samples, kl_cov, seed=0)
+    chosen = [(n, int(t)) for n, s in enumerate(found) for t in np.flatnonzero(s.selected)]
+    assert sorted(chosen) == sorted((n, int(t)) for n, t in largest)
+    assert all(s.selected.dtype == torch.bool and s.selected.shape == s.token_ids.shape for s in found)
+
+    low, high = np.sort(covariance)[3] + 1e-6, np.sort(covariance)[-2] - 1e-6
+    inside = {values[i][2] for i in np.flatnonzero((covariance > low) & (covariance < high))}
+    clip_cov = AlgorithmConfig(policy_loss={"name": "clip_cov", "fraction": 0.2, "cov_low": low, "cov_high": high})
+    draws = []
+    for seed in range(12):
+        found = with_selection(samples, clip_cov, seed=seed)
+        draws.append(frozenset((n, t) for n, s in enumerate(found) for t in np.flatnonzero(s.selected).tolist()))
+        assert len(draws[-1]) == int(0.2 * len(values))
+        assert draws[-1] <= {(n, int(t)) for n, t in inside}
+    assert len(set(draws)) > 1
+    assert with_selection(samples, AlgorithmConfig(policy_loss="gspo"), seed=0) == samples
+
+
+def test_rows_are_padded_behind_their_end():
+    assert padded([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    assert padded([torch.tensor([True]), torch.tensor([True, True])]).tolist() == [[True, False], [True, True]]
+
+
+def test_every_array_is_of_its_own_sample(make_group):
+    """Samples of different lengths in any order get the same numbers."""
+    samples = list(with_noise(two_groups(make_group), "values"))
+    whole, _ = advantages_of(samples, {"advantage": {"name": "gae", "whiten": False}})
+    order = [4, 0, 5, 2, 1, 3]
+    mixed, _ = advantages_of([samples[n] for n in order], {"advantage": {"name": "gae", "whiten": False}})
+    for n, found in zip(order, mixed, strict=True):
+        torch.testing.assert_close(found.advantages, whole[n].advantages)
+    assert len(set(itertools.chain(*(s.advantages[s.loss_mask].tolist() for s in whole)))) == 12
