@@ -52,6 +52,7 @@ from shardwise.config.recipes import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    SourceTeacherConfig,
     TeacherConfig,
     TrainerConfig,
 )

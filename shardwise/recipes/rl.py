@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.config import ConfigError, ModelConfig, RLConfig, TeacherConfig
+from shardwise.config import ConfigError, ModelConfig, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
@@ -66,7 +66,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             )
 
 
-def require_teachers(teachers: Sequence[TeacherConfig], sources: Sequence[str]) -> None:
+def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[str]) -> None:
     """Every training row has a teacher, and every teacher has rows.
 
     Raises:
