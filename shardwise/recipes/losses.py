@@ -262,13 +262,20 @@ def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBa
 
 def _check_token_losses(returned: Any, logprobs: Tensor, function: str) -> None:
     """Raises TrainingError unless a function of the user's own returned losses [T] with a graph, and metrics."""
-    expected = f"expected (losses of shape {list(logprobs.shape)}, one for each token, and a dict of metrics)"
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
-        raise TrainingError(f"algorithm.policy_loss={function} returned a {type(returned).__name__}, {expected}")
-    if returned[0].shape != logprobs.shape:
-        raise TrainingError(
-            f"algorithm.policy_loss={function} returned losses of shape {list(returned[0].shape)}, {expected}"
-        )
+    kinds = [type(part).__name__ for part in returned] if isinstance(returned, tuple) else []
+    is_pair = len(kinds) == 2 and isinstance(returned[0], Tensor) and isinstance(returned[1], Mapping)
+    if not is_pair:
+        given = f"a tuple of {', '.join(kinds)}" if kinds else f"a {type(returned).__name__}"
+    elif returned[0].shape != logprobs.shape:
+        given = f"losses of shape {list(returned[0].shape)}"
+    elif logprobs.requires_grad and not returned[0].requires_grad:
+        given = "losses without a graph back to logprobs"
+    else:
+        return
+    raise TrainingError(
+        f"algorithm.policy_loss={function} returned {given}, expected (losses of shape {list(logprobs.shape)}, one for "
+        "each token, and a dict of metrics)"
+    )
 
 
 def _token_mean(losses: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:

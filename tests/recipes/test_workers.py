@@ -3,15 +3,17 @@
 import functools
 import json
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import tiny_folder
+from tiny_models import reference_logprobs, tiny_folder, tiny_model
+from transformers import AutoModelForSequenceClassification
 
 from shardwise.config import (
     AlgorithmConfig,
+    CriticConfig,
     EngineConfig,
-    FrozenEngineConfig,
     GenerationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -36,15 +38,41 @@ def group():
         yield
 
 
-def build(family, folder, *, param_dtype="float32", learning_rate=0.02) -> Worker:
-    model = ModelConfig(path=str(tiny_folder(family, folder / family))).model_dump_json()
-    engine = EngineConfig(param_dtype=param_dtype).model_dump_json()
+OPTIMIZER = OptimizerConfig(learning_rate=0.02)
+
+
+def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4):
+    return worker.build_engine(
+        role,
+        ModelConfig(path=str(folder)).model_dump_json(),
+        layout.model_dump_json(),
+        head,
+        "" if optimizer is None else optimizer.model_dump_json(),
+        total_steps,
+        0,
+        temperature,
+    )
+
+
+def build(family, folder, *, param_dtype="float32", temperature=0.8) -> Worker:
+    path = tiny_folder(family, folder / family)
+    layout = EngineConfig(param_dtype=param_dtype)
     worker = Worker(torch.device("cpu"))
-    worker.build_policy(model, engine, OptimizerConfig(learning_rate=learning_rate).model_dump_json(), 4, 0)
-    worker.build_reference(model, FrozenEngineConfig(param_dtype=param_dtype).model_dump_json())
-    worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), param_dtype)
-    worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
+    build_one(worker, "policy", path, layout, optimizer=OPTIMIZER, temperature=temperature)
+    build_one(worker, "reference", path, layout.frozen(), temperature=temperature)
+    worker.build_rollout(
+        ModelConfig(path=str(path)).model_dump_json(),
+        GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
+        param_dtype,
+    )
+    worker.use_loss(
+        "policy", "policy", AlgorithmConfig(policy_loss={"clip_low": 0.5}).model_dump_json(), {"kl_coef": 0}
+    )
     return worker
+
+
+def engine_of(worker, role="policy"):
+    return worker._seats[role].engine
 
 
 def roll_out(worker: Worker) -> list[Sample]:
@@ -68,10 +96,15 @@ def roll_out(worker: Worker) -> list[Sample]:
     return samples
 
 
-def trainer_logprobs(worker: Worker, samples: list[Sample], method="policy_logprobs") -> list[torch.Tensor]:
+def trainer_logprobs(worker: Worker, samples: list[Sample], role="policy") -> list[torch.Tensor]:
     packed = pack(samples, num_shards=1, max_tokens=40)
     assert len(packed.shards[0]) > 2  # several micro-batches, so packing is part of the comparison
-    return unpack(packed, [getattr(worker, method)(packed.shards[0])])
+    return unpack(packed, [worker.score(packed.shards[0], role, True)])
+
+
+def train(worker: Worker, samples: list[Sample], role="policy"):
+    packed = pack(samples, num_shards=1, max_tokens=40)
+    return worker.train(packed.shards[0], packed.denominators, role)
 
 
 def largest_difference(worker: Worker, samples: list[Sample]) -> float:
@@ -89,8 +122,7 @@ def test_rollout_and_trainer_agree_before_and_after_a_sync_that_follows_a_step(f
     worker.sync_weights(1)
     assert [s.token_ids.tolist() for s in roll_out(worker)] == [s.token_ids.tolist() for s in before]
 
-    packed = pack(before, num_shards=1, max_tokens=40)
-    metrics = worker.train(packed.shards[0], packed.denominators)
+    metrics = train(worker, before)
     assert metrics["train/grad_norm"].result() > 0
     assert largest_difference(worker, roll_out(worker)) > 1e-2
 
@@ -106,7 +138,7 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
     worker = build(family, tmp_path)
     worker.sync_weights(1)
     before = [c.logprobs for group in worker.generate(REQUESTS) for c in group]
-    weight = worker._policy._model.hf_model.get_output_embeddings().weight.to_local()
+    weight = engine_of(worker)._model.hf_model.get_output_embeddings().weight.to_local()
     with torch.no_grad():
         weight[77, 5] += 3.0
     worker.sync_weights(2)
@@ -125,7 +157,7 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
 @pytest.mark.parametrize(("param_dtype", "bytes_per_weight"), [("float32", 4), ("bfloat16", 2)])
 def test_a_sync_moves_every_weight_once_in_the_compute_dtype(param_dtype, bytes_per_weight, tmp_path):
     worker = build("qwen3", tmp_path, param_dtype=param_dtype)
-    assert worker.sync_weights(1) == worker._policy.num_parameters * bytes_per_weight
+    assert worker.sync_weights(1) == engine_of(worker).num_parameters * bytes_per_weight
 
 
 def test_bfloat16_rollout_and_trainer_agree_to_its_precision(tmp_path):
@@ -143,89 +175,263 @@ def test_the_reference_stays_where_the_policy_started(tmp_path):
     worker = build("llama", tmp_path)
     samples = roll_out(worker)
     start = torch.cat(trainer_logprobs(worker, samples))
-    torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference_logprobs")), start)
-    packed = pack(samples, num_shards=1, max_tokens=40)
-    worker.train(packed.shards[0], packed.denominators)
+    torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference")), start)
+    train(worker, samples)
     moved = torch.cat(trainer_logprobs(worker, samples))
     assert float((moved - start).abs().max()) > 1e-2
-    torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference_logprobs")), start)
+    torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference")), start)
 
 
-def bytes_on_device(engine) -> tuple[int, int]:
-    """Of the weights, and of the optimizer's states."""
-    return tuple(
-        sum(storage.nbytes() for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
-        for tensors in (
-            [parameter.to_local() for parameter in engine._model.parameters()],
-            list(engine._optimizer.state_tensors()) if engine._optimizer else [],
-        )
-    )
+ROLES = {"policy": "logprobs", "reference": "logprobs", "critic": "token_values", "reward": "sequence_scores"}
+AWAY = {"params": (0, 1), "optimizer": (1, 0), "both": (0, 0), "none": (1, 1)}
+"""What is left on the device of (weights, optimizer states) by what is offloaded: 0 nothing, 1 all."""
 
 
-def test_the_policy_is_away_whenever_another_engine_works_and_saving_does_not_bring_it_back(tmp_path, monkeypatch):
-    """Trap 27, in the order of reinforcement learning: score, reference, train, sync, save, sample."""
-    folder = tiny_folder("llama", tmp_path / "llama")
-    model = ModelConfig(path=str(folder)).model_dump_json()
-    engine = EngineConfig(param_offload=True, optimizer_offload=True)
+@pytest.fixture(scope="module")
+def everyone(tmp_path_factory):
+    """The folder of a language model, and beside it that of a reward model (`scorer`) with the same backbone."""
+    folder = tiny_folder("llama", tmp_path_factory.mktemp("everyone") / "llama")
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    scorer.save_pretrained(folder.parent / "scorer")
+    return folder
+
+
+def build_everyone(folder, offload: dict[str, str]) -> Worker:
+    """The reference and the reward model are frozen."""
     worker = Worker(torch.device("cpu"))
-    worker.build_policy(model, engine.model_dump_json(), OptimizerConfig(learning_rate=0.02).model_dump_json(), 4, 0)
-    worker.build_reference(model, engine.frozen().model_dump_json())
-    worker.build_rollout(model, GenerationConfig(max_concurrent_sequences=5).model_dump_json(), "float32")
-    worker.use_policy_loss(AlgorithmConfig(clip_low=0.5).model_dump_json(), 0.8)
+    for role, head in ROLES.items():
+        kind = offload.get(role, "none")
+        layout = EngineConfig(param_offload=kind in ("params", "both"), optimizer_offload=kind in ("optimizer", "both"))
+        is_trained = role in ("policy", "critic")
+        build_one(
+            worker,
+            role,
+            folder.parent / "scorer" if role == "reward" else folder,
+            layout if is_trained else layout.frozen(),
+            optimizer=OPTIMIZER if is_trained else None,
+            head=head,
+        )
+    worker.build_rollout(
+        ModelConfig(path=str(folder)).model_dump_json(),
+        GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
+        "float32",
+    )
+    algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5})
+    worker.use_loss("policy", "policy", algorithm.model_dump_json(), {"kl_coef": 0})
+    worker.use_loss("critic", "value", CriticConfig().model_dump_json(), {})
     worker.sync_weights(0)
-    seen = {}
+    return worker
 
-    def watched(owner, name):
+
+def with_values(worker, samples):
+    """What a critic learns from."""
+    values = score(worker, samples, "critic", max_tokens=40)
+    return [replace(sample, values=v, returns=torch.where(sample.loss_mask, v + 1.0, 0.0)) for sample, v in
+            zip(samples, values, strict=True)]  # fmt: skip
+
+
+def watch(monkeypatch, worker):
+    """(who, what) of everything that works on the device, and what of each engine is there at that moment."""
+    seen = []
+
+    def watched(owner, who, name):
         original = getattr(owner, name)
 
         def run(*args, **kwargs):
-            seen[owner, name] = bytes_on_device(worker._policy)
+            seen.append((who, name, {role: bytes_on_device(engine_of(worker, role)) for role in ROLES}))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, run)
 
-    watched(worker._reference, "forward")
-    watched(worker._rollout, "generate")
+    for role in ROLES:
+        for name in ("forward", "forward_backward", "optim_step", "named_weights"):
+            watched(engine_of(worker, role), role, name)
+    watched(worker._rollout, "rollout", "generate")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        dict.fromkeys(ROLES, "both"),
+        {"policy": "both"},
+        {"policy": "params", "critic": "optimizer", "reward": "params"},
+        {"reference": "params", "critic": "both"},
+        {},
+    ],
+    ids=["all", "policy", "parts", "others", "none"],
+)
+def test_whoever_works_has_the_device_and_what_the_others_name_has_left_it(everyone, monkeypatch, offload):
+    """Trap 27, in the order of reinforcement learning: sample, score with everyone, train both, sync, sample again."""
+    worker = build_everyone(everyone, offload)
+    whole = {}  # the bytes of each engine's weights, and of its optimizer's states once there are any
+    for role in ROLES:
+        engine = engine_of(worker, role)
+        engine.onload("params", "optimizer")
+        whole[role] = bytes_on_device(engine)
+    seen = watch(monkeypatch, worker)
     samples = roll_out(worker)
-    assert seen[worker._rollout, "generate"] == (0, 0)
-    trainer_logprobs(worker, samples)
-    assert bytes_on_device(worker._policy)[0] > 0
-    trainer_logprobs(worker, samples, "reference_logprobs")
-    assert seen[worker._reference, "forward"] == (0, 0)
-    assert bytes_on_device(worker._reference)[0] == 0
-    packed = pack(samples, num_shards=1, max_tokens=40)
-    worker.train(packed.shards[0], packed.denominators)
-    weights, states = bytes_on_device(worker._policy)
-    assert states == 2 * weights > 0
+    for role in ROLES:
+        trainer_logprobs(worker, samples, role)
+    samples = with_values(worker, samples)
+    assert train(worker, samples, "critic")["train/grad_norm"].result() > 0
+    assert train(worker, samples, "policy")["train/grad_norm"].result() > 0
     worker.sync_weights(1)
-    worker._policy.export_hf = lambda *_: None
-    monkeypatch.setattr("shardwise.recipes.workers.load_tokenizer", lambda _: None)
-    worker.save_weights(str(tmp_path / "step"), model)
     roll_out(worker)
-    assert seen[worker._rollout, "generate"] == (0, 0)
+    for role in ROLES:
+        engine_of(worker, role).onload("params", "optimizer")
+        whole[role] = bytes_on_device(engine_of(worker, role))
+    assert all(weights > 0 for weights, _ in whole.values())
+    assert {role for role in ROLES if whole[role][1] > 0} == {"policy", "critic"}
+
+    assert [(who, name) for who, name, _ in seen] == [
+        ("rollout", "generate"),
+        *((role, "forward") for role in ROLES),
+        ("critic", "forward"),
+        *((role, name) for role in ("critic", "policy") for name in ("forward_backward", "optim_step")),
+        ("policy", "named_weights"),
+        ("rollout", "generate"),
+    ]
+    have_states = set()
+    for who, name, there in seen:
+        for role in ROLES:
+            weights, states = there[role]
+            full_weights, full_states = whole[role]
+            if role not in have_states:
+                full_states = 0
+            keeps_weights, keeps_states = AWAY[offload.get(role, "none")]
+            if role == who:
+                assert weights == full_weights, (who, name)
+                if name in ("forward_backward", "optim_step"):
+                    assert states == full_states, (who, name)
+            else:
+                assert (weights, states) == (full_weights * keeps_weights, full_states * keeps_states), (
+                    who,
+                    name,
+                    role,
+                )
+        if name == "optim_step":
+            have_states.add(who)
 
 
-def test_supervised_training_is_the_default_and_at_temperature_one(tmp_path):
+def test_offloading_changes_no_number(everyone):
+    """Three rounds of sampling, scoring and training end in the same weights."""
+    found = []
+    for offload in ({}, dict.fromkeys(ROLES, "both")):
+        worker = build_everyone(everyone, offload)
+        for version in (1, 2, 3):
+            samples = with_values(worker, roll_out(worker))
+            train(worker, samples, "critic")
+            train(worker, samples, "policy")
+            worker.sync_weights(version)
+        found.append([torch.cat(trainer_logprobs(worker, samples, role)) for role in ROLES])
+    for plain, moved in zip(*found, strict=True):
+        assert plain.tolist() == moved.tolist()
+
+
+def test_building_an_engine_makes_room_for_it(everyone, monkeypatch):
+    """The weights of two models never need the device at once."""
     worker = Worker(torch.device("cpu"))
-    model = ModelConfig(path=str(tiny_folder("llama", tmp_path))).model_dump_json()
-    worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1, 0)
-    samples = [
+    layout = EngineConfig(param_offload=True)
+    build_one(worker, "policy", everyone, layout, optimizer=OPTIMIZER)
+    assert bytes_on_device(engine_of(worker))[0] > 0
+    monkeypatch.setattr("shardwise.recipes.workers.TrainEngine.build", lambda *_, **__: pytest.fail(
+        "the policy is still there") if bytes_on_device(engine_of(worker))[0] else None)  # fmt: skip
+    with pytest.raises(AttributeError):  # the fake builds nothing
+        build_one(worker, "reference", everyone, layout.frozen())
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_saving_writes_the_engine_of_that_role_and_the_others_leave(everyone, tmp_path, monkeypatch, role):
+    worker = build_everyone(everyone, dict.fromkeys(ROLES, "both"))
+    samples = with_values(worker, roll_out(worker))
+    monkeypatch.setattr("shardwise.recipes.workers.load_tokenizer", lambda _: Tokenizer())
+    train(worker, samples, role)
+    worker.save_weights(role, ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path / "step_1"))
+    others = {other: bytes_on_device(engine_of(worker, other))[0] for other in ROLES if other != role}
+    assert others == dict.fromkeys(others, 0)
+    after = torch.cat(trainer_logprobs(worker, samples, role))
+    assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["hf"]
+    again = Worker(torch.device("cpu"))
+    build_one(again, "saved", tmp_path / "step_1" / "hf", EngineConfig().frozen(), head=ROLES[role])
+    torch.testing.assert_close(torch.cat(trainer_logprobs(again, samples, "saved")), after, atol=1e-6, rtol=1e-5)
+    roll_out(worker)
+    assert bytes_on_device(engine_of(worker, role)) == (0, 0), "saving does not bring it back for good"
+
+
+class Tokenizer:
+    """Saves nothing."""
+
+    def save_pretrained(self, _folder):
+        return ()
+
+
+def test_a_frozen_engine_is_not_saved(everyone, tmp_path):
+    worker = build_everyone(everyone, {})
+    with pytest.raises(AssertionError, match="reference is not trained"):
+        worker.save_weights("reference", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path))
+
+
+def test_a_loss_is_that_of_one_role(everyone):
+    """The critic's own loss says nothing about the policy's, which is cross-entropy until another is bound."""
+    worker = Worker(torch.device("cpu"))
+    for role, head in (("policy", "logprobs"), ("critic", "token_values")):
+        build_one(worker, role, everyone, EngineConfig(), optimizer=OPTIMIZER, head=head)
+    worker.use_loss("critic", "value", CriticConfig(value_clip=None).model_dump_json(), {})
+    samples = with_values(worker, supervised_samples())
+    logprobs = torch.cat(score(worker, samples))
+    assert train(worker, samples)["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)
+    assert train(worker, samples, "critic")["train/loss"].result() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_every_role_scores_with_its_own_head(everyone):
+    worker = build_everyone(everyone, {})
+    samples = roll_out(worker)
+    found = {role: trainer_logprobs(worker, samples, role) for role in ROLES}
+    torch.testing.assert_close(found["policy"], found["reference"])
+    for sample, values, scores in zip(samples, found["critic"], found["reward"], strict=True):
+        assert not values[~sample.loss_mask].any()
+        assert scores[-1] != 0
+        assert not scores[:-1].any()
+    assert float((torch.cat(found["critic"]) - torch.cat(found["policy"])).abs().max()) > 1e-3
+
+
+def test_scores_are_at_the_temperature_of_their_engine(everyone):
+    worker, reference = Worker(torch.device("cpu")), tiny_model("llama")
+    samples = supervised_samples()
+    for temperature in (1.0, 0.5):
+        build_one(worker, f"at {temperature}", everyone, EngineConfig().frozen(), temperature=temperature)
+        for sample, values in zip(samples, score(worker, samples, f"at {temperature}"), strict=True):
+            with torch.no_grad():
+                expected = reference_logprobs(reference, sample.token_ids, temperature=temperature)
+            torch.testing.assert_close(values[sample.loss_mask], expected[sample.loss_mask], atol=1e-5, rtol=1e-5)
+
+
+def score(worker, samples, role="policy", *, max_tokens=10):
+    packed = pack(samples, num_shards=1, max_tokens=max_tokens)
+    return unpack(packed, [worker.score(packed.shards[0], role, True)])
+
+
+def supervised_samples():
+    return [
         Sample(uid="a", token_ids=torch.tensor([4, 9, 30, 2]), loss_mask=torch.tensor([False, False, True, True])),
         Sample(uid="b", token_ids=torch.tensor([50, 9]), loss_mask=torch.tensor([False, True])),
     ]
-    packed = pack(samples, num_shards=1, max_tokens=10)
-    (logprobs,) = worker.policy_logprobs(packed.shards[0])
-    metrics = worker.train(packed.shards[0], packed.denominators)
-    assert metrics["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)
 
 
-def test_close_drops_the_engines_and_the_policy_loss(tmp_path):
-    worker = build("llama", tmp_path)
+def test_close_drops_every_engine_and_another_recipe_starts_afresh(everyone):
+    worker = build_everyone(everyone, {"policy": "both"})
     worker.close()
-    assert worker._temperature == 1.0
-    for method in ("generate", "policy_logprobs", "reference_logprobs"):
-        with pytest.raises(AssertionError):
-            getattr(worker, method)([])
+    with pytest.raises(AssertionError):
+        worker.generate([])
+    for role in ROLES:
+        with pytest.raises(KeyError):
+            worker.score([], role, True)
+    build_one(worker, "policy", everyone, EngineConfig(), optimizer=OPTIMIZER)
+    samples = supervised_samples()
+    logprobs = torch.cat(score(worker, samples))
+    assert train(worker, samples)["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)
 
 
 def test_num_parameters_count_tied_weights_once(tmp_path):
@@ -237,9 +443,20 @@ def test_num_parameters_count_tied_weights_once(tmp_path):
     )
     layer = 2 * hidden * heads * dim + 2 * hidden * kv * dim + 3 * hidden * mlp + 2 * hidden + 2 * dim
     expected = config["vocab_size"] * hidden + config["num_hidden_layers"] * layer + hidden
-    model = ModelConfig(path=str(folder)).model_dump_json()
     worker = Worker(torch.device("cpu"))
-    assert (
-        worker.build_policy(model, EngineConfig().model_dump_json(), OptimizerConfig().model_dump_json(), 1, 0)[0]
-        == expected
+    trained = build_one(worker, "policy", folder, EngineConfig(), optimizer=OPTIMIZER)
+    frozen = build_one(worker, "reference", folder, EngineConfig().frozen())
+    assert trained[:2] == (expected, expected)
+    assert frozen[0] == expected
+    assert trained[2] == frozen[2] > 0
+
+
+def bytes_on_device(engine) -> tuple[int, int]:
+    """Of the weights, and of the optimizer's states."""
+    return tuple(
+        sum(storage.nbytes() for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+        for tensors in (
+            [parameter.to_local() for parameter in engine._model.parameters()],
+            list(engine._optimizer.state_tensors()) if engine._optimizer else [],
+        )
     )
