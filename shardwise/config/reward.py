@@ -98,7 +98,7 @@ class ModelReward(Choice):
     """Names the entry in metrics and errors."""
     weight: float = 1.0
     """The factor of this score in the reward."""
-    model: ModelConfig
+    classifier: ModelConfig
     """A folder of `shardwise reward-model`, or any sequence classifier with one label; it is given the messages in its
     own chat template."""
     engine: FrozenEngineConfig = FrozenEngineConfig()

@@ -58,11 +58,8 @@ class RemoteEngine:
             means over the steps.
         """
         packed = self._pack(samples, keep_together=keep_together)
-        metrics = merge_metrics(
-            self.group.scatter(
-                "train", packed.shards, packed.denominators, self.role, "" if teacher is None else teacher.role
-            )
-        )
+        roles = (self.role,) if teacher is None else (self.role, teacher.role)
+        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, *roles))
         totals = {
             "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
             "train/num_tokens": packed.denominators.num_tokens,
@@ -100,6 +97,7 @@ def build_engine(
     total_steps: int = 1,
     seed: int = 0,
     temperature: float = 1.0,
+    pad_token_id: int | None = None,
 ) -> RemoteEngine:
     """Builds an engine on every rank.
 
@@ -108,6 +106,7 @@ def build_engine(
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         seed: of new adapters, and of the rounding of bfloat16 masters.
         temperature: logprobs are of the distribution at this temperature.
+        pad_token_id: the tokenizer's, for the head sequence_scores.
     """
     built = group.call(
         "build_engine",
@@ -119,6 +118,7 @@ def build_engine(
         total_steps,
         seed,
         temperature,
+        *(() if pad_token_id is None else (pad_token_id,)),
     )
     num_parameters, num_trained, _ = built[0]
     return RemoteEngine(

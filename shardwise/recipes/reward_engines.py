@@ -52,7 +52,14 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
     scorers = {}
     for entry in config.functions:
         if isinstance(entry, ModelReward):
-            model = open_model(entry.model)
-            engine = build_engine(group, f"reward {entry.name}", model.config, entry.engine, head="sequence_scores")
+            model = open_model(entry.classifier)
+            engine = build_engine(
+                group,
+                f"reward {entry.name}",
+                model.config,
+                entry.engine,
+                head="sequence_scores",
+                pad_token_id=model.tokenizer.pad_token_id,
+            )
             scorers[entry.name] = ModelScorer(engine, model.tokenizer)
     return scorers

@@ -35,6 +35,7 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
         optimizer=trainer.optimizer_config(),
         total_steps=total_steps,
         seed=trainer.seed,
+        pad_token_id=model.tokenizer.pad_token_id,
     )
     scorer.use_loss("reward_model", config.loss)
     counts = load_metrics(scorer) | {f"data/{name}": MetricValue.max(n) for name, n in pairs.counts.items()}

@@ -62,6 +62,7 @@ class Worker:
         total_steps: int,
         seed: int,
         temperature: float,
+        pad_token_id: int | None = None,
     ) -> tuple[int, ...]:
         """Builds a trained engine (an EngineConfig with an OptimizerConfig) or a frozen one (`optimizer` is empty).
 
@@ -69,15 +70,15 @@ class Worker:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
         self._clear_device()
-        config, model_config = _ANY_ENGINE.validate_json(engine), ModelConfig.model_validate_json(model)
+        config = _ANY_ENGINE.validate_json(engine)
         built = TrainEngine.build(
-            Path(model_config.path),
+            Path(ModelConfig.model_validate_json(model).path),
             config,
             device=self._device,
             optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
             total_steps=total_steps,
             head=head,
-            pad_token_id=load_tokenizer(model_config).pad_token_id if head == "sequence_scores" else None,
+            pad_token_id=pad_token_id,
             seed=seed,
         )
         self._seats[role] = Seat(built, config, temperature)
@@ -101,9 +102,9 @@ class Worker:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""
         self._seats[role].loss = make_loss(kind, config, numbers)
 
-    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str) -> Metrics:
-        """One optimizer step on this rank's micro-batches; `teacher` is the role of the engine it learns from, or
-        empty."""
+    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "") -> Metrics:
+        """One optimizer step on this rank's micro-batches; `teacher` is the role of the engine it learns from, if it
+        learns from one."""
         lessons = self._lessons(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
         metrics = seat.engine.forward_backward(

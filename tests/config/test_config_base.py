@@ -10,6 +10,7 @@ from shardwise.config import (
     Choice,
     Config,
     ConfigError,
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RecipeConfig,
@@ -27,6 +28,7 @@ MINIMAL = [
     (SFTConfig, SFT),
     (PreferenceConfig, SFT),
     (RewardModelConfig, SFT),
+    (DistillConfig, SFT | {"teacher": {"model": {"path": "t"}}}),
     (RLConfig, RL),
     (EvalConfig, {"model": {"path": "m"}, "data": {"validation_files": ["v"]}, "reward": RL["reward"]}),
 ]

@@ -10,6 +10,7 @@ from shardwise import cli
 from shardwise.config import (
     Choice,
     Config,
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RecipeConfig,
@@ -26,6 +27,7 @@ RECIPES = {
     "sft": SFTConfig,
     "preference": PreferenceConfig,
     "reward-model": RewardModelConfig,
+    "distill": DistillConfig,
     "rl": RLConfig,
     "eval": EvalConfig,
 }

@@ -100,7 +100,7 @@ def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(reward_model, 
 
 
 def test_a_reward_model_judges_completions(assets, reward_model, command, metrics_of, tmp_path):
-    entries = [{"type": "model", "model": {"path": str(reward_model)}, "weight": 2.0}, assets.reward]
+    entries = [{"type": "model", "classifier": {"path": str(reward_model)}, "weight": 2.0}, assets.reward]
     arguments = [
         f"model.path={assets.model}",
         f"data.train_files={assets.parquet}",

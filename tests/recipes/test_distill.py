@@ -1,0 +1,92 @@
+"""Distillation on one rank, with engines of their own."""
+
+import pytest
+import torch
+
+from shardwise.config import DistillConfig, ModelError
+from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.build import open_model
+from shardwise.recipes.distill import require_same_words, train, validate
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.types import Sample
+
+
+def config(model, teacher, files, output_dir, **distillation) -> DistillConfig:
+    tree = {
+        "model": {"path": str(model)},
+        "teacher": {"model": {"path": str(teacher)}},
+        "data": {"train_files": files, "apply_chat_template": False, "max_sequence_tokens": 64},
+        "distillation": distillation,
+        "trainer": {
+            "output_dir": str(output_dir),
+            "batch_size": 2,
+            "total_steps": 3,
+            "learning_rate": 1e-2,
+            "tensorboard": False,
+        },
+    }
+    return DistillConfig.parse(tree, origin="test")
+
+
+@pytest.fixture
+def rows(write_jsonl):
+    return write_jsonl("train.jsonl", [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(5)])
+
+
+@pytest.fixture(scope="module")
+def other_words(tmp_path_factory):
+    """A model whose tokenizer knows a longer word."""
+    folder = tmp_path_factory.mktemp("models") / "other"
+    tokenizer = train_tokenizer(["the the the the"] * 9, vocab_size=262)
+    build_model_folder(folder, tokenizer=tokenizer, hidden_size=32, num_layers=1, max_position_embeddings=96)
+    return folder
+
+
+def losses(metrics_file):
+    import json
+
+    return [json.loads(line)["train/loss"] for line in metrics_file.read_text().splitlines()]
+
+
+def test_a_model_has_nothing_to_learn_from_itself(group_of_one, model_folder, rows, tmp_path):
+    train(config(model_folder, model_folder, rows, tmp_path / "run"), group_of_one)
+    assert losses(tmp_path / "run" / "metrics.jsonl")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_cross_entropy_beside_the_divergence_adds_its_weight(group_of_one, model_folder, rows, tmp_path):
+    """Of a model taught by itself the divergence is 0: what is left is the weight times the cross-entropy."""
+    train(config(model_folder, model_folder, rows, tmp_path / "one", cross_entropy_coef=1.0), group_of_one)
+    group_of_one.call("close")
+    train(config(model_folder, model_folder, rows, tmp_path / "half", cross_entropy_coef=0.5), group_of_one)
+    one, half = losses(tmp_path / "one" / "metrics.jsonl"), losses(tmp_path / "half" / "metrics.jsonl")
+    assert one[0] > 1
+    assert half[0] == pytest.approx(0.5 * one[0], rel=1e-5)
+
+
+def test_tokenizers_that_differ_are_refused_with_the_first_difference(model_folder, other_words, tmp_path):
+    from shardwise.config import ModelConfig
+
+    student, teacher = (open_model(ModelConfig(path=str(folder))) for folder in (model_folder, other_words))
+    require_same_words(student, student)
+    with pytest.raises(ModelError, match=r"differ in 1 entries \(only the teacher's has '.*' as token 26\d\)"):
+        require_same_words(student, teacher)
+
+
+def test_validation_is_the_mean_over_trained_tokens(fake_group, model_folder):
+    from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig
+
+    group = fake_group(1, divergence=lambda _, batches, *__: [b.loss_mask * b.input_ids * 0.5 for b in batches])
+    common = {
+        "group": group,
+        "model": ModelConfig(path="m"),
+        "num_parameters": 1,
+        "num_trained_parameters": 1,
+        "num_bytes_read": 0,
+    }
+    student = RemoteEngine(role="student", layout=EngineConfig(), **common)
+    teacher = RemoteEngine(role="teacher", layout=FrozenEngineConfig(), **common)
+    mask = torch.tensor([False, True, True])
+    samples = [Sample(uid=str(n), token_ids=torch.tensor([9, n, 2 * n]), loss_mask=mask) for n in (1, 4)]
+    found = validate(student, teacher, samples)["val/divergence"]
+    assert found.result() == pytest.approx(0.5 * (1 + 2 + 4 + 8) / 4)
+    assert group.calls[0][-2:] == ("student", "teacher")

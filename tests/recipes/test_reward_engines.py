@@ -1,0 +1,78 @@
+"""Reward models as engines: what they are given, and what becomes of their scores."""
+
+import pytest
+import torch
+
+from shardwise.config import FrozenEngineConfig, ModelConfig, RewardConfig
+from shardwise.data import load_tokenizer
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.reward_engines import ModelScorer, build_reward_engines
+from shardwise.rewards import RewardJob
+
+
+def job(prompt, completion, *, messages=None) -> RewardJob:
+    return RewardJob(
+        uid=prompt, data_source="", prompt=prompt, messages=messages, solution_str=completion, ground_truth=None
+    )
+
+
+@pytest.fixture
+def scorer(fake_group, model_folder):
+    """Whose score of a sequence is its number of tokens, at the last one."""
+
+    def score(_, batches, *__):
+        scores = []
+        for batch in batches:
+            values = torch.zeros(len(batch.input_ids))
+            values[batch.cu_seqlens[1:].long() - 1] = batch.cu_seqlens.diff().float()
+            scores.append(values)
+        return scores
+
+    model = ModelConfig(path=str(model_folder))
+    engine = RemoteEngine(
+        group=fake_group(2, score=score),
+        role="reward r",
+        model=model,
+        layout=FrozenEngineConfig(max_tokens_per_micro_batch=24),
+        num_parameters=1,
+        num_trained_parameters=0,
+        num_bytes_read=0,
+    )
+    return ModelScorer(engine, load_tokenizer(model))
+
+
+def test_a_conversation_is_rendered_with_the_reward_models_own_template(scorer, model_folder):
+    tokenizer = load_tokenizer(ModelConfig(path=str(model_folder)))
+    messages = [{"role": "user", "content": "2+2="}]
+    expected = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "4"}], return_dict=True)
+    ((place, answer),) = scorer.score([job("<rendered by another>", "4", messages=messages)])
+    assert (place, answer.score, answer.failure) == (0, len(expected["input_ids"]), None)
+
+
+def test_plain_text_is_scored_as_it_is(scorer, model_folder):
+    tokenizer = load_tokenizer(ModelConfig(path=str(model_folder)))
+    ((_, answer),) = scorer.score([job("2+2=", "4")])
+    assert answer.score == len(tokenizer("2+2=4")["input_ids"]) + 1  # and the end of the text
+
+
+def test_scores_come_back_by_place_and_what_is_too_long_fails(scorer):
+    jobs = [job("1", "2"), job("1", "2" * 40), job("1+1", "22")]
+    answers = dict(scorer.score(jobs))
+    assert answers[2].score > answers[0].score > 0
+    assert "tokens, more than engine.max_tokens_per_micro_batch=24" in answers[1].failure
+
+
+def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_folder):
+    group = fake_group(1, build_engine=lambda *_: (10, 0, 99))
+    entries = [
+        "rules.py:score",
+        {"type": "model", "name": "helpful", "classifier": {"path": str(model_folder)}},
+        {"type": "model", "name": "harmless", "classifier": {"path": str(model_folder)}, "weight": 0.5},
+    ]
+    scorers = build_reward_engines(RewardConfig(functions=entries), group)
+    assert list(scorers) == ["helpful", "harmless"]
+    built = [call for call in group.calls if call[0] == "build_engine"]
+    assert [(call[1], call[4], call[5]) for call in built] == [
+        ("reward helpful", "sequence_scores", ""),
+        ("reward harmless", "sequence_scores", ""),
+    ]
