@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 MIN_GAIN = 0.10
 MIN_REWARD_MODEL_ACCURACY = 0.90
 MIN_CLOSED_GAP = 0.5
-PREFERENCE = {"data.max_sequence_tokens": 64, "trainer.batch_size": 64, "trainer.warmup_steps": 10}
+PREFERENCE: dict[str, Any] = {"data.max_sequence_tokens": 64, "trainer.batch_size": 64, "trainer.warmup_steps": 10}
 TWO_UPDATES = {"algorithm.num_minibatches": 2}
 
 
@@ -60,7 +60,7 @@ class Variant:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
-REINFORCEMENT = {
+REINFORCEMENT: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.advantage": "grpo"},
     "rloo": {"algorithm.advantage": "rloo"},
     "dr_grpo": {

@@ -13,6 +13,7 @@ from typing import get_args
 
 from shardwise import __version__
 from shardwise.config import (
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RecipeConfig,
@@ -29,6 +30,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "sft": SFTConfig,
     "preference": PreferenceConfig,
     "reward-model": RewardModelConfig,
+    "distill": DistillConfig,
     "rl": RLConfig,
     "eval": EvalConfig,
 }
@@ -147,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "sft": "supervised fine-tuning",
         "preference": "preference training (DPO, IPO, SimPO, ORPO, KTO)",
         "reward-model": "a model that scores answers, from pairs of them",
+        "distill": "a student learns a teacher's distributions over the whole vocabulary",
         "rl": "reinforcement learning (GRPO and its family, PPO with a critic, distillation)",
         "eval": "accuracy on held-out prompts: greedy, pass@k, mean@n, maj@n",
     }

@@ -29,6 +29,8 @@ class Example:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    """The conversation that the prompt renders, for models with another chat template; None for plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,8 @@ def sapo(
     Source: Gao et al. 2025 (SAPO).
     """
     log_ratio, metrics = clamped_log_ratio(logprobs, old_logprobs, loss_mask)
-    positive, negative = log_ratio.new_tensor(tau_positive), log_ratio.new_tensor(tau_negative)
+    # Filled on the device: a tensor copied from the host would wait for it.
+    positive, negative = (log_ratio.new_full((), tau) for tau in (tau_positive, tau_negative))
     tau = torch.where(advantages > 0, positive, negative)
     losses = -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
     return torch.where(loss_mask, losses, 0.0), metrics

@@ -116,8 +116,10 @@ def kto(
     Source: Ethayarajh et al. 2024 (KTO), eq. 7 and 8.
     """
     rewards = beta * (sums - ref_sums)
-    margins = torch.where(desirable, 1.0, -1.0) * (rewards - beta * max(kl, 0.0))
-    weights = torch.where(desirable, sums.new_tensor(desirable_weight), sums.new_tensor(undesirable_weight))
+    lead = rewards - beta * max(kl, 0.0)
+    margins = torch.where(desirable, lead, -lead)
+    weight, other_weight = (sums.new_full((), weight) for weight in (desirable_weight, undesirable_weight))
+    weights = torch.where(desirable, weight, other_weight)
     metrics = {
         "preference/chosen_reward": _mean_where(rewards, desirable),
         "preference/rejected_reward": _mean_where(rewards, ~desirable),

@@ -40,10 +40,11 @@ from shardwise.config.errors import (
     TrainingError,
     UserError,
 )
-from shardwise.config.preference import BradleyTerry, DistillationConfig, Kto, PreferenceLoss
+from shardwise.config.preference import BradleyTerry, DistillationConfig, JensenShannon, Kto, PreferenceLoss
 from shardwise.config.recipes import (
     BatchTrainerConfig,
     CriticConfig,
+    DistillConfig,
     EvalConfig,
     EvalSettings,
     PreferenceConfig,
@@ -51,8 +52,9 @@ from shardwise.config.recipes import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    SourceTeacherConfig,
     TeacherConfig,
     TrainerConfig,
 )
-from shardwise.config.reward import FunctionReward, JudgeReward, RewardConfig
+from shardwise.config.reward import FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig

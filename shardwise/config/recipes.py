@@ -22,7 +22,7 @@ from shardwise.config.engine import (
     ModelConfig,
     OptimizerConfig,
 )
-from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, Dpo, PreferenceLoss
+from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, DistillationConfig, Dpo, PreferenceLoss
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 
@@ -134,6 +134,37 @@ class PreferenceConfig(Config):
         return self
 
 
+class TeacherConfig(Config):
+    """A frozen model that another one learns from."""
+
+    model: ModelConfig
+    """The teacher, with the vocabulary of its student."""
+    engine: FrozenEngineConfig | None = None
+    """Its layout; null takes that of the student."""
+
+
+class DistillConfig(Config):
+    """`shardwise distill`: a student learns a teacher's distributions over the whole vocabulary, on given answers."""
+
+    model: ModelConfig
+    teacher: TeacherConfig
+    data: SupervisedDataConfig = SupervisedDataConfig()
+    engine: EngineConfig = EngineConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    trainer: BatchTrainerConfig = BatchTrainerConfig()
+
+    def teacher_layout(self) -> FrozenEngineConfig:
+        """How the teacher is laid out."""
+        return self.engine.frozen() if self.teacher.engine is None else self.teacher.engine
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        _require_train_files(self.data.train_files)
+        # The teacher works on the student's micro-batches, so its own cap says nothing.
+        _require_room(self.data, {"engine": self.engine})
+        return self
+
+
 class RewardModelConfig(Config):
     """`shardwise reward-model`: a model that scores answers, from pairs of them."""
 
@@ -166,15 +197,11 @@ class CriticConfig(Config):
     """How far a value may move from that of the rollout before its gradient is cut; null is off."""
 
 
-class TeacherConfig(Config):
+class SourceTeacherConfig(TeacherConfig):
     """A frozen model whose logprobs the policy learns to match on its own completions."""
 
-    model: ModelConfig
-    """The teacher, with the policy's vocabulary."""
     data_source: str | None = None
     """Teaches the rows of this source; null teaches those that no other teacher has."""
-    engine: FrozenEngineConfig | None = None
-    """Its layout; null takes that of the policy."""
 
 
 class RLConfig(Config):
@@ -187,7 +214,7 @@ class RLConfig(Config):
     """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
     critic: CriticConfig | None = None
     """PPO's critic, which algorithm.advantage=gae needs."""
-    teachers: list[TeacherConfig] = Field(default_factory=list)
+    teachers: list[SourceTeacherConfig] = Field(default_factory=list)
     """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
@@ -334,7 +361,7 @@ class EvalConfig(Config):
         return self
 
 
-RecipeConfig = SFTConfig | PreferenceConfig | RewardModelConfig | RLConfig | EvalConfig
+RecipeConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfig | RLConfig | EvalConfig
 """The config of a command that runs on ranks."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.base import Choice, Config
+from shardwise.config.engine import FrozenEngineConfig, ModelConfig
 
 
 class FunctionReward(Choice):
@@ -87,7 +88,24 @@ class JudgeReward(Choice):
         return self
 
 
-RewardEntry = Annotated[FunctionReward | JudgeReward, Field(discriminator="type")]
+class ModelReward(Choice):
+    """A trained reward model scores the conversation, on the trainer's ranks."""
+
+    tag: ClassVar[str] = "type"
+    type: Literal["model"] = "model"
+    """model: a reward model."""
+    name: str = "reward_model"
+    """Names the entry in metrics and errors."""
+    weight: float = 1.0
+    """The factor of this score in the reward."""
+    model: ModelConfig
+    """A folder of `shardwise reward-model`, or any sequence classifier with one label; it is given the messages in its
+    own chat template."""
+    engine: FrozenEngineConfig = FrozenEngineConfig()
+    """Its layout."""
+
+
+RewardEntry = Annotated[FunctionReward | JudgeReward | ModelReward, Field(discriminator="type")]
 
 
 class RewardConfig(Config):

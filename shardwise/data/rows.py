@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
-from shardwise.data.chat import Message, render_conversation, render_prompt, render_response_sample
+from shardwise.data.chat import Message, prompt_messages, render_conversation, render_prompt, render_response_sample
 from shardwise.data.sources import (
     Row,
     describe_columns,
@@ -191,6 +191,9 @@ def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBa
             f"{preview(extra_info)}"
         )
     has_source = has_column(row, config.data_source_column)
+    messages = None
+    if config.apply_chat_template:
+        messages = prompt_messages(get_prompt(config, row), config.system_prompt, row.origin)
     return Example(
         uid=row.origin,
         prompt_ids=prompt_ids,
@@ -198,6 +201,7 @@ def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBa
         data_source=get_text(row, config.data_source_column) if has_source else row.stem,
         ground_truth=ground_truth,
         extra_info=extra_info,
+        messages=messages,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -41,17 +42,27 @@ class RemoteEngine:
         packed = self._pack(samples, keep_together=1)
         return unpack(packed, self.group.scatter("score", packed.shards, self.role, with_adapters))
 
-    def train(self, samples: Sequence[Sample], *, keep_together: int = 1) -> Metrics:
+    def divergence(self, samples: Sequence[Sample], teacher: Self) -> list[Tensor]:
+        """[L] float32 of every sample, in order: the divergence from the teacher that its loss names, in nats."""
+        packed = self._pack(samples, keep_together=1)
+        return unpack(packed, self.group.scatter("divergence", packed.shards, self.role, teacher.role))
+
+    def train(self, samples: Sequence[Sample], *, keep_together: int = 1, teacher: Self | None = None) -> Metrics:
         """Packs the samples, spreads them over the ranks and makes one optimizer step.
 
         Args:
             keep_together: so many samples in a row are compared with each other, and share a micro-batch.
+            teacher: whose distributions the loss compares with.
         Returns:
             Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are
             means over the steps.
         """
         packed = self._pack(samples, keep_together=keep_together)
-        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, self.role))
+        metrics = merge_metrics(
+            self.group.scatter(
+                "train", packed.shards, packed.denominators, self.role, "" if teacher is None else teacher.role
+            )
+        )
         totals = {
             "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
             "train/num_tokens": packed.denominators.num_tokens,

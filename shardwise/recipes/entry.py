@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import (
+    DistillConfig,
     EngineConfig,
     EvalConfig,
     PreferenceConfig,
@@ -19,6 +20,7 @@ from shardwise.controller.launch import follow_lifeline, note_failure
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import take_device
+from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
 from shardwise.recipes.preference import train as train_preference
@@ -40,6 +42,8 @@ def run_recipe(config: RecipeConfig) -> int:
                 train_preference(config, group)
             case RewardModelConfig():
                 train_reward_model(config, group)
+            case DistillConfig():
+                train_distill(config, group)
             case RLConfig():
                 train_rl(config, group)
             case EvalConfig():

@@ -11,6 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
+from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
@@ -37,7 +38,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.rollout.model_dump_json(),
         config.engine.param_dtype,
     )
-    with make_rewards(config.reward) as rewards:
+    with make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards:
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)
         sampled = None

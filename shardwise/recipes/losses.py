@@ -35,8 +35,17 @@ from shardwise.algorithms import (
     topr,
     trained_mean,
 )
-from shardwise.config import AlgorithmConfig, BradleyTerry, CriticConfig, Kto, PreferenceLoss, TrainingError
-from shardwise.engine import LossFn
+from shardwise.config import (
+    AlgorithmConfig,
+    BradleyTerry,
+    CriticConfig,
+    DistillationConfig,
+    JensenShannon,
+    Kto,
+    PreferenceLoss,
+    TrainingError,
+)
+from shardwise.engine import Divergence, LossFn
 from shardwise.rewards import load_function
 from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
 
@@ -59,7 +68,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
 PREFERENCE_LOSSES: Mapping[str, PolicyLossFn] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 """(sums [P, 2], ref_sums [P, 2], lengths [P, 2], parameters by keyword) -> losses of pairs [P], metrics."""
 
-LossKind = Literal["sft", "policy", "value", "preference", "reward_model"]
+LossKind = Literal["sft", "policy", "value", "preference", "reward_model", "distillation"]
 
 _ANY_PREFERENCE: TypeAdapter[PreferenceLoss] = TypeAdapter(PreferenceLoss)
 
@@ -69,8 +78,11 @@ class Loss:
     """What an engine trains with."""
 
     function: LossFn
+    with_logprobs: bool = True
     with_entropy: bool = False
-    """Whether it looks at the entropy, which costs a pass over the logits."""
+    """Whether it looks at them; both cost passes over the logits."""
+    divergence: Divergence | None = None
+    """From its teacher, if it learns from one."""
 
 
 def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss:
@@ -86,6 +98,8 @@ def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss
             return Loss(preference_loss(_ANY_PREFERENCE.validate_json(config), **numbers))
         case "reward_model":
             return Loss(reward_model_loss(BradleyTerry.model_validate_json(config)))
+        case "distillation":
+            return _distillation(DistillationConfig.model_validate_json(config))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
@@ -95,6 +109,16 @@ def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominator
 
 
 SFT_LOSS = Loss(sft_loss)
+
+
+def _distillation(config: DistillationConfig) -> Loss:
+    chosen = config.divergence
+    beta = {"beta": chosen.beta} if isinstance(chosen, JensenShannon) else {}
+    return Loss(
+        distill_loss(cross_entropy_coef=config.cross_entropy_coef),
+        with_logprobs=config.cross_entropy_coef > 0,
+        divergence=Divergence(kind=chosen.name, temperature=config.temperature, **beta),
+    )
 
 
 def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:

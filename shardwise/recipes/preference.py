@@ -51,7 +51,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
                     kl = kl_of_mismatched(batch, policy, reference, config)
                     policy.use_loss("preference", config.loss, kl=kl)
             with run.spans("train"):
-                metrics = policy.train(batch, keep_together=unit)
+                metrics = with_margin(policy.train(batch, keep_together=unit))
             if held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= validate(policy, reference.score(held_out), config)
@@ -113,8 +113,14 @@ def validate(policy: RemoteEngine, samples: Sequence[Sample], config: Preference
         torch.stack([sample.loss_mask.sum() for sample in samples]).float(),
         torch.tensor([sample.reward for sample in samples]),
     )
-    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
+    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in with_margin(metrics).items()}
     return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
+
+
+def with_margin(metrics: Metrics) -> Metrics:
+    """Adds preference/margin where answers are not paired (kto): desirable ones' mean reward - undesirable ones'."""
+    chosen, rejected = metrics["preference/chosen_reward"].result(), metrics["preference/rejected_reward"].result()
+    return {"preference/margin": MetricValue.mean(chosen - rejected, 1), **metrics}
 
 
 def _load(config: PreferenceConfig, model: OpenedModel, files: list[str], max_rows: int | None) -> Loaded[Sample]:

@@ -2,13 +2,13 @@
 
 import torch
 
-from shardwise.config import EvalConfig, RecipeConfig, RLConfig
+from shardwise.config import Custom, EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
-from shardwise.rewards import check_rewards
+from shardwise.rewards import check_rewards, load_function
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, and a reward that cannot work.
+    """Missing data files, rewards that cannot work, functions of one's own that cannot be imported.
 
     Raises:
         DataError, ConfigError: the first thing that is wrong.
@@ -17,6 +17,11 @@ def check_inputs(config: RecipeConfig) -> None:
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig):
         check_rewards(config.reward)
+    if isinstance(config, RLConfig):
+        for key in ("advantage", "policy_loss"):
+            chosen = getattr(config.algorithm, key)
+            if isinstance(chosen, Custom):
+                load_function(chosen.function, key=f"algorithm.{key}")
 
 
 def default_num_ranks() -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.config import ConfigError, ModelConfig, RLConfig, TeacherConfig
+from shardwise.config import ConfigError, ModelConfig, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
@@ -10,6 +10,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
+from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
@@ -37,10 +38,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model.config, group, total_steps)
-    counts = load_metrics(*engines.all)
+    reward_models = build_reward_engines(config.reward, group)
+    counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
-        make_rewards(config.reward) as rewards,
+        make_rewards(config.reward, reward_models) as rewards,
         Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps) as run,
         SampleLog(run.output_dir) as sample_log,
     ):
@@ -64,7 +66,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             )
 
 
-def require_teachers(teachers: Sequence[TeacherConfig], sources: Sequence[str]) -> None:
+def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[str]) -> None:
     """Every training row has a teacher, and every teacher has rows.
 
     Raises:

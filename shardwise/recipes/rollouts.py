@@ -75,6 +75,7 @@ class Rollouter:
             RewardJob(
                 uid=example.uid,
                 prompt=example.prompt,
+                messages=example.messages,
                 data_source=example.data_source,
                 solution_str=text,
                 ground_truth=example.ground_truth,

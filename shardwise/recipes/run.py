@@ -11,7 +11,7 @@ from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.types import Metrics
 
-SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss")
+SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
 
 
 class Run:

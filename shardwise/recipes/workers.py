@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from shardwise.config import EngineConfig, FrozenEngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
 from shardwise.data import load_tokenizer
-from shardwise.engine import HeadName, Part, TrainEngine, convert_folder
+from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
@@ -69,14 +69,15 @@ class Worker:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
         self._clear_device()
-        config = _ANY_ENGINE.validate_json(engine)
+        config, model_config = _ANY_ENGINE.validate_json(engine), ModelConfig.model_validate_json(model)
         built = TrainEngine.build(
-            Path(ModelConfig.model_validate_json(model).path),
+            Path(model_config.path),
             config,
             device=self._device,
             optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
             total_steps=total_steps,
             head=head,
+            pad_token_id=load_tokenizer(model_config).pad_token_id if head == "sequence_scores" else None,
             seed=seed,
         )
         self._seats[role] = Seat(built, config, temperature)
@@ -100,17 +101,32 @@ class Worker:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""
         self._seats[role].loss = make_loss(kind, config, numbers)
 
-    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str) -> Metrics:
-        """One optimizer step on this rank's micro-batches."""
+    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str) -> Metrics:
+        """One optimizer step on this rank's micro-batches; `teacher` is the role of the engine it learns from, or
+        empty."""
+        lessons = self._lessons(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
         metrics = seat.engine.forward_backward(
             batches,
             seat.loss.function,
             denominators,
             temperature=seat.temperature,
+            with_logprobs=seat.loss.with_logprobs,
             with_entropy=seat.loss.with_entropy,
+            lessons=lessons,
         )
         return metrics | seat.engine.optim_step()
+
+    def check_teacher(self, role: str, teacher: str) -> None:
+        """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
+        self._seats[role].engine.check_teacher(self._seats[teacher].engine)
+
+    def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
+        """[T] of every micro-batch: how far an engine is from its teacher, in nats."""
+        lessons = self._lessons(batches, role, teacher)
+        seat = self._take_device(role, "params")
+        outputs = seat.engine.forward(batches, with_logprobs=False, lessons=lessons)
+        return [out.divergence for out in outputs if out.divergence is not None]
 
     def score(self, batches: list[TokenBatch], role: str, with_adapters: bool) -> list[torch.Tensor]:
         """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model."""
@@ -158,6 +174,11 @@ class Worker:
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
         self._seats, self._rollout = {}, None
+
+    def _lessons(self, batches: list[TokenBatch], role: str, teacher: str) -> list[Lesson]:
+        divergence = self._seats[role].loss.divergence
+        assert divergence is not None, f"{role} has no loss that learns from a teacher"
+        return self._take_device(teacher, "params").engine.lessons(batches, divergence)
 
     def _take_device(self, role: str, *parts: Part) -> Seat:
         """Makes room for an engine and brings those parts of it to the device."""

@@ -6,11 +6,11 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.config import ConfigError
 
@@ -36,7 +36,9 @@ class RewardJob:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
-    """The prompt as text; judges and managers read it, functions are not given it."""
+    """The prompt as text; judges, models and managers read it, functions are not given it."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation that the prompt renders; None for plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,13 @@ class Answer:
     """The other finite numbers of a returned dict, by name."""
     failure: str | None = None
     """Why there is no score, in one line."""
+
+
+class Scorer(Protocol):
+    """Judges completions by other means than a function."""
+
+    def score(self, jobs: Sequence[RewardJob]) -> Iterable[tuple[int, Answer]]:
+        """(place of the job, answer) of every job, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """The reward of a completion: the weighted sum of what functions and judges say, under one policy for failures."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from shardwise.config import ConfigError, FunctionReward, JudgeReward, RewardConfig, RewardError
-from shardwise.rewards.base import Answer, RewardJob, RewardResult, describe_error, load_function
+from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, describe_error, load_function
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
 
@@ -18,19 +18,22 @@ class Rewards:
             results = rewards.score([RewardJob(uid="a.jsonl:7", data_source="", solution_str="5", ground_truth="5")])
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, models: Mapping[str, Scorer]) -> None:
         """Starts the processes and returns at once.
 
+        Args:
+            models: what scores for the entries of type model, by their names.
         Raises:
             ConfigError: a judge's key is not in the environment.
         """
         self._config = config
+        self._models = models
         functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
         self._names = [entry.name for entry in functions]
         self._who = {
             entry.name: f"reward function {entry.function}"
             if isinstance(entry, FunctionReward)
-            else f"reward judge {entry.name}"
+            else f"reward {entry.type} {entry.name}"
             for entry in config.functions
         }
         self._judges = [Judge(entry) for entry in config.functions if isinstance(entry, JudgeReward)]
@@ -78,10 +81,12 @@ class Rewards:
         return [combine(by_name, self._config) for by_name in answers]
 
     def _answers(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, str, Answer]]:
+        asked: list[tuple[str, Iterable[tuple[int, Answer]]]]
         asked = [(judge.name, judge.score(jobs)) for judge in self._judges]
         if self._pool is not None:
             for number, function, answer in self._pool.score(jobs):
                 yield number, self._names[function], answer
+        asked += [(name, model.score(jobs)) for name, model in self._models.items()]
         for name, replies in asked:
             for number, answer in replies:
                 yield number, name, answer
@@ -94,7 +99,7 @@ class CustomRewards:
         """Imports the class and calls it with the config, in this process.
 
         Raises:
-            ConfigError: it cannot be imported, or its constructor raised.
+            ConfigError: it cannot be imported, its constructor raised, or it has no score and close.
         """
         assert config.manager is not None
         self._config = config
@@ -104,6 +109,9 @@ class CustomRewards:
             raise
         except Exception as error:
             raise ConfigError(f"reward.manager={config.manager}: {describe_error(error)}") from error
+        absent = [name for name in ("score", "close") if not callable(getattr(self._manager, name, None))]
+        if absent:
+            raise ConfigError(f"reward.manager={config.manager} has no method {absent[0]}; it needs score and close")
 
     def __enter__(self) -> Self:
         return self
@@ -183,9 +191,10 @@ class FailurePolicy:
             )
 
 
-def make_rewards(config: RewardConfig) -> Rewards | CustomRewards:
-    """What judges the completions of a run: Shardwise's own, or reward.manager."""
-    return Rewards(config) if config.manager is None else CustomRewards(config)
+def make_rewards(config: RewardConfig, models: Mapping[str, Scorer]) -> Rewards | CustomRewards:
+    """What judges the completions of a run: Shardwise's own, with `models` for its entries of type model, or
+    reward.manager."""
+    return Rewards(config, models) if config.manager is None else CustomRewards(config)
 
 
 def check_rewards(config: RewardConfig) -> None:

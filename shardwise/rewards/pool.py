@@ -7,18 +7,15 @@ from typing import Any
 
 from shardwise.config import ConfigError, FunctionReward, RewardError
 from shardwise.rewards.base import Answer, RewardJob
-from shardwise.rewards.process import RewardProcess, WorkerLost, wait_for_any
-
-SHORT_SECONDS = 0.05
-"""A process whose last job was shorter gets the next one while it works on this one: for short jobs the way back and
-forth would cost as much as the call."""
+from shardwise.rewards.process import MAX_AHEAD, RewardProcess, WorkerLost, wait_for_any
 
 
 class RewardPool:
     """`num_workers` processes that call reward functions; every process knows all of them. `close` leaves none behind.
 
-    A call that hangs or dies costs its own job and process: the process is replaced, and a job that was waiting behind
-    the call goes to another one. A child of user code that starts a session of its own is out of reach.
+    A call that hangs or dies costs its own job and process: the process is replaced, from the second time on by one
+    that was started beforehand, and jobs that were waiting behind the call go to other ones. A child of user code
+    that starts a session of its own is out of reach.
 
     Example: `for number, function, answer in pool.score(jobs): ...`
     """
@@ -28,6 +25,8 @@ class RewardPool:
         self._functions = list(functions)
         self._timeout_seconds = timeout_seconds
         self._workers: list[RewardProcess] = []
+        self._spares: list[RewardProcess] = []
+        self._num_spares = 0
         try:
             for _ in range(num_workers):
                 self._workers.append(self._start())
@@ -38,12 +37,13 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes that live now."""
-        return [worker.pid for worker in self._workers]
+        return [process.pid for process in (*self._workers, *self._spares)]
 
     def close(self) -> None:
         """Ends all processes. A closed pool scores no more."""
-        while self._workers:
-            self._workers.pop().kill()
+        for processes in (self._workers, self._spares):
+            while processes:
+                processes.pop().kill()
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, int, Answer]]:
         """Calls every function on every job, on whichever processes are idle; (job, function, answer) as they arrive.
@@ -72,7 +72,7 @@ class RewardPool:
         arrived = list(self._collect(pending))
         while num_open:
             self._hand_out(pending, messages)
-            wait_for_any(self._workers)
+            wait_for_any([*self._workers, *self._spares])
             for call, answer in self._collect(pending):
                 arrived.append((call, answer))
             # Processes get new work before the caller gets the answers: it may take its time with them.
@@ -89,19 +89,44 @@ class RewardPool:
                     call = message.pop("job")
                     yield call, Answer(**message)
             except WorkerLost as loss:
-                if not worker.ready:
-                    raise ConfigError(_import_failure(self._functions, str(loss))) from None
-                worker.kill()
-                self._workers[place] = self._start()
+                self._workers[place] = self._replacement(worker, loss)
                 if worker.jobs:
                     yield worker.jobs.popleft(), Answer(failure=str(loss))
                 pending.extendleft(reversed(worker.jobs))
 
+        self._check_spares()
+
+    def _replacement(self, lost: RewardProcess, loss: WorkerLost) -> RewardProcess:
+        if not lost.ready:
+            raise ConfigError(_import_failure(self._functions, str(loss))) from None
+        lost.kill()
+        # Nobody pays for spares whose functions never hang.
+        self._num_spares = max(1, len(self._workers) // 4)
+        spare = next((spare for spare in self._spares if spare.ready), None)
+        if spare is None:
+            return self._start()
+        self._spares.remove(spare)
+        return spare
+
+    def _check_spares(self) -> None:
+        """Hears that they are ready, or gone; starts those that are missing."""
+        for spare in list(self._spares):
+            try:
+                list(spare.receive())
+            except WorkerLost as loss:
+                if not spare.ready:
+                    raise ConfigError(_import_failure(self._functions, str(loss))) from None
+                spare.kill()
+                self._spares.remove(spare)
+        while len(self._spares) < self._num_spares:
+            self._spares.append(self._start())
+
     def _hand_out(self, pending: deque[int], messages: list[str]) -> None:
-        for num_before in (0, 1):
+        for worker in self._workers:
+            pending.extendleft(reversed(worker.take_back()))
+        for num_before in range(MAX_AHEAD + 1 if pending else 0):
             for worker in self._workers:
-                wants_more = num_before == 0 or worker.last_seconds < SHORT_SECONDS
-                if pending and worker.ready and len(worker.jobs) == num_before and wants_more:
+                if pending and len(worker.jobs) == num_before and worker.wants_more:
                     call = pending.popleft()
                     job, function = divmod(call, len(self._functions))
                     worker.send(call, messages[job], function=function)

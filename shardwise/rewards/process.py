@@ -19,6 +19,12 @@ START_SECONDS = 300.0
 """How long a process may take to import the reward function; it may import torch on a busy, slow disk."""
 POLL_SECONDS = 0.2
 """The longest sleep between looks at processes and deadlines."""
+AHEAD_SECONDS = 0.05
+"""A process gets the next jobs while it works on this one, about as many as it does in this time: for short jobs the
+way back and forth would cost as much as the call, and on a busy machine much more."""
+MAX_AHEAD = 32
+LONG_SECONDS = 0.2
+"""Jobs that wait behind a call that has run longer are taken back: the call may hang."""
 _READ_BYTES = 1 << 18
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +44,11 @@ class RewardProcess:
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
         self.ready = False
         """Whether the functions are loaded."""
-        self.last_seconds = float("inf")
-        """How long the last answered job took."""
+        self._last_seconds = float("inf")
+        # Numbers in the order of sending: a job that was taken back may be sent to this process again.
+        self._tickets: deque[int] = deque()
+        self._next_ticket = 0
+        self._taken_back: set[int] = set()
         self._timeout_seconds = timeout_seconds
         self._head_since = time.monotonic()
         entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
@@ -73,6 +82,30 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether it can be given a job: it has none, or few that are likely to end in a moment."""
+        if not self.ready or not self.jobs:
+            return self.ready
+        is_quick = self._last_seconds * len(self.jobs) < AHEAD_SECONDS and self._head_seconds() < AHEAD_SECONDS
+        return is_quick and len(self.jobs) <= MAX_AHEAD
+
+    def take_back(self) -> list[int]:
+        """The jobs that wait behind a long call, in order, which may then be sent to other processes.
+
+        Where the call ends in this very moment this process may do the first of them too. Its answer is dropped.
+        """
+        if len(self.jobs) < 2 or self._head_seconds() < LONG_SECONDS:
+            return []
+        head, *waiting = self.jobs
+        self.jobs = deque([head])
+        while len(self._tickets) > 1:
+            ticket = self._tickets.pop()
+            self._taken_back.add(ticket)
+            self._unsent += f'{{"skip": {ticket}}}\n'.encode()
+        self._flush()
+        return waiting
+
     def send(self, job: int, arguments: str, *, function: int = 0) -> None:
         """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`.
 
@@ -82,7 +115,9 @@ class RewardProcess:
         if not self.jobs:
             self._head_since = time.monotonic()
         self.jobs.append(job)
-        self._unsent += f'{{"job": {job}, "function": {function}, "arguments": {arguments}}}\n'.encode()
+        self._tickets.append(self._next_ticket)
+        self._unsent += f'{{"job": {self._next_ticket}, "function": {function}, "arguments": {arguments}}}\n'.encode()
+        self._next_ticket += 1
         self._flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -142,18 +177,24 @@ class RewardProcess:
             if "ready" in message:
                 self.ready = True
                 return None
-            expected = bool(self.jobs) and message["job"] == self.jobs[0]
+            if message["job"] in self._taken_back:
+                return None
+            expected = bool(self.jobs) and message["job"] == self._tickets[0]
         except (ValueError, TypeError, KeyError):
             expected = False
         if not expected:
             raise WorkerLost("wrote to a pipe that belongs to Shardwise (a fork that returned from the function?)")
         now = time.monotonic()
-        self.last_seconds, self._head_since = now - self._head_since, now
-        self.jobs.popleft()
-        return message
+        self._last_seconds, self._head_since = now - self._head_since, now
+        self._tickets.popleft()
+        return message | {"job": self.jobs.popleft()}
+
+    def _head_seconds(self) -> float:
+        """How long it has worked on the first of its jobs."""
+        return time.monotonic() - self._head_since
 
     def _check_deadline(self) -> None:
-        waited = time.monotonic() - self._head_since
+        waited = self._head_seconds()
         if not self.ready and waited > START_SECONDS:
             raise WorkerLost(f"was not imported within {START_SECONDS:g} s")
         if self.jobs and waited > self._timeout_seconds:

@@ -1,6 +1,7 @@
 """The main of a reward process: reads jobs from one pipe, answers on another, one JSON object per line.
 
     {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}]}  ->  {"ready": true}
+    {"skip": 4}  ->  nothing, where job 4 has not begun
     {"job": 3, "function": 0, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
                                                           {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
 
@@ -11,18 +12,22 @@ output is not part of the protocol, so whatever user code prints can neither bre
 import fcntl
 import functools
 import inspect
+import io
 import json
 import math
 import numbers
 import os
 import reprlib
+import select
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from shardwise.config import ConfigError
 from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line
 
+_READ_BYTES = 1 << 16
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every function is called with."""
 
@@ -40,7 +45,7 @@ def main(job_fd: int, result_fd: int, lifeline_fd: int) -> None:
     _die_with_parent(lifeline_fd)
     for fd in (job_fd, result_fd, lifeline_fd):
         os.set_inheritable(fd, False)
-    with os.fdopen(job_fd, "rb") as jobs, os.fdopen(result_fd, "wb") as results:
+    with os.fdopen(job_fd, "rb", buffering=0) as jobs, os.fdopen(result_fd, "wb") as results:
 
         def send(message: dict[str, Any]) -> None:
             results.write(json.dumps(message).encode() + b"\n")
@@ -52,8 +57,7 @@ def main(job_fd: int, result_fd: int, lifeline_fd: int) -> None:
             sys.path[0] = setup["folder"]
             functions = [load_with_parameters(entry["function"], entry["parameters"]) for entry in setup["functions"]]
             send({"ready": True})
-            for line in jobs:
-                message = json.loads(line)
+            for message in _messages(jobs):
                 send({"job": message["job"], **judge(functions[message["function"]], message["arguments"])})
         except ConfigError as error:
             send({"error": str(error)})
@@ -134,6 +138,26 @@ def _show(value: Any) -> str:
         return f"a {type(value).__name__} of shape {tuple(shape)}"
     text = one_line(reprlib.repr(value))
     return text if value is None or isinstance(value, numbers.Real) else f"the {type(value).__name__} {text}"
+
+
+def _messages(jobs: io.FileIO) -> Iterator[dict[str, Any]]:
+    """The jobs to do. What has arrived is read before the next one is begun: it may say that one is to be skipped."""
+    waiting: list[dict[str, Any]] = []
+    unread = b""
+    ready = select.poll()
+    ready.register(jobs, select.POLLIN)
+    while True:
+        while not waiting or ready.poll(0):
+            data = jobs.read(_READ_BYTES)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for message in map(json.loads, lines):
+                if "skip" in message:
+                    waiting = [job for job in waiting if job["job"] != message["skip"]]
+                else:
+                    waiting.append(message)
+        yield waiting.pop(0)
 
 
 def _die_with_parent(lifeline_fd: int) -> None:

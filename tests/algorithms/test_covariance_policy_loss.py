@@ -123,9 +123,11 @@ def covariances(logprobs, advantages, loss_mask):
 
 
 def random_arrays(seed, num_samples=6, width=5):
+    """Samples with one advantage each, some of them the same."""
     generator = torch.Generator().manual_seed(seed)
-    logprobs, advantages = torch.randn(2, num_samples, width, generator=generator)
-    return -logprobs.abs(), advantages, torch.rand(num_samples, width, generator=generator) > 0.3
+    logprobs = -torch.randn(num_samples, width, generator=generator).abs()
+    advantages = torch.randint(-2, 3, (num_samples, 1), generator=generator) / 1.7
+    return logprobs, advantages.expand(-1, width), torch.rand(num_samples, width, generator=generator) > 0.3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,6 +187,22 @@ def test_trap_01_selection_knows_neither_order_nor_padding(name, seed, left, dat
     shuffled = [torch.nn.functional.pad(array[order], (left, 1)) for array in arrays]
     expected = torch.nn.functional.pad(SELECTIONS[name](*arrays)[order], (left, 1))
     assert SELECTIONS[name](*shuffled).tolist() == expected.tolist()
+
+
+def test_trap_01_tokens_that_differ_in_one_thing_alone_are_selected_in_any_order():
+    # covariances 3/8, 1/8 | 5/8, 3/8: of the two that tie, the earlier one in its response
+    arrays = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]]), torch.eye(2), torch.ones(2, 2, dtype=torch.bool)
+    assert kl_cov_selection(*arrays, fraction=0.5).tolist() == [[True, False], [True, False]]
+    flipped = [array.flip(0) for array in arrays]
+    assert kl_cov_selection(*flipped, fraction=0.5).tolist() == [[True, False], [True, False]]
+    # one of two candidates that share logprob and place: the draw goes by their advantages
+    arrays = torch.tensor([[-1.0], [-1.0], [-4.0]]), torch.tensor([[1.0], [2.0], [0.0]]), torch.ones(3, 1).bool()
+    flipped = [array.flip(0) for array in arrays]
+    for seed in range(9):
+        arguments = {"fraction": 0.4, "cov_low": -0.1, "cov_high": 1.1, "seed": seed}
+        drawn = clip_cov_selection(*arrays, **arguments)
+        assert drawn.sum() == 1
+        assert clip_cov_selection(*flipped, **arguments).flip(0).tolist() == drawn.tolist()
 
 
 @pytest.mark.parametrize("name", SELECTIONS)

@@ -164,6 +164,7 @@ def test_verl_parquet_works_unchanged(tokenizer, tmp_path):
             data_source="openai/gsm8k",
             ground_truth="5",
             extra_info={"split": "train", "index": 0, "answer": "2+3 is 5 #### 5"},
+            messages=[{"role": "user", "content": "2+3="}],
         )
     ]
 

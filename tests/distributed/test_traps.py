@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensor_shapes import TensorShapes
 from tiny_models import random_samples, tiny_folder, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.config import AlgorithmConfig, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -185,28 +184,15 @@ def test_fsdp_size_is_a_number_of_ranks_and_null_is_all_of_them(run_ranks, tmp_p
     assert sum(run_ranks(share_of_the_weights, 4, folder, None)) == pytest.approx(1.0)
 
 
-class Sizes(TorchDispatchMode):
-    """Records the shape of every tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        return out
-
-
 def shapes_of_a_step(folder, sample, chunk_elements, keys):
     kept, vocabulary.CHUNK_ELEMENTS = vocabulary.CHUNK_ELEMENTS, chunk_elements
     try:
         engine = build(folder, **keys)
         step = pack([sample], num_shards=dist.get_world_size() // num_sharing(keys), max_tokens=len(sample.token_ids))
         batches = step.shards[dist.get_rank() // num_sharing(keys)]
-        with Sizes() as sizes:
+        with TensorShapes() as made:
             engine.forward_backward(batches, sft_loss, step.denominators, with_entropy=True)
-        return sizes.shapes
+        return made.shapes
     finally:
         vocabulary.CHUNK_ELEMENTS = kept
 

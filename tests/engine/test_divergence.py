@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tensor_shapes import TensorShapes
 
 from shardwise.engine import vocabulary
 from shardwise.engine.divergence import vocabulary_divergence
@@ -197,20 +196,6 @@ def test_nothing_to_score_gives_nothing_with_a_graph(kind, beta):
     assert not tensors[1].grad.any()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.num_elements = max([self.num_elements, *sizes])
-        return out
-
-
 @pytest.mark.parametrize("transforms", [TRANSFORMS["plain"], TRANSFORMS["both-softcap"]], ids=["plain", "softcap"])
 @pytest.mark.parametrize(("kind", "beta"), KINDS.values(), ids=KINDS.keys())
 def test_large_vocabulary_never_materialises_all_logits_of_either_model(monkeypatch, kind, beta, transforms):
@@ -219,12 +204,12 @@ def test_large_vocabulary_never_materialises_all_logits_of_either_model(monkeypa
     num_scored, vocab, dim = 32, 151_936, 2
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 2**18)
     tensors = with_student_leaves(inputs(num_scored, dim, dim, vocab))
-    with LargestTensor() as largest:
+    with TensorShapes() as made:
         found = divergence(tensors, kind, beta, transforms, 0.9)
-        forward_size = largest.num_elements
+        forward_size = made.largest
         found.sum().backward()
     assert 2**16 < forward_size <= 2**17, "the logits of one chunk"
-    assert largest.num_elements == vocab * dim < num_scored * vocab / 10
+    assert made.largest == vocab * dim < num_scored * vocab / 10
     exact = with_student_leaves(tensors, torch.float64)
     expected = reference(exact, kind, beta, transforms, 0.9)
     expected.sum().backward()

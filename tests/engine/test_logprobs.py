@@ -2,8 +2,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tensor_shapes import TensorShapes
 
 from shardwise.engine import vocabulary as module
 from shardwise.engine.logprobs import selected_logprobs
@@ -143,20 +142,6 @@ def test_bfloat16_inputs_are_projected_and_summed_in_float32(num_chunks):
         assert (leaf.grad.double() - truth.grad).abs().max() < 0.02 * truth.grad.abs().max()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.num_elements = max([self.num_elements, *sizes])
-        return out
-
-
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(softcap=3.0)], ids=["plain", "softcap"])
 def test_large_vocabulary_never_materialises_all_logits(monkeypatch, transform):
     """Trap 28: 32 tokens x 151,936 words are 4.9 million logits; no tensor is larger than the weight gradient."""
@@ -165,14 +150,14 @@ def test_large_vocabulary_never_materialises_all_logits(monkeypatch, transform):
     states = torch.randn(num_scored, dim).requires_grad_()
     weight = torch.randn(vocab, dim).requires_grad_()
     targets = torch.randint(0, vocab, (num_scored,))
-    with LargestTensor() as largest:
+    with TensorShapes() as made:
         logprobs, _ = selected_logprobs(
             states, weight, targets, temperature=0.9, transform=transform, with_entropy=True
         )
-        forward_size = largest.num_elements
+        forward_size = made.largest
         logprobs.sum().backward()
     assert 2**17 < forward_size <= 2**18, "the logits of one chunk"
-    assert largest.num_elements <= vocab * dim < num_scored * vocab / 10
+    assert made.largest <= vocab * dim < num_scored * vocab / 10
     exact = [leaf.detach().double().requires_grad_() for leaf in (states, weight)]
     expected, _ = reference(*exact, targets, 0.9, transform)
     expected.sum().backward()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardwise.config import FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack, unpack
@@ -182,11 +183,11 @@ BAD = {
 }
 
 
-def save_model(family: str, options: dict, folder: Path):
+def save_model(family: str, options: dict, folder: Path, model_class=AutoModelForCausalLM):
     """A random model with no two parameters alike, saved; returned as transformers computes it."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **COMMON | options)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if parameter.dim() > 1 else 0.1)
@@ -239,6 +240,24 @@ def test_family_is_trained_and_generated_as_transformers_computes_it(run_ranks, 
             whole = torch.cat([tokens, torch.tensor(completion.token_ids)])
             expected = eager_logprobs(model, whole)[len(tokens) - 1 :]
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0)
+
+
+def scores(folder: str) -> list[torch.Tensor]:
+    """Of each sequence, by a frozen reward model on a rank, all in one pack."""
+    samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(sequences())]
+    step = pack(samples, num_shards=1, max_tokens=64)
+    engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU, head="sequence_scores")
+    return [values[-1] for values in unpack(step, [[output.values for output in engine.forward(step.shards[0])]])]
+
+
+@pytest.mark.parametrize("family", [name for name in GOOD if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES])
+def test_a_saved_sequence_classifier_of_the_family_is_a_reward_model(run_ranks, tmp_path, family):
+    model = save_model(family, GOOD[family] | {"num_labels": 1}, tmp_path, AutoModelForSequenceClassification)
+    (found,) = run_ranks(scores, 1, str(tmp_path))
+    with torch.no_grad():
+        expected = [model(input_ids=tokens[None], use_cache=False).logits[0, 0] for tokens in sequences()]
+    assert len(set(torch.stack(expected).tolist())) == len(expected)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", BAD)

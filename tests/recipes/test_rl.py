@@ -12,7 +12,7 @@ from shardwise.config import (
     ModelConfig,
     OptimizerConfig,
     RLConfig,
-    TeacherConfig,
+    SourceTeacherConfig,
 )
 from shardwise.recipes import rl
 from shardwise.recipes.rl import build_engines, require_teachers
@@ -161,7 +161,7 @@ def test_the_policys_loss_is_bound_with_the_coefficient_and_the_rollout_engine_i
 
 
 def teachers(*sources):
-    return [TeacherConfig(model=ModelConfig(path="t"), data_source=source) for source in sources]
+    return [SourceTeacherConfig(model=ModelConfig(path="t"), data_source=source) for source in sources]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ class Custom:
 
 class NoConfig:
     pass
+
+class NoClose:
+    def __init__(self, config):
+        self.score = list
 """
 
 
@@ -162,5 +166,7 @@ def test_a_manager_that_raises_is_named_with_its_line():
 def test_a_manager_that_cannot_be_made_is_a_config_error():
     with pytest.raises(ConfigError, match=r"reward.manager=rules.py:NoConfig: TypeError: "):
         make_rewards(RewardConfig(functions=[], manager="rules.py:NoConfig"))
+    with pytest.raises(ConfigError, match=r"reward.manager=rules.py:NoClose has no method close"):
+        make_rewards(RewardConfig(functions=[], manager="rules.py:NoClose"))
     with pytest.raises(ConfigError, match=r"reward.manager=rules.py:Nothing: rules.py has no 'Nothing'"):
         make_rewards(RewardConfig(functions=[], manager="rules.py:Nothing"))

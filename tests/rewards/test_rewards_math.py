@@ -82,7 +82,7 @@ def test_ground_truth_without_a_number_is_an_error_not_a_zero(function):
         call(function, "7", "seven")
 
 
-def test_math_verify_score_judges_equivalence_in_a_worker():
+def test_trap_23_math_verify_score_judges_equivalence_in_a_worker():
     cases = [
         ("so it is $0.5$", "1/2", 1.0),
         (r"\boxed{\frac{2}{4}}", "0.5", 1.0),

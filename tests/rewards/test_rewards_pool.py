@@ -52,6 +52,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             return 1
         case "stdin":
             return input()
+        case "timed":
+            began = time.monotonic()
+            time.sleep(float(action[1]))
+            return time.monotonic() - began
         case "pid":
             return os.getpid()
 """
@@ -115,7 +119,7 @@ def test_arguments_arrive_as_given_and_numpy_as_plain_values():
     assert results[2].failure.startswith("returned the list [1.0, 1.0], expected a finite number")
 
 
-def test_every_failure_is_named_and_costs_only_its_own_job():
+def test_trap_22_every_failure_is_named_and_costs_only_its_own_job():
     expected = {
         "number 1": None,
         "raise": "ValueError: cannot parse (rules.py line 16)",
@@ -138,7 +142,7 @@ def test_a_dict_gives_score_and_parts():
     assert (result.score, result.parts, result.failure) == (0.5, {"acc": 1.0, "compute_score": 0.5}, None)
 
 
-def test_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored(tmp_path):
+def test_f42_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored(tmp_path):
     begin = time.monotonic()
     actions = ["number 1", "number 2", "hang", *(f"number {n}" for n in range(3, 40)), "spin"]
     results = score(actions, timeout_seconds=1.5)
@@ -151,7 +155,7 @@ def test_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored(tmp
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
+def test_trap_22_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
     assert [result.score for result in score(["print", "number 2", "print"], num_workers=1)] == [1.0, 2.0, 1.0]
     assert capfd.readouterr() == ("", "")
 
@@ -181,13 +185,13 @@ def test_close_leaves_no_process_and_an_error_closes():
 
 def test_pipes_are_closed_when_processes_are_replaced():
     with Rewards(config(num_workers=1)) as pool:
-        pool.score([job("number 1")])
+        pool.score([job("exit")])  # the first loss starts a spare
         before = len(os.listdir("/proc/self/fd"))
         pool.score([job("exit")] * 3)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_abort_names_function_row_and_reason():
+def test_f41_abort_names_function_row_and_reason():
     with Rewards(config(on_failure="abort", failure_value=0.0)) as pool, pytest.raises(RewardError) as caught:
         pool.score([job("number 1", 6), job("raise", 7)])
     assert str(caught.value) == (
@@ -205,16 +209,17 @@ def test_a_row_without_a_json_form_is_an_error_that_names_it():
     )
 
 
-def test_short_jobs_keep_the_pool_busy():
-    num_jobs = 3000
+def test_f48_short_jobs_keep_the_pool_busy():
+    """Against what the calls themselves took, so that a busy machine slows both sides."""
+    num_jobs = 2000
     with Rewards(config(num_workers=2)) as pool:
         pool.score([job("number 1")] * 2)
         begin = time.monotonic()
-        results = pool.score([job("sleep 0.001")] * num_jobs)
+        results = pool.score([job("timed 0.001")] * num_jobs)
         seconds = time.monotonic() - begin
-    assert all(result.score == 1.0 for result in results)
-    # The bound of two processes is 1.5 s, and a sleep of 1 ms takes a little longer; one process alone needs over 3 s.
-    assert seconds < 10
+    assert all(result.failure is None for result in results)
+    # One process alone, or two that wait for each way back and forth on a busy machine, stay below.
+    assert sum(result.score for result in results) / 2 / seconds > 0.4
 
 
 @pytest.mark.parametrize(

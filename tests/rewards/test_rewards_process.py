@@ -21,7 +21,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -106,3 +106,30 @@ def test_the_death_of_the_parent_ends_process_and_grandchild_in_the_middle_of_a_
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait(timeout=10)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=5)
+
+
+def test_f42_jobs_behind_a_long_call_are_taken_back_and_not_done(start, tmp_path):
+    source = (
+        "import time\n"
+        "def f(solution_str, **_):\n"
+        "    open('calls', 'a').write(solution_str + ' ')\n"
+        "    time.sleep(float(solution_str))\n"
+        "    return float(solution_str)\n"
+    )
+    process = start(source)
+
+    def send(job, text):
+        process.send(job, ARGUMENTS.replace('"solution_str": ""', f'"solution_str": "{text}"'))
+
+    send(0, "0")
+    assert [answer["job"] for answer in answers(process, 1)] == [0]
+    assert process.wants_more
+    send(1, "1.5")
+    send(2, "0.25")
+    send(3, "0.125")
+    assert process.take_back() == []  # the call may still be a short one
+    wait_until(lambda: process.take_back() == [2, 3])
+    assert not process.wants_more  # nothing is put behind a long call
+    send(2, "0.5")  # the same job again, to the same process
+    assert [(answer["job"], answer["score"]) for answer in answers(process, 2)] == [(1, 1.5), (2, 0.5)]
+    assert (tmp_path / "calls").read_text() == "0 1.5 0.5 "

@@ -51,7 +51,7 @@ def test_read_score_of_a_dict_keeps_the_finite_numbers_as_parts():
         ({}, 'returned a dict without "score" (its keys: none)'),
     ],
 )
-def test_read_score_of_anything_else_is_a_failure_that_says_what_came(returned, failure):
+def test_f43_read_score_of_anything_else_is_a_failure_that_says_what_came(returned, failure):
     result = read_score(returned)
     assert result.keys() == {"failure"}
     assert result["failure"].startswith(failure)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensor_shapes import TensorShapes
 from tiny_models import random_samples, tiny_folder, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -265,12 +264,19 @@ def refusals(folder, others):
     errors = []
     for teacher_folder, head, options, teacher_options in others:
         student = TrainEngine.build(Path(folder), FrozenEngineConfig(**options), device=CPU)
-        teacher = TrainEngine.build(Path(teacher_folder), FrozenEngineConfig(**teacher_options), device=CPU, head=head)
+        teacher = build_any(Path(teacher_folder), head, teacher_options)
         try:
             student.check_teacher(teacher)
         except (ModelError, ConfigError) as error:
             errors.append((type(error).__name__, str(error)))
     return errors
+
+
+def build_any(folder, head, options):
+    """A frozen language model, or a critic, whose head is new and so has to be trained."""
+    if head == "logprobs":
+        return TrainEngine.build(folder, FrozenEngineConfig(**options), device=CPU)
+    return TrainEngine.build(folder, EngineConfig(**options), device=CPU, optimizer=OptimizerConfig(), head=head)
 
 
 def test_a_teacher_that_cannot_teach_is_refused_with_both_numbers(run_ranks, tmp_path):
@@ -309,19 +315,6 @@ def self_divergence(folder):
     return max(float(out.divergence.abs().max()) for out in engine.forward(batches, lessons=lessons))
 
 
-class Sizes(TorchDispatchMode):
-    """Records the shape of every tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        return out
-
-
 def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, options):
     kept, vocabulary.CHUNK_ELEMENTS = vocabulary.CHUNK_ELEMENTS, chunk_elements
     try:
@@ -330,12 +323,12 @@ def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, opt
         )
         teacher = TrainEngine.build(Path(teacher_folder), FrozenEngineConfig(**options), device=CPU)
         step = pack([sample], num_shards=1, max_tokens=len(sample.token_ids))
-        with Sizes() as sizes:
+        with TensorShapes() as made:
             lessons = teacher.lessons(step.shards[0], Divergence(kind="jensen_shannon"))
             student.forward_backward(
                 step.shards[0], distill_loss(), step.denominators, lessons=lessons, with_logprobs=False
             )
-        return sizes.shapes
+        return made.shapes
     finally:
         vocabulary.CHUNK_ELEMENTS = kept
 
