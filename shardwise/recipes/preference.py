@@ -82,7 +82,7 @@ class Reference:
     def _score(self, samples: Sequence[Sample]) -> list[Sample]:
         if self._scorer is None:
             return list(samples)
-        scores = self._scorer.score(samples, with_adapters=False)
+        scores = self._scorer.score(samples, with_adapters=self._config.engine.lora is None)
         return [replace(sample, ref_logprobs=values) for sample, values in zip(samples, scores, strict=True)]
 
 

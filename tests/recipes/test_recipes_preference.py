@@ -1,0 +1,224 @@
+"""Preference training, its reference policy in four modes, and KTO's estimate of the KL divergence."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.config import PreferenceConfig
+from shardwise.data import mismatched
+from shardwise.recipes.preference import Reference, kl_of_mismatched, train, validate
+from shardwise.types import Sample
+
+MODES = {
+    "engine": {},
+    "adapters": {"engine": {"lora": {"rank": 4}}},
+    "before_training": {"reference_logprobs": "before_training"},
+    "none": {"loss": "simpo"},
+}
+
+
+def config(**tree) -> PreferenceConfig:
+    return PreferenceConfig.parse({"model": {"path": "m"}, "data": {"train_files": "t"}} | tree, origin="test")
+
+
+@pytest.fixture
+def pairs():
+    """Two pairs; a sample's tokens are its number."""
+    lengths = [5, 3, 4, 6]
+    return [
+        Sample(
+            uid=str(n),
+            token_ids=torch.full((length,), n + 1),
+            loss_mask=torch.arange(length) >= 2,
+            reward=0.5 * (n == 0),
+            group=n // 2,
+        )
+        for n, length in enumerate(lengths)
+    ]
+
+
+def logprobs_of(token_ids, loss_mask, role, with_adapters):
+    """Of the policy -0.1 times the token, of the frozen engine -0.2, of the policy without adapters -0.3."""
+    factor = {("policy", True): -0.1, ("reference", True): -0.2, ("policy", False): -0.3}[role, with_adapters]
+    return torch.where(loss_mask, factor * token_ids, 0.0)
+
+
+def score(rank, batches, role, with_adapters):
+    return [logprobs_of(batch.input_ids, batch.loss_mask, role, with_adapters) for batch in batches]
+
+
+@pytest.fixture
+def policy(fake_group, remote):
+    group = fake_group(2, score=score, build_engine=lambda rank, *_: (9, 0, 50 + rank))
+    return remote(group)
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "each_step"),
+    [
+        ("engine", None, ("reference", True)),
+        ("adapters", None, ("policy", False)),
+        ("before_training", ("policy", True), None),
+        ("none", None, None),
+    ],
+)
+def test_reference_logprobs_come_from_where_the_mode_says_and_when(policy, pairs, mode, before, each_step):
+    reference = Reference(policy, config(**MODES[mode]))
+    found = {"before": reference.score_before_training(pairs), "step": reference.score(pairs)}
+    for when, source in (("before", before), ("step", each_step)):
+        for sample, scored in zip(pairs, found[when], strict=True):
+            assert scored.token_ids is sample.token_ids
+            assert (scored.reward, scored.group) == (sample.reward, sample.group)
+            if source is None:
+                assert scored.ref_logprobs is None
+            else:
+                torch.testing.assert_close(
+                    scored.ref_logprobs, logprobs_of(sample.token_ids, sample.loss_mask, *source)
+                )
+    built = [call for call in policy.group.calls if call[0] == "build_engine"]
+    assert [engine.role for engine in reference.engines] == (["reference"] if mode == "engine" else [])
+    assert len(built) == len(reference.engines)
+
+
+def test_logprobs_taken_before_training_stay_when_the_policy_has_moved(policy, pairs):
+    reference = Reference(policy, config(reference_logprobs="before_training"))
+    first = reference.score_before_training(pairs)
+    policy.group.calls.clear()
+    assert reference.score(first) == first
+    assert policy.group.calls == []
+
+
+@pytest.mark.parametrize("given", [None, {"max_tokens_per_micro_batch": 5000, "param_dtype": "bfloat16"}])
+def test_the_reference_engine_is_the_policys_model_frozen_at_temperature_one(policy, given):
+    settings = config(**({} if given is None else {"reference": given}), engine={"ulysses_size": 2})
+    (engine,) = Reference(policy, settings).engines
+    (call,) = policy.group.calls
+    _, role, model, layout, head, optimizer, *_, temperature = call
+    assert (role, json.loads(model)["path"], head, optimizer, temperature) == ("reference", "m", "logprobs", "", 1.0)
+    layout = json.loads(layout)
+    assert layout["strategy"] == "fsdp2_infer"
+    assert layout["ulysses_size"] == (2 if given is None else 1)
+    assert layout["param_dtype"] == ("float32" if given is None else "bfloat16")
+    assert engine.num_bytes_read == 51
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_kl_of_mismatched_is_the_mean_log_ratio_per_sequence_and_never_negative(fake_group, remote, pairs, factor):
+    """Each prompt has the answer of the next: policy minus reference, summed over the answer."""
+
+    def scores(rank, batches, role, with_adapters):
+        scale = {"policy": 0.3 * factor, "reference": 0.1 * factor}[role]
+        return [torch.where(batch.loss_mask, scale * batch.input_ids, 0.0) for batch in batches]
+
+    group = fake_group(1, score=scores, build_engine=lambda *_: (9, 0, 0))
+    settings = config(loss="kto", data={"train_files": "t", "max_sequence_tokens": 5}, trainer={"batch_size": 4})
+    policy = remote(group)
+    found = kl_of_mismatched(pairs, policy, Reference(policy, settings), settings)
+    # Prompts are two tokens long; the answers of the next samples have 1, 2, 4 (cut to 3) and 3 tokens.
+    ratios = [0.2 * factor * (n + 1) * length for n, length in ((1, 1), (2, 2), (3, 3), (0, 3))]
+    assert found == pytest.approx(max(0.0, sum(ratios) / 4))
+    sent = [batch for call in group.calls if call[0] == "score" for shard in call[1] for batch in shard]
+    expected = sorted(s.token_ids.tolist() for s in mismatched(pairs, max_tokens=5))
+    for role_batches in (sent[: len(sent) // 2], sent[len(sent) // 2 :]):
+        rows = [row.tolist() for b in role_batches for row in b.input_ids.split(b.cu_seqlens.diff().tolist())]
+        assert sorted(rows) == expected
+
+
+@pytest.mark.parametrize("mode", ["engine", "none"])
+def test_validation_is_the_mean_loss_of_the_pairs(policy, pairs, mode):
+    settings = config(**MODES[mode])
+    reference = Reference(policy, settings)
+    found = {name: v.result() for name, v in validate(policy, reference.score(pairs), settings).items()}
+    num_trained = [3, 1, 2, 4]
+    losses, margins = [], []
+    for n in (0, 2):
+        (chosen, rejected) = (-0.1 * (k + 1) * num_trained[k] for k in (n, n + 1))
+        if mode == "engine":  # the reference's logprobs are twice the policy's
+            margins.append(0.1 * ((chosen - 2 * chosen) - (rejected - 2 * rejected)))
+            losses.append(math.log1p(math.exp(-margins[-1])))
+        else:
+            margins.append(2.0 * (chosen / num_trained[n] - rejected / num_trained[n + 1]))
+            losses.append(math.log1p(math.exp(-(margins[-1] - 1.0))))
+    assert found["val/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["val/margin"] == pytest.approx(np.mean(margins), rel=1e-5)
+    assert found["val/accuracy"] == np.mean([margin > 0 for margin in margins])
+
+
+def test_validation_of_kto_is_the_mean_over_answers(policy, pairs):
+    settings = config(loss="kto")
+    labelled = [Sample(uid=s.uid, token_ids=s.token_ids, loss_mask=s.loss_mask, reward=r) for s, r in
+                zip(pairs, (1.0, -1.0, -1.0, 1.0), strict=True)]  # fmt: skip
+    found = validate(policy, Reference(policy, settings).score(labelled), settings)
+    gaps = [0.1 * (n + 1) * length for n, length in enumerate((3, 1, 2, 4))]
+    expected = [1 - 1 / (1 + math.exp(-0.1 * gap * sign)) for gap, sign in zip(gaps, (1, -1, -1, 1), strict=True)]
+    assert found["val/loss"].result() == pytest.approx(np.mean(expected), rel=1e-5)
+    assert found["val/loss"].count == 4
+
+
+ROWS = [{"prompt": f"{n}+3=", "chosen": str(n + 3), "rejected": "9" * (1 + n % 3)} for n in range(4)]
+LABELLED = [{"prompt": f"{n}+3=", "response": str(n + 3 * (n % 2)), "label": bool(n % 2)} for n in range(4)]
+
+
+@pytest.fixture
+def run(group_of_one, model_folder, write_jsonl, tmp_path):
+    """metrics.jsonl of a run over four rows that are held out too, all of them in every batch."""
+
+    def make(rows, *, steps=3, **tree):
+        file = write_jsonl("rows.jsonl", rows)
+        whole = {
+            "model": {"path": str(model_folder)},
+            "data": {"train_files": file, "validation_files": file, "apply_chat_template": False,
+                     "max_sequence_tokens": 24},
+            "trainer": {"output_dir": str(tmp_path / "run"), "total_steps": steps, "batch_size": 4,
+                        "tensorboard": False, "learning_rate": 0.01, "validate_every_steps": 1},
+        } | tree  # fmt: skip
+        whole["engine"] = {"max_tokens_per_micro_batch": 48} | whole.get("engine", {})
+        train(PreferenceConfig.parse(whole, origin="test"), group_of_one)
+        group_of_one.call("close")
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return make
+
+
+def test_a_reference_engine_and_logprobs_taken_before_training_are_the_same_reference(run):
+    """The first loss is that of a policy which is its own reference, log 2; from then on it falls."""
+    found = [run(ROWS, **tree) for tree in (MODES["engine"], MODES["before_training"])]
+    for metrics in found:
+        losses = [row["train/loss"] for row in metrics]
+        assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
+        assert losses[2] < losses[1] < losses[0]
+        assert metrics[0]["data/num_identical"] == 0
+        for before, after in itertools.pairwise(metrics):
+            assert before["val/loss"] == pytest.approx(after["train/loss"], rel=1e-4)
+            assert before["val/margin"] == pytest.approx(after["preference/margin"], rel=1e-3, abs=1e-6)
+    for one, other in zip(*found, strict=True):
+        for name in ("train/loss", "train/grad_norm", "val/loss", "preference/margin"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_policy_without_its_adapters_is_the_reference(run):
+    metrics = run(ROWS, **MODES["adapters"])
+    losses = [row["train/loss"] for row in metrics]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert losses[2] < losses[0]
+    assert metrics[0]["val/loss"] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_losses_without_a_reference_learn(run, loss):
+    metrics = run(ROWS, loss=loss)
+    assert metrics[2]["train/loss"] < metrics[0]["train/loss"]
+    assert metrics[0]["val/loss"] == pytest.approx(metrics[1]["train/loss"], rel=1e-4)
+
+
+def test_kto_begins_at_one_half_and_learns(run):
+    """Policy and reference agree at first: every answer costs 1 - sigmoid(0)."""
+    metrics = run(LABELLED, loss={"name": "kto", "beta": 0.5}, steps=4)
+    assert metrics[0]["train/loss"] == pytest.approx(0.5, rel=1e-5)
+    assert metrics[3]["train/loss"] < 0.5
+    assert (metrics[0]["data/num_rows"], metrics[0]["data/num_desirable"]) == (4, 2)
