@@ -177,14 +177,15 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
 
 
 def _required_leaves(cls: type[Config], path: str) -> list[str]:
-    """`path` itself, or the required keys of the group it names."""
+    """`path` itself, or the required keys of the group it names, and of the groups in that."""
     nodes: list[type[Config]] = [cls]
     for name in path.split("."):
         fields = [node.model_fields[name] for node in nodes if name in node.model_fields]
         nodes = groups_of(fields[0].annotation) if fields else nodes  # a number is the place in a list of groups
     if len(nodes) != 1:
         return [path]
-    return [f"{path}.{name}" for name, field in nodes[0].model_fields.items() if field.is_required()]
+    required = [f"{path}.{name}" for name, field in nodes[0].model_fields.items() if field.is_required()]
+    return [leaf for key in required for leaf in _required_leaves(cls, key)]
 
 
 def groups_of(annotation: Any) -> list[type[Config]]:
