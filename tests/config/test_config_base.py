@@ -220,6 +220,13 @@ def test_missing_group_is_reported_by_the_keys_it_needs():
     ]
 
 
+def test_missing_group_of_groups_is_reported_by_the_keys_at_its_ends():
+    assert error_of(DistillConfig.load, None).split("\n  ")[1:] == [
+        "model.path: required, but not given; set it in the file or as an override model.path=...",
+        "teacher.model.path: required, but not given; set it in the file or as an override teacher.model.path=...",
+    ]
+
+
 def test_group_left_empty_in_the_file_takes_overrides(tmp_path):
     path = write(tmp_path, "model: {path: m}\ndata: {train_files: f}\ntrainer:\n")
     assert SFTConfig.load(path, ["trainer.seed=4"]).trainer.seed == 4

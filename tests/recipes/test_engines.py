@@ -116,3 +116,20 @@ def test_losses_and_saving_are_asked_for_by_role(fake_group, remote):
         ("use_loss", "reward model", "reward_model", BradleyTerry(center_coef=0.5).model_dump_json(), {"kl": 0.25}),
         ("save_weights", "reward model", ModelConfig(path="m").model_dump_json(), "out/step_1"),
     ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_student_is_measured_against_its_teacher_in_the_order_of_the_samples(fake_group, remote, samples, size):
+    group = fake_group(
+        size,
+        divergence=lambda _, batches, *__: [batch.input_ids * 0.25 for batch in batches],
+        train=lambda *_: {"train/loss": MetricValue.sum(1.0)},
+    )
+    student, teacher = (remote(group, role, max_tokens_per_micro_batch=9) for role in ("student", "teacher"))
+    found = student.divergence(samples, teacher)
+    assert [values.tolist() for values in found] == [(s.token_ids * 0.25).tolist() for s in samples]
+    student.train(samples, teacher=teacher)
+    assert [(call[0], *call[-2:]) for call in group.calls] == [
+        ("divergence", "student", "teacher"),
+        ("train", "student", "teacher"),
+    ]

@@ -4,6 +4,7 @@ from shardwise.cli import RECIPES
 from shardwise.config import (
     ConfigError,
     DataError,
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -29,6 +30,7 @@ def configs(data, reward=REWARD):
     return {
         "sft": lambda: SFTConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "preference": lambda: PreferenceConfig.parse({"model": MODEL, "data": data}, origin="test"),
+        "distill": lambda: DistillConfig.parse({"model": MODEL, "teacher": {"model": MODEL}, "data": data}, origin="t"),
         "reward-model": lambda: RewardModelConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "rl": lambda: RLConfig.parse({"model": MODEL, "data": data, "reward": reward}, origin="test"),
         "eval": lambda: EvalConfig.parse({"model": MODEL, "data": held_out, "reward": reward}, origin="test"),
@@ -57,3 +59,12 @@ def test_a_missing_file_is_named(data, recipe, missing):
 def test_a_reward_that_cannot_be_imported_is_named(data, recipe):
     with pytest.raises(ConfigError, match="has no 'exact_macth'; did you mean exact_match"):
         check_inputs(configs(data, {"functions": "shardwise.rewards.math:exact_macth"})[recipe]())
+
+
+@pytest.mark.parametrize("key", ["advantage", "policy_loss"])
+def test_a_function_of_ones_own_that_cannot_be_imported_is_named(data, key):
+    tree = {"model": MODEL, "data": data, "reward": REWARD}
+    good = RLConfig.parse(tree | {"algorithm": {key: "shardwise.rewards.math:exact_match"}}, origin="test")
+    assert check_inputs(good) is None
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* has no 'exact_macth'; did you mean exact_match"):
+        check_inputs(RLConfig.parse(tree | {"algorithm": {key: "shardwise.rewards.math:exact_macth"}}, origin="test"))

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from shardwise.config import (
     AlgorithmConfig,
     CriticConfig,
+    DistillationConfig,
     EngineConfig,
     GenerationConfig,
     ModelConfig,
@@ -33,7 +34,8 @@ REQUESTS = [
 
 
 @pytest.fixture(autouse=True)
-def group():
+def group(monkeypatch):
+    monkeypatch.setattr("shardwise.recipes.workers.load_tokenizer", lambda _: Tokenizer())
     with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=60):
         yield
 
@@ -104,7 +106,7 @@ def trainer_logprobs(worker: Worker, samples: list[Sample], role="policy") -> li
 
 def train(worker: Worker, samples: list[Sample], role="policy"):
     packed = pack(samples, num_shards=1, max_tokens=40)
-    return worker.train(packed.shards[0], packed.denominators, role)
+    return worker.train(packed.shards[0], packed.denominators, role, "")
 
 
 def largest_difference(worker: Worker, samples: list[Sample]) -> float:
@@ -343,10 +345,9 @@ def test_building_an_engine_makes_room_for_it(everyone, monkeypatch):
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_saving_writes_the_engine_of_that_role_and_the_others_leave(everyone, tmp_path, monkeypatch, role):
+def test_saving_writes_the_engine_of_that_role_and_the_others_leave(everyone, tmp_path, role):
     worker = build_everyone(everyone, dict.fromkeys(ROLES, "both"))
     samples = with_values(worker, roll_out(worker))
-    monkeypatch.setattr("shardwise.recipes.workers.load_tokenizer", lambda _: Tokenizer())
     train(worker, samples, role)
     worker.save_weights(role, ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path / "step_1"))
     others = {other: bytes_on_device(engine_of(worker, other))[0] for other in ROLES if other != role}
@@ -361,7 +362,9 @@ def test_saving_writes_the_engine_of_that_role_and_the_others_leave(everyone, tm
 
 
 class Tokenizer:
-    """Saves nothing."""
+    """Saves nothing. These models have no tokenizer; their padding is 0."""
+
+    pad_token_id = 0
 
     def save_pretrained(self, _folder):
         return ()
@@ -432,6 +435,37 @@ def test_close_drops_every_engine_and_another_recipe_starts_afresh(everyone):
     samples = supervised_samples()
     logprobs = torch.cat(score(worker, samples))
     assert train(worker, samples)["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_student_learns_from_its_teacher_one_after_the_other_on_the_device(everyone, monkeypatch, offload):
+    """The divergence from a teacher of the same weights is 0, and grows when the student learns something else."""
+    worker, samples = Worker(torch.device("cpu")), supervised_samples()
+    layout = EngineConfig(param_offload=offload)
+    build_one(worker, "teacher", everyone, layout.frozen())
+    build_one(worker, "student", everyone, layout, optimizer=OPTIMIZER)
+    worker.check_teacher("student", "teacher")
+    train(worker, samples, "student")
+    worker.use_loss("student", "distillation", DistillationConfig().model_dump_json(), {})
+    there = []
+    for role in ("student", "teacher"):
+        engine = engine_of(worker, role)
+        for name in ("lessons", "forward_backward"):
+            original = getattr(engine, name)
+
+            def run(*args, original=original, role=role, **kwargs):
+                there.append((role, [bytes_on_device(engine_of(worker, r))[0] > 0 for r in ("student", "teacher")]))
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(engine, name, run)
+    packed = pack(samples, num_shards=1, max_tokens=10)
+    divergences = [torch.cat(worker.divergence(packed.shards[0], "student", "teacher"))]
+    losses = [worker.train(packed.shards[0], packed.denominators, "student", "teacher")["train/loss"].result()]
+    divergences.append(torch.cat(worker.divergence(packed.shards[0], "student", "teacher")))
+    assert losses[0] == pytest.approx(float(divergences[0].sum()) / packed.denominators.num_tokens, rel=1e-5)
+    assert 0 < float(divergences[1].sum()) < float(divergences[0].sum())
+    teaches, learns = ("teacher", [not offload, True]), ("student", [True, not offload])
+    assert there == [teaches, teaches, learns, teaches]
 
 
 def test_num_parameters_count_tied_weights_once(tmp_path):
