@@ -65,6 +65,7 @@ def test_every_config_runs_its_own_recipe(monkeypatch, name):
         "sft": "train_sft",
         "preference": "train_preference",
         "reward-model": "train_reward_model",
+        "distill": "train_distill",
         "rl": "train_rl",
         "eval": "evaluate",
     }
@@ -73,6 +74,6 @@ def test_every_config_runs_its_own_recipe(monkeypatch, name):
     monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds: recipe(None) or timeout_seconds)
     keys = ["model.path=m", "engine.collective_timeout_seconds=9", "data.validation_files=v"]
     keys += ["data.train_files=t"] * (name != "eval") + ["reward.functions=a:b"] * (name in ("rl", "eval"))
-    config = RECIPES[name].load(None, keys)
+    config = RECIPES[name].load(None, keys + ["teacher.model.path=t"] * (name == "distill"))
     assert entry.run_recipe(config) == 9
     assert called == [(functions[name], config)]
