@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-full gpu-test check format docs clean
+.PHONY: install quickstart test test-full test-learning gpu-test check format docs clean
 
 install: $(VENV)/installed
 
@@ -23,6 +23,10 @@ test: install
 # Every combination of layouts and memory options, where `make test` takes every pair.
 test-full: install
 	$(BIN)/python -m pytest -m full
+
+# Whether every algorithm learns, over three seeds: an hour on two cores. Writes docs/results.md.
+test-learning: install
+	$(BIN)/python -m benchmarks.learning
 
 # On a machine with a GPU, in the environment it has: torch, transformers, pydantic, safetensors, pyyaml, pytest.
 gpu-test:

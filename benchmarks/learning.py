@@ -106,7 +106,21 @@ VARIANTS: dict[str, Variant] = {
         "val/accuracy",
         PREFERENCE | {"trainer.total_steps": 300, "trainer.learning_rate": 1e-3, "trainer.lr_schedule": "linear"},
     ),
+    "distill": Variant(
+        "distill",
+        "val/divergence",
+        {
+            "data.max_sequence_tokens": 64,
+            "trainer.batch_size": 128,
+            "trainer.total_steps": 120,
+            "trainer.learning_rate": 5e-4,
+            "trainer.lr_schedule": "linear",
+            "trainer.warmup_steps": 10,
+        },
+    ),
 }
+TEACHER = "grpo"
+"""The variant that the student of `distill` learns from."""
 
 
 def prepare(folder: Path, seed: int, *, sft_steps: int | None = None) -> Task:
@@ -135,6 +149,17 @@ def config_of(task: Task, variant: Variant, folder: Path) -> dict[str, Any]:
         tree = rl_config(task.start, task.problems, folder, seed=task.seed).model_dump(mode="json")
         tree["algorithm"] = {}
         return tree
+    trainer = {"output_dir": str(folder), "seed": task.seed, "validate_every_steps": 10, "tensorboard": False}
+    if variant.command == "distill":
+        return {
+            "model": {"path": str(task.start)},
+            "teacher": {"model": {"path": str(task.folder / TEACHER)}},
+            "data": {
+                "train_files": str(task.problems.sft_train),
+                "validation_files": str(task.problems.sft_validation),
+            },
+            "trainer": trainer,
+        }
     files = task.preferences
     train, held_out = files.pairs_train, files.pairs_validation
     if variant.overrides.get("loss") == "kto":
@@ -142,7 +167,7 @@ def config_of(task: Task, variant: Variant, folder: Path) -> dict[str, Any]:
     return {
         "model": {"path": str(task.start)},
         "data": {"train_files": str(train), "validation_files": str(held_out)},
-        "trainer": {"output_dir": str(folder), "seed": task.seed, "validate_every_steps": 10, "tensorboard": False},
+        "trainer": trainer,
     }
 
 
@@ -165,12 +190,17 @@ def run(command: str, tree: Mapping[str, Any], overrides: Mapping[str, Any], fol
 
 
 def start_value(task: Task, name: str) -> float:
-    """The metric before the first step: accuracy of the supervised model; 0 for margins, 0.5 for a reward model."""
-    if VARIANTS[name].command != "rl":
+    """The metric before the first step: of the supervised model, by a step that changes nothing; 0 for margins, half of
+    the pairs for a reward model."""
+    variant = VARIANTS[name]
+    if variant.command in ("preference", "reward-model"):
         return 0.5 if name == "reward_model" else 0.0
-    tree = rl_config(task.start, task.problems, task.folder / "start", seed=task.seed).model_dump(mode="json")
-    rows = run("rl", tree, {"trainer.total_steps": 1, "trainer.learning_rate": 0.0}, task.folder / "start")
-    return float(rows[-1]["val/accuracy"])
+    folder = task.folder / f"{name}_start"
+    still = {**variant.overrides, "trainer.total_steps": 1, "trainer.learning_rate": 0.0, "trainer.warmup_steps": 0}
+    if variant.command == "rl":
+        still = {key: value for key, value in still.items() if key.startswith("trainer.")}
+    rows = run(variant.command, config_of(task, variant, folder), still, folder)
+    return float(rows[-1][variant.metric])
 
 
 def is_met(name: str, start: float, curve: Sequence[tuple[int, float]]) -> bool:
@@ -181,6 +211,8 @@ def is_met(name: str, start: float, curve: Sequence[tuple[int, float]]) -> bool:
             return end - start >= MIN_GAIN
         case "preference":
             return end > start
+        case "distill":
+            return end <= (1 - MIN_CLOSED_GAP) * start
         case _:
             return end >= MIN_REWARD_MODEL_ACCURACY
 

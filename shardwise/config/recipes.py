@@ -1,6 +1,6 @@
 """One config class per command. The YAML of a command is exactly the tree of its class."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -123,6 +123,10 @@ class PreferenceConfig(Config):
             why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
             raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
         _require_room(self.data, layouts, num_together=2 if self.is_paired else 1)
+        unpaired, paired = ("response_column", "label_column"), ("chosen_column", "rejected_column")
+        _require_defaults(
+            self.data, ("margin_column", *(unpaired if self.is_paired else paired)), f"loss={self.loss.name}"
+        )
         if not self.has_reference_engine:
             _require_no_offload(self.engine, "preference training without a second engine")
         if self.loss.name == "kto" and self.trainer.batch_size == 1:
@@ -178,6 +182,7 @@ class RewardModelConfig(Config):
     def _parts_fit(self) -> Self:
         _require_train_files(self.data.train_files)
         _require_room(self.data, {"engine": self.engine}, num_together=2)
+        _require_defaults(self.data, ("response_column", "label_column"), "reward models, which learn from pairs")
         _require_no_offload(self.engine, "reward-model training")
         return self
 
@@ -382,6 +387,13 @@ def _require_room(data: SequenceDataConfig, layouts: Mapping[str, LayoutConfig],
                 f"{given} is more than {name}.max_tokens_per_micro_batch={layout.max_tokens_per_micro_batch}, and "
                 f"{rule} over micro-batches; lower the first or raise the second"
             )
+
+
+def _require_defaults(data: PreferenceDataConfig, keys: Iterable[str], where: str) -> None:
+    """Columns that nothing reads are not given."""
+    for key in keys:
+        if (given := getattr(data, key)) != PreferenceDataConfig.model_fields[key].default:
+            raise ValueError(f"data.{key}={given} has no effect with {where}; remove it")
 
 
 def _require_no_offload(engine: EngineConfig, what: str) -> None:

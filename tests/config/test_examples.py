@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import EvalConfig, RLConfig, SFTConfig
+from shardwise.config import (
+    DistillConfig,
+    EvalConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLASSES = {
@@ -12,7 +19,12 @@ CLASSES = {
     "gsm8k_sft_lora.yaml": SFTConfig,
     "long_context_sft.yaml": SFTConfig,
     "gsm8k_grpo.yaml": RLConfig,
+    "gsm8k_dapo.yaml": RLConfig,
+    "gsm8k_ppo.yaml": RLConfig,
     "gsm8k_eval.yaml": EvalConfig,
+    "preference_dpo.yaml": PreferenceConfig,
+    "reward_model.yaml": RewardModelConfig,
+    "distill.yaml": DistillConfig,
 }
 
 

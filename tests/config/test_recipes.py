@@ -322,3 +322,25 @@ def test_layouts_that_are_not_given_are_those_of_the_policy():
     distilled = RLConfig.load(None, [*DISTILL, *policy, "teachers=[{model: {path: t}, engine: {fsdp_size: 4}}]"])
     assert distilled.teacher_layout(distilled.teachers[0]).fsdp_size == 4
     assert list(distilled.layouts()) == ["engine", "reference", "teachers.0.engine"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "tree", "key"),
+    [
+        (PreferenceConfig, {}, "response_column"),
+        (PreferenceConfig, {}, "margin_column"),
+        (PreferenceConfig, {"loss": "kto"}, "chosen_column"),
+        (PreferenceConfig, {"loss": "kto"}, "rejected_column"),
+        (RewardModelConfig, {}, "label_column"),
+    ],
+)
+def test_columns_that_nothing_reads_are_refused(cls, tree, key):
+    """Trap 18."""
+    data = {"train_files": "t", key: "other"}
+    with pytest.raises(ConfigError, match=f"data.{key}=other has no effect with "):
+        cls.parse({"model": {"path": "m"}, "data": data, **tree}, origin="test")
+
+
+def test_a_reward_model_reads_margins():
+    tree = {"model": {"path": "m"}, "data": {"train_files": "t", "margin_column": "by"}}
+    assert RewardModelConfig.parse(tree, origin="test").data.margin_column == "by"

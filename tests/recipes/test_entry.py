@@ -74,7 +74,6 @@ def test_every_config_runs_its_own_recipe(monkeypatch, name):
     monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds: recipe(None) or timeout_seconds)
     keys = ["model.path=m", "engine.collective_timeout_seconds=9", "data.validation_files=v"]
     keys += ["data.train_files=t"] * (name != "eval") + ["reward.functions=a:b"] * (name in ("rl", "eval"))
-    keys += ["teacher.model.path=t"] * (name == "distill")
-    config = RECIPES[name].load(None, keys)
+    config = RECIPES[name].load(None, keys + ["teacher.model.path=t"] * (name == "distill"))
     assert entry.run_recipe(config) == 9
     assert called == [(functions[name], config)]
