@@ -1,5 +1,6 @@
 """What one step of reinforcement learning does with a rollout: score it, compare it, learn from it."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
 from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig
+from shardwise.config.algorithm import GROUP_ADVANTAGES
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -45,6 +47,10 @@ class Engines:
         return [self.policy, *(engine for engine in others if engine is not None)]
 
 
+PATIENCE_STEPS = 10
+"""Steps in a row that may teach nothing before somebody is told."""
+
+
 class Learner:
     """Turns rollouts into optimizer steps of the policy, and of the critic where there is one."""
 
@@ -54,6 +60,7 @@ class Learner:
         self._algorithm = config.algorithm
         self.kl_coef = config.algorithm.kl_coef
         """The weight of the KL term now; algorithm.kl_controller changes it."""
+        self._num_idle_steps = 0
 
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
         """Makes all optimizer steps of a step of the run."""
@@ -63,6 +70,7 @@ class Learner:
         with spans("logprobs"):
             scored = self._score(samples, rollout)
         samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
+        self._watch_signal(metrics)
         samples, corrected = with_rollout_correction(samples, algorithm)
         metrics |= corrected
         parts = minibatches(samples, algorithm, seed=self._config.trainer.seed, step=step)
@@ -71,6 +79,21 @@ class Learner:
         if self._policy_learns(step):
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
+
+    def _watch_signal(self, metrics: Metrics) -> None:
+        """Says so where rewards have been equal within every group for many steps: nothing is learnt from them."""
+        if self._algorithm.advantage.name not in GROUP_ADVANTAGES:
+            return
+        is_idle = metrics["advantage/zero_variance_fraction"].result() == 1.0
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
+        if self._num_idle_steps and self._num_idle_steps % PATIENCE_STEPS == 0:
+            print(
+                f"warning: no learning signal: for {self._num_idle_steps} steps the rewards of every group have been "
+                "all equal (advantage/zero_variance_fraction = 1); look at samples.jsonl, at the reward function, and "
+                "at whether the prompts are far too easy or too hard",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
         """Adds what this algorithm needs: old logprobs where the policy moves before the last optimizer step on a

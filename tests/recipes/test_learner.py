@@ -377,3 +377,27 @@ def test_minibatches_partition_the_samples_in_every_epoch(make_group, num_sample
 def test_one_minibatch_in_one_epoch_is_the_samples_as_they_are(make_group):
     samples = to_samples([make_group([0.0] * 5)])
     assert list(minibatches(samples, AlgorithmConfig(), seed=0, step=1)) == [samples]
+
+
+def test_f44_steps_without_a_learning_signal_are_reported_once_in_ten(learner_of, make_group, capsys):
+    learner, _ = learner_of(config())
+    dull = Rollout(groups=[make_group([1.0, 1.0, 1.0])], greedy_rewards=None, metrics={})
+    bright = Rollout(groups=[make_group([1.0, 0.0, 1.0])], greedy_rewards=None, metrics={})
+    for step in range(1, 10):
+        learn(learner, dull, step)
+    learn(learner, bright, 10)
+    assert capsys.readouterr().err == ""
+    for step in range(11, 31):
+        learn(learner, dull, step)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no learning signal: for 10 steps" in first
+    assert "no learning signal: for 20 steps" in second
+    assert "advantage/zero_variance_fraction = 1" in first
+
+
+def test_f44_advantages_that_compare_no_group_have_a_signal_all_the_same(learner_of, make_group, capsys):
+    learner, _ = learner_of(config(advantage="reinforce_plus_plus"))
+    dull = Rollout(groups=[make_group([1.0, 1.0, 1.0])], greedy_rewards=None, metrics={})
+    for step in range(1, 12):
+        learn(learner, dull, step)
+    assert capsys.readouterr().err == ""
