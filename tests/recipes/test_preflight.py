@@ -30,7 +30,6 @@ def configs(data, reward=REWARD):
     return {
         "sft": lambda: SFTConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "preference": lambda: PreferenceConfig.parse({"model": MODEL, "data": data}, origin="test"),
-        "distill": lambda: DistillConfig.parse({"model": MODEL, "teacher": {"model": MODEL}, "data": data}, origin="t"),
         "reward-model": lambda: RewardModelConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "rl": lambda: RLConfig.parse({"model": MODEL, "data": data, "reward": reward}, origin="test"),
         "eval": lambda: EvalConfig.parse({"model": MODEL, "data": held_out, "reward": reward}, origin="test"),
