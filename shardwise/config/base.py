@@ -85,7 +85,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            raise ConfigError(f'override "{override}": {parent} is a value, not a group of keys')
+            given = f"{parent}={node}"
+            raise ConfigError(
+                f'override "{override}": {given} is a value, not a group of keys; where it is a name that takes '
+                f"parameters, give them together: '{parent}={{name: {node}, {leaf}: ...}}'"
+            )
     node[leaf] = value
 
 

@@ -2,7 +2,7 @@
 nothing replaced."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.config import RLConfig
 from shardwise.data import PromptStream
@@ -60,7 +60,13 @@ class Sampler:
                 "rollout/num_missing_groups": MetricValue.sum(num_prompts - len(kept)),
             }
         kept = kept or groups
-        return Rollout(groups=kept, greedy_rewards=self._greedy_rewards(kept, step), metrics=metrics)
+        if self._config.algorithm.advantage.name != "remax":
+            return Rollout(groups=kept, greedy_rewards=None, metrics=metrics)
+        greedy = self._greedy(kept, step)
+        if self._config.reward.masks_failed:  # without a baseline a group is left out as a whole
+            pairs = zip(kept, greedy, strict=True)
+            kept = [replace(g, failed=[True] * len(g.failed)) if base.failed[0] else g for g, base in pairs]
+        return Rollout(groups=kept, greedy_rewards=[base.rewards[0] for base in greedy], metrics=metrics)
 
     def _sample(self, num_prompts: int, *, step: int, round: int) -> list[RolloutGroup]:
         rows = self._stream.take(num_prompts, step=step)
@@ -85,14 +91,12 @@ class Sampler:
         kept = {r for r, failed in zip(group.rewards, group.failed, strict=True) if not (masks and failed)}
         return len(kept) > 1
 
-    def _greedy_rewards(self, groups: Sequence[RolloutGroup], step: int) -> list[float] | None:
-        if self._config.algorithm.advantage.name != "remax":
-            return None
-        greedy = self._rollouter.collect(
+    def _greedy(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+        """The greedy completion of each group's prompt, judged."""
+        return self._rollouter.collect(
             [group.example for group in groups],
             num_completions=1,
             temperature=0.0,
             seed=self._config.trainer.seed,
             stream=f"step {step} greedy",
         )
-        return [group.rewards[0] for group in greedy]

@@ -126,7 +126,11 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
         ("name", 'override "name" is not of the form key.path=value, e.g. trainer.total_steps=20'),
         ("=3", 'override "=3" is not of the form key.path=value, e.g. trainer.total_steps=20'),
         ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
-        ("name.first=1", 'override "name.first=1": name is a value, not a group of keys'),
+        (
+            "name.first=1",
+            'override "name.first=1": name=n is a value, not a group of keys; where it is a name that takes parameters, '
+            "give them together: 'name={name: n, first: ...}'",
+        ),
     ],
 )
 def test_malformed_override_is_quoted(tmp_path, override, message):

@@ -4,7 +4,6 @@ from shardwise.cli import RECIPES
 from shardwise.config import (
     ConfigError,
     DataError,
-    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RewardModelConfig,

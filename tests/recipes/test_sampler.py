@@ -123,6 +123,21 @@ def test_greedy_rewards_are_in_the_order_of_the_groups_that_were_kept(make_group
     assert rollouter.calls[-1] == ([1, 2], 1, 0.0, 5, "step 3 greedy")
 
 
+@pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])
+def test_a_group_whose_greedy_completion_failed_has_no_baseline(make_group, on_failure, left_out):
+    rewards = {row: [DIFFERENT] for row in range(2)}
+    settings = config(advantage="remax", reward={"on_failure": on_failure})
+    sampler, rollouter, _ = sampler_of(make_group, settings, rewards)
+    judged = rollouter.collect
+
+    def collect(examples, *, temperature, **others):
+        rollouter._failed = {1: [True]} if temperature == 0 else {}
+        return judged(examples, temperature=temperature, **others)
+
+    rollouter.collect = collect
+    assert [group.failed for group in sampler.collect(1).groups] == [[out] * 2 for out in left_out]
+
+
 def test_pass_rates_of_all_rounds_are_recorded_and_used(make_group):
     """Row 0 is solved always, row 1 half the time: the first sits out the next epoch."""
     rewards = {0: [SAME, SAME], 1: [DIFFERENT] * 3, 2: [[0.0, 0.0]] * 2, 3: [DIFFERENT] * 2, 4: [SAME], 5: [SAME]}
