@@ -128,8 +128,8 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
         ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
         (
             "name.first=1",
-            'override "name.first=1": name=n is a value, not a group of keys; where it is a name that takes parameters, '
-            "give them together: 'name={name: n, first: ...}'",
+            'override "name.first=1": name=n is a value, not a group of keys; where it is a name that takes parameters'
+            ", give them together: 'name={name: n, first: ...}'",
         ),
     ],
 )
