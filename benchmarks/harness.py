@@ -62,8 +62,9 @@ def report(
     values: Mapping[str, Any],
     write: bool = True,
     out: Path | None = None,
+    quiet: bool = False,
 ) -> None:
-    """Writes results/NAME.json (or `out`), and prints the result as the last line.
+    """Writes results/NAME.json (or `out`), and prints the result as the last line, unless `quiet`.
 
     Args:
         ratios: ours / peer of tokens per second, the medians of paired rounds; a peer that did not run is left out.
@@ -76,7 +77,8 @@ def report(
         path.parent.mkdir(parents=True, exist_ok=True)
         stamped = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "versions": versions(), **result}
         path.write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    if not quiet:
+        print(json.dumps(result))
 
 
 def small_qwen3(vocab_size: int) -> Qwen3Config:

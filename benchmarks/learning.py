@@ -239,15 +239,18 @@ def main() -> None:
                     "met": is_met(name, start, curve),
                 }
                 print(f"seed {seed}  {name:20}  {start:.3f} -> {curve[-1][1]:.3f}", flush=True)
-    summary = {name: statistics.median(run["curve"][-1][1] for run in runs.values()) for name, runs in found.items()}
-    report(
-        "learning", ratios={}, memory_ratios={}, values={"median_end": summary, "runs": found}, write=not args.no_write
-    )
-    if not args.no_write:
-        PAGE.write_text(results_page(found), encoding="utf-8")
+                if not args.no_write:
+                    store(found)
     missed = [name for name in args.only if 3 * sum(r["met"] for r in found[name].values()) < 2 * len(found[name])]
     if missed:
         raise SystemExit(f"did not learn enough on two thirds of the seeds: {', '.join(missed)}")
+
+
+def store(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes results/learning.json and the page: an hour of runs should not be lost with the last of them."""
+    ends = {name: statistics.median(run["curve"][-1][1] for run in by_seed.values()) for name, by_seed in runs.items()}
+    report("learning", ratios={}, memory_ratios={}, values={"median_end": ends, "runs": runs}, quiet=True)
+    PAGE.write_text(results_page(runs), encoding="utf-8")
 
 
 def stored() -> dict[str, dict[str, Any]]:

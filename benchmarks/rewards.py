@@ -56,7 +56,7 @@ def measure(
         timeout_seconds=timeout_seconds,
         on_failure="mask",
     )
-    with Rewards(config, {}) as rewards:
+    with Rewards(config) as rewards:
         rewards.score(jobs[: min(every - 1, 100 * num_workers)])  # all processes have imported the function
         cpu_before, began = time.process_time(), time.monotonic()
         results = rewards.score(jobs)

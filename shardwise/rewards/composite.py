@@ -18,7 +18,7 @@ class Rewards:
             results = rewards.score([RewardJob(uid="a.jsonl:7", data_source="", solution_str="5", ground_truth="5")])
     """
 
-    def __init__(self, config: RewardConfig, models: Mapping[str, Scorer]) -> None:
+    def __init__(self, config: RewardConfig, models: Mapping[str, Scorer] | None = None) -> None:
         """Starts the processes and returns at once.
 
         Args:
@@ -27,7 +27,7 @@ class Rewards:
             ConfigError: a judge's key is not in the environment.
         """
         self._config = config
-        self._models = models
+        self._models = models or {}
         functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
         self._names = [entry.name for entry in functions]
         self._who = {
@@ -191,7 +191,7 @@ class FailurePolicy:
             )
 
 
-def make_rewards(config: RewardConfig, models: Mapping[str, Scorer]) -> Rewards | CustomRewards:
+def make_rewards(config: RewardConfig, models: Mapping[str, Scorer] | None = None) -> Rewards | CustomRewards:
     """What judges the completions of a run: Shardwise's own, with `models` for its entries of type model, or
     reward.manager."""
     return Rewards(config, models) if config.manager is None else CustomRewards(config)
