@@ -53,11 +53,9 @@ class GrpoPassk(Choice):
 
 
 class Gdpo(Choice):
-    """grpo for each reward function on its own, their weighted sum, whitened over the batch."""
+    """grpo for each reward function on its own, summed with the functions' weights, whitened over the batch."""
 
     name: Literal["gdpo"] = "gdpo"
-    weights: dict[str, float] = Field(default_factory=dict)
-    """By the name of a reward function; 1 where none is given."""
 
 
 class Rloo(Choice):
@@ -330,8 +328,8 @@ class RejectionConfig(Config):
     """k1: the ratio policy / rollout itself; k2, k3: the KL estimate."""
     low: NonNegativeFloat | None = None
     """Rejected below this; null is no bound."""
-    high: PositiveFloat = 2.0
-    """Rejected above this."""
+    high: PositiveFloat | None = 2.0
+    """Rejected above this; null is no bound."""
 
     @model_validator(mode="after")
     def _bounds_are_used(self) -> Self:
@@ -340,6 +338,8 @@ class RejectionConfig(Config):
                 f"low={self.low} with estimator={self.estimator}: small values of k2 and k3 are agreement; set only "
                 "high"
             )
+        if self.low is None and self.high is None:
+            raise ValueError("low=null and high=null reject nothing; set one, or remove rejection")
         _require_order(low=self.low, high=self.high)
         return self
 
@@ -369,8 +369,8 @@ class RolloutCorrectionConfig(Config):
         return self
 
 
-def _require_order(*, low: float | None, high: float) -> None:
-    if low is not None and low > high:
+def _require_order(*, low: float | None, high: float | None) -> None:
+    if low is not None and high is not None and low > high:
         raise ValueError(f"low={low} is above high={high}; swap them")
 
 
@@ -419,6 +419,11 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f"aggregation={self.aggregation} with aggregation_divisor={self.aggregation_divisor}: the divisor "
                 "belongs to aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)"
+            )
+        if self.kl_coef == 0 and (self.kl_in == "reward" or self.kl_estimator != "k3"):
+            raise ValueError(
+                f"kl_in={self.kl_in} and kl_estimator={self.kl_estimator} have no effect with kl_coef=0; set kl_coef, "
+                "or remove them"
             )
         if self.kl_coef == 0 and self.kl_controller.name == "adaptive":
             raise ValueError("kl_controller=adaptive scales kl_coef, and kl_coef=0 stays 0; set it, e.g. to 0.001")

@@ -122,6 +122,10 @@ class PreferenceConfig(Config):
         if self.reference_logprobs == "before_training" and self.loss.name in {*REFERENCE_FREE, "kto"}:
             why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
             raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
+        lora = self.engine.lora
+        starts_adapted = lora is not None and lora.adapter_path is not None
+        if starts_adapted and self.uses_reference and self.reference_logprobs == "each_step":
+            raise ValueError(_started_adapter(f"loss={self.loss.name}"))
         _require_room(self.data, layouts, num_together=2 if self.is_paired else 1)
         unpaired, paired = ("response_column", "label_column"), ("chosen_column", "rejected_column")
         _require_defaults(
@@ -300,7 +304,6 @@ class RLConfig(Config):
                 f"rollout.group_size=1 leaves algorithm.advantage={advantage} without a baseline "
                 "(every advantage would be 0); use at least 2"
             )
-        self._require_weights_of_rewards()
         overlong = self.algorithm.overlong_penalty
         if overlong is not None and overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
@@ -308,23 +311,20 @@ class RLConfig(Config):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
 
-    def _require_weights_of_rewards(self) -> None:
-        names = [entry.name for entry in self.reward.functions]
-        if self.algorithm.advantage.name == "gdpo" and self.reward.manager is None:
-            unknown = sorted(self.algorithm.advantage.weights.keys() - names)
-            if unknown:
-                raise ValueError(
-                    f"algorithm.advantage.weights names {', '.join(unknown)}, but reward.functions are "
-                    f"{', '.join(names)}; use their names"
-                )
-
     def _require_fit_for_sampling(self) -> None:
         if self.rollout.group_size == 1 and self.rollout.dynamic_sampling is not None:
             raise ValueError(
                 "rollout.dynamic_sampling drops groups whose rewards are all equal, which every group of "
                 "rollout.group_size=1 is; use at least 2, or remove it"
             )
+        if self.algorithm.advantage.name == "distill" and self.rollout.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups by their rewards, which algorithm.advantage=distill does not "
+                "read; remove it"
+            )
         lora = self.engine.lora
+        if lora is not None and lora.adapter_path is not None and self.algorithm.kl_coef > 0:
+            raise ValueError(_started_adapter("algorithm.kl_coef"))
         if lora is not None and lora.dropout:
             raise ValueError(
                 f"engine.lora.dropout={lora.dropout} would make the logprobs of two passes over the same tokens "
@@ -368,6 +368,14 @@ class EvalConfig(Config):
 
 RecipeConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfig | RLConfig | EvalConfig
 """The config of a command that runs on ranks."""
+
+
+def _started_adapter(what: str) -> str:
+    return (
+        f"{what} compares with the policy at its start, and that is the model with the adapter of "
+        "engine.lora.adapter_path, which the policy without its adapters is not; merge it first (`shardwise export`) "
+        "and start from the result"
+    )
 
 
 def _require_train_files(files: list[str]) -> None:

@@ -21,7 +21,11 @@ class GenerationConfig(Config):
 
 
 class DynamicSamplingConfig(Config):
-    """Groups whose rewards are all equal are dropped, and more prompts sampled until the batch is full."""
+    """Groups that do not differ are dropped, and more prompts sampled until the batch is full."""
+
+    by: Literal["reward", "correct"] = "reward"
+    """In what: their rewards, or whether they are correct (reward.correct_at). With a reward for length or format
+    nearly all rewards differ."""
 
     max_rounds: PositiveInt = 10
     """Rounds of sampling for one step; after the last the step trains on what was found, and says how much that is."""

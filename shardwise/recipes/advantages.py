@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.algorithms import (
     kl_cov_selection,
     kl_divergence,
     maxrl,
+    mismatch_metrics,
     opo,
     outcome_token_rewards,
     overlong_penalty,
@@ -33,6 +34,7 @@ from shardwise.algorithms import (
     rollout_weights,
 )
 from shardwise.config import AlgorithmConfig, TrainingError
+from shardwise.config.algorithm import GROUP_ADVANTAGES
 from shardwise.rewards import load_function
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -58,6 +60,8 @@ class Scored:
     samples: Sequence[Sample]
     reward_parts: Mapping[str, Sequence[float]]
     """Of every reward function its scores."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Of every reward function its weight."""
     greedy_rewards: Sequence[float] | None = None
     """Of every sample the reward of its prompt's greedy completion, for remax."""
     teacher_logprobs: Sequence[Tensor] | None = None
@@ -71,17 +75,19 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     loss_mask = padded([sample.loss_mask for sample in samples])
     token_rewards = outcome_token_rewards(torch.tensor([sample.reward for sample in samples]), loss_mask)
     group_ids = torch.tensor([sample.group for sample in samples])
-    metrics = group_metrics(token_rewards, loss_mask, group_ids)
+    chosen = config.advantage
+    metrics: Metrics = {}
+    if chosen.name in GROUP_ADVANTAGES and chosen.name != "gdpo":  # gdpo compares every function's rewards apart
+        metrics = group_metrics(token_rewards, loss_mask, group_ids)
+    # The rollout's logprobs are the policy's own: its weights were synced before it sampled. The trainer's are better.
+    policy_logprobs = padded(
+        [present(s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs) for s in samples]
+    )
     if config.kl_in == "reward" and config.kl_coef > 0:
-        # The rollout's logprobs are the policy's own: its weights were synced before it sampled.
-        kl = kl_divergence(
-            padded([present(sample.rollout_logprobs) for sample in samples]),
-            padded([present(sample.ref_logprobs) for sample in samples]),
-            estimator=config.kl_estimator,
-        )
+        reference = padded([present(sample.ref_logprobs) for sample in samples])
+        kl = kl_divergence(policy_logprobs, reference, estimator=config.kl_estimator)
         token_rewards = token_rewards - kl_coef * kl
     returns = None
-    chosen = config.advantage
     match chosen.name:
         case "gae":
             values = padded([present(sample.values) for sample in samples])
@@ -89,21 +95,21 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             metrics |= explained_variance(values, returns, loss_mask)
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
-            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, **chosen.arguments())
+            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=scored.reward_weights)
         case "remax":
             assert scored.greedy_rewards is not None
             advantages = remax(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.greedy_rewards)))
         case "distill":
             assert scored.teacher_logprobs is not None
-            policy = padded([present(sample.rollout_logprobs) for sample in samples])
-            advantages = reverse_kl_advantages(policy, padded(scored.teacher_logprobs), loss_mask)
+            advantages = reverse_kl_advantages(policy_logprobs, padded(scored.teacher_logprobs), loss_mask)
             metrics["policy/teacher_kl"] = MetricValue.mean(float(-advantages.sum()), int(loss_mask.sum()))
         case "custom":
             function = load_function(chosen.function, key="algorithm.advantage")
             advantages = function(token_rewards, loss_mask, group_ids, **chosen.parameters)
-            _check_advantages(advantages, loss_mask, chosen.function)
+            _check_shape(advantages, loss_mask, chosen.function)
         case name:
             advantages = ADVANTAGES[name](token_rewards, loss_mask, group_ids, **chosen.arguments())
+    _require_finite(advantages, samples, config)
     samples = _with_rows(samples, "advantages", advantages)
     return (samples if returns is None else _with_rows(samples, "returns", returns)), metrics
 
@@ -123,14 +129,21 @@ def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *,
 
 
 def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) -> tuple[list[Sample], Metrics]:
-    """Adds importance weights, and takes rejected tokens out of the loss and so out of its denominators."""
+    """Adds importance weights, and takes rejected tokens out of the loss and so out of its denominators.
+
+    Returns:
+        The samples, and how far trainer and rollout were apart before, where the trainer's logprobs are there.
+    """
     correction = config.rollout_correction
-    if not correction.compares:
+    if not config.needs_old_logprobs:
         return list(samples), {}
     old, rollout, loss_mask = (
         padded([present(getattr(sample, name)) for sample in samples])
         for name in ("old_logprobs", "rollout_logprobs", "loss_mask")
     )
+    apart = mismatch_metrics(old, rollout, loss_mask)
+    if not correction.compares:
+        return list(samples), apart
     weights, kept = torch.ones_like(old), loss_mask
     if correction.weights is not None:
         weights = rollout_weights(
@@ -154,7 +167,7 @@ def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) 
         )
     corrected = _with_rows(_with_rows(samples, "weights", weights), "loss_mask", kept)
     high = math.inf if correction.weights is None else correction.weights.high
-    return corrected, correction_metrics(weights, kept, loss_mask, high=high)
+    return corrected, apart | correction_metrics(weights, kept, loss_mask, high=high)
 
 
 def with_selection(samples: Sequence[Sample], config: AlgorithmConfig, *, seed: int) -> list[Sample]:
@@ -198,8 +211,23 @@ def _with_rows(samples: Sequence[Sample], name: str, values: Tensor) -> list[Sam
     return [replace(sample, **{name: row[: len(sample.token_ids)]}) for sample, row in rows]
 
 
-def _check_advantages(advantages: object, loss_mask: Tensor, function: str) -> None:
-    """Raises TrainingError unless a function of the user's own returned finite advantages of the right shape."""
+def _require_finite(advantages: Tensor, samples: Sequence[Sample], config: AlgorithmConfig) -> None:
+    """Raises TrainingError where a trained token has none: an infinite logprob or reward spreads over its group."""
+    for sample, row in zip(samples, advantages, strict=True):
+        wrong = ~row[: len(sample.token_ids)].isfinite() & sample.loss_mask
+        if wrong.any():
+            place = int(wrong.int().argmax())
+            names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
+            there = {name: values[place] for name in names if (values := getattr(sample, name)) is not None}
+            shown = ", ".join(f"{name} {float(value):g}" for name, value in there.items())
+            raise TrainingError(
+                f"algorithm.advantage={config.advantage.name} gave {float(row[place])} for row {sample.uid}, token "
+                f"{place} (reward {sample.reward:g}, {shown}); a reward, logprob or value of its group is not finite"
+            )
+
+
+def _check_shape(advantages: object, loss_mask: Tensor, function: str) -> None:
+    """Raises TrainingError unless a function of the user's own returned advantages of the right shape."""
     given = f"algorithm.advantage={function} returned"
     if not isinstance(advantages, Tensor):
         raise TrainingError(
@@ -210,5 +238,3 @@ def _check_advantages(advantages: object, loss_mask: Tensor, function: str) -> N
             f"{given} a tensor of shape {list(advantages.shape)}, expected {list(loss_mask.shape)}: one number for "
             "each token of token_rewards"
         )
-    if not advantages[loss_mask].isfinite().all():
-        raise TrainingError(f"{given} numbers that are not finite for trained tokens")

@@ -47,3 +47,30 @@ def open_model(config: ModelConfig) -> OpenedModel:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
     return OpenedModel(resolved, folder, tokenizer, getattr(text_config, "max_position_embeddings", None))
+
+
+def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:
+    """Opens a model that works on the tokens of another one: a critic or a teacher.
+
+    Args:
+        keys, num_tokens: as for `require_context`.
+    Raises:
+        ModelError: as `open_model`, or a token id does not mean the same to both. ConfigError: its context is shorter.
+    """
+    opened = open_model(config)
+    require_same_words(main, opened)
+    opened.require_context(keys, num_tokens)
+    return opened
+
+
+def require_same_words(main: OpenedModel, other: OpenedModel) -> None:
+    """Raises ModelError unless every token id means the same to both models."""
+    words, others = main.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    different = sorted(set(words.items()) ^ set(others.items()))
+    if different:
+        word, token_id = different[0]
+        owner = main.folder if words.get(word) == token_id else other.folder
+        raise ModelError(
+            f"the tokenizers of {main.folder} and {other.folder} differ in {len(different)} entries (only that of "
+            f"{owner} has {word!r} as token {token_id}), and both models read the same tokens; use models of one family"
+        )

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shardwise.config import DistillConfig, ModelError
+from shardwise.config import DistillConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import BatchLoader, Loaded, supervised_samples
-from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
@@ -21,8 +21,9 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
         held_out = _load(config, model, config.data.validation_files, config.data.max_validation_rows).rows
     loader = BatchLoader(len(rows.rows), trainer.batch_size, seed=trainer.seed, shuffle=config.data.shuffle)
     total_steps = trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs
-    teacher_model = open_model(config.teacher.model)
-    require_same_words(model, teacher_model)
+    teacher_model = open_companion(
+        config.teacher.model, model, keys="data.max_sequence_tokens", num_tokens=config.data.max_sequence_tokens
+    )
     teacher = build_engine(group, "teacher", teacher_model.config, config.teacher_layout())
     student = build_engine(
         group,
@@ -45,20 +46,6 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
                 with run.spans("validate"):
                     metrics |= validate(student, teacher, held_out)
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
-
-
-def require_same_words(student: OpenedModel, teacher: OpenedModel) -> None:
-    """Raises ModelError unless every token id means the same to both models."""
-    words, others = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    different = sorted(set(words.items()) ^ set(others.items()))
-    if different:
-        word, token_id = different[0]
-        owner = "student's" if words.get(word) == token_id else "teacher's"
-        raise ModelError(
-            f"the tokenizers of {student.folder} and of its teacher {teacher.folder} differ in {len(different)} "
-            f"entries (only the {owner} has {word!r} as token {token_id}); distributions over different words have no "
-            "divergence, so use a teacher of the same family"
-        )
 
 
 def validate(student: RemoteEngine, teacher: RemoteEngine, samples: Sequence[Sample]) -> Metrics:

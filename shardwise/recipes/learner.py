@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
-from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig
-from shardwise.config.algorithm import GROUP_ADVANTAGES
+from shardwise.config import AlgorithmConfig, RLConfig
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -21,8 +20,8 @@ from shardwise.recipes.advantages import (
 )
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.sampler import Rollout
-from shardwise.recipes.samples import to_samples
-from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample, merge_metrics
+from shardwise.recipes.samples import reward_columns, to_samples
+from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
 @dataclass(slots=True)
@@ -73,18 +72,21 @@ class Learner:
         self._watch_signal(metrics)
         samples, corrected = with_rollout_correction(samples, algorithm)
         metrics |= corrected
-        parts = minibatches(samples, algorithm, seed=self._config.trainer.seed, step=step)
+        seed = self._config.trainer.seed
+        batches = minibatches(samples, algorithm, seed=seed, step=step)
         with spans("train"):
-            metrics |= merge_metrics(self._update(part, step) for part in parts)
-        if self._policy_learns(step):
+            metrics |= merge_metrics(
+                self._update(batch, step, seed=hash((seed, step, number)) % 2**63)
+                for number, batch in enumerate(batches)
+            )
+        if "rollout/ratio" in metrics:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
     def _watch_signal(self, metrics: Metrics) -> None:
         """Says so where rewards have been equal within every group for many steps: nothing is learnt from them."""
-        if self._algorithm.advantage.name not in GROUP_ADVANTAGES:
-            return
-        is_idle = metrics["advantage/zero_variance_fraction"].result() == 1.0
+        fraction = metrics.get("advantage/zero_variance_fraction")
+        is_idle = fraction is not None and fraction.result() == 1.0
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps and self._num_idle_steps % PATIENCE_STEPS == 0:
             print(
@@ -113,6 +115,7 @@ class Learner:
         return Scored(
             samples=samples,
             reward_parts=reward_columns(rollout.groups, self._config.reward),
+            reward_weights={entry.name: entry.weight for entry in self._config.reward.functions},
             greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
             teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
         )
@@ -128,14 +131,14 @@ class Learner:
                 found |= zip(places, teacher.score([samples[place] for place in places]), strict=True)
         return [found[place] for place in range(len(samples))]
 
-    def _update(self, samples: Sequence[Sample], step: int) -> Metrics:
+    def _update(self, samples: Sequence[Sample], step: int, *, seed: int) -> Metrics:
         """One optimizer step of every model that learns."""
         metrics: Metrics = {}
         if self._engines.critic is not None:
             learned = self._engines.critic.train(samples)
             metrics = {name.replace("train/", "critic/", 1): value for name, value in learned.items()}
         if self._policy_learns(step):
-            selected = with_selection(samples, self._algorithm, seed=self._config.trainer.seed + step)
+            selected = with_selection(samples, self._algorithm, seed=seed)
             metrics |= self._engines.policy.train(selected)
         return metrics
 
@@ -149,10 +152,11 @@ class Learner:
         if self._algorithm.kl_coef == 0:
             return {}
         used = self.kl_coef
-        if controller.name == "adaptive" and "policy/ref_kl" in metrics:
+        kl = metrics.get("policy/ref_kl")
+        if controller.name == "adaptive" and kl is not None and kl.host().count:
             self.kl_coef = adaptive_kl_coef(
                 used,
-                metrics["policy/ref_kl"].result(),
+                kl.result(),
                 target=controller.target,
                 horizon=controller.horizon,
                 num_samples=num_samples,
@@ -162,29 +166,18 @@ class Learner:
 
 
 def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, step: int) -> Iterator[list[Sample]]:
-    """num_epochs passes over the samples, each in num_minibatches parts of a new order."""
+    """num_epochs passes over the samples, each in num_minibatches parts of a new order; in fewer where there are fewer
+    samples than parts."""
     if config.num_updates == 1:
         yield samples
         return
     generator = torch.Generator().manual_seed(hash((seed, step)) % 2**63)
     for _ in range(config.num_epochs):
         order = torch.randperm(len(samples), generator=generator)
-        for part in order.tensor_split(config.num_minibatches):
+        for part in order.tensor_split(min(config.num_minibatches, len(samples))):
             yield [samples[index] for index in part.tolist()]
 
 
 def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor]) -> list[Sample]:
     scored: list[Any] = list(zip(samples, scores, strict=True))
     return [replace(sample, **{name: values}) for sample, values in scored]
-
-
-def reward_columns(groups: Sequence[RolloutGroup], config: RewardConfig) -> dict[str, list[float]]:
-    """Of every reward function its own scores, reward.failure_value where its call failed; of a manager the parts that
-    all its results have. What else a function returned is no reward."""
-    parts = [own for group in groups for own in group.reward_parts]
-    failed = [one for group in groups for one in group.failed]
-    names = [entry.name for entry in config.functions]
-    if config.manager is not None:
-        given = [set(own) for own, is_failed in zip(parts, failed, strict=True) if not is_failed]
-        names = sorted(set.intersection(*given)) if given else []
-    return {name: [own.get(name, config.failure_value) for own in parts] for name in names}

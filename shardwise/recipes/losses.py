@@ -153,7 +153,8 @@ def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
         losses, metrics = token_losses_of(outputs.logprobs, old_logprobs, batch)
         if batch.weights is not None:
             losses = losses * batch.weights
-        metrics |= mismatch_metrics(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+        if not config.needs_old_logprobs:  # else they were compared before the first optimizer step
+            metrics |= mismatch_metrics(outputs.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:
             kl = kl_divergence(outputs.logprobs, batch.ref_logprobs, estimator=config.kl_estimator)

@@ -54,7 +54,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
                 metrics = with_margin(policy.train(batch, keep_together=unit))
             if held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(policy, reference.score(held_out), config)
+                    metrics |= validate(policy, reference, reference.score(held_out), config)
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
 
 
@@ -82,7 +82,8 @@ class Reference:
     def _score(self, samples: Sequence[Sample]) -> list[Sample]:
         if self._scorer is None:
             return list(samples)
-        scores = self._scorer.score(samples, with_adapters=self._config.engine.lora is None)
+        starts_as_policy = self._config.reference_logprobs == "before_training"  # adapters it started with included
+        scores = self._scorer.score(samples, with_adapters=starts_as_policy or self._config.engine.lora is None)
         return [replace(sample, ref_logprobs=values) for sample, values in zip(samples, scores, strict=True)]
 
 
@@ -100,16 +101,19 @@ def kl_of_mismatched(
     return max(0.0, sum(ratios) / len(ratios))
 
 
-def validate(policy: RemoteEngine, samples: Sequence[Sample], config: PreferenceConfig) -> Metrics:
-    """val/loss, and the loss's own metrics under val/, on held-out rows."""
+def validate(
+    policy: RemoteEngine, reference: Reference, samples: Sequence[Sample], config: PreferenceConfig
+) -> Metrics:
+    """val/loss, and the loss's own metrics under val/, on held-out rows, from which kto's KL divergence is taken too."""
+    kl = 0.0 if config.is_paired else kl_of_mismatched(samples, policy, reference, config)
     scores = policy.score(samples)
-    reference = [
+    ref_scores = [
         torch.zeros_like(values) if s.ref_logprobs is None else s.ref_logprobs
         for s, values in zip(samples, scores, strict=True)
     ]
-    losses, metrics = preference_losses(config.loss, kl=0.0)(
+    losses, metrics = preference_losses(config.loss, kl=kl)(
         torch.stack([values.sum() for values in scores]),
-        torch.stack([values.sum() for values in reference]),
+        torch.stack([values.sum() for values in ref_scores]),
         torch.stack([sample.loss_mask.sum() for sample in samples]).float(),
         torch.tensor([sample.reward for sample in samples]),
     )
@@ -118,9 +122,12 @@ def validate(policy: RemoteEngine, samples: Sequence[Sample], config: Preference
 
 
 def with_margin(metrics: Metrics) -> Metrics:
-    """Adds preference/margin where answers are not paired (kto): desirable ones' mean reward - undesirable ones'."""
-    chosen, rejected = metrics["preference/chosen_reward"].result(), metrics["preference/rejected_reward"].result()
-    return {"preference/margin": MetricValue.mean(chosen - rejected, 1), **metrics}
+    """Adds preference/margin where answers are not paired (kto) and both kinds are there: desirable ones' mean reward -
+    undesirable ones'."""
+    chosen, rejected = metrics["preference/chosen_reward"].host(), metrics["preference/rejected_reward"].host()
+    if not (chosen.count and rejected.count):
+        return metrics
+    return {"preference/margin": MetricValue.mean(chosen.result() - rejected.result(), 1), **metrics}
 
 
 def _load(config: PreferenceConfig, model: OpenedModel, files: list[str], max_rows: int | None) -> Loaded[Sample]:

@@ -17,13 +17,19 @@ from shardwise.types import Sample
 class ModelScorer:
     """Scores conversations with a reward model, rendered by its own tokenizer."""
 
-    def __init__(self, engine: RemoteEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: RemoteEngine, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None) -> None:
+        """Args:
+        context_tokens: the longest sequence the model was made for; None where it sets no limit.
+        """
         self.engine = engine
         self._tokenizer = tokenizer
+        self._context_tokens = context_tokens
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:
-        """(place of the job, answer) of every job; one that is too long for a micro-batch is a failure."""
+        """(place of the job, answer) of every job; one that is too long for a micro-batch or the model's context is
+        a failure."""
         cap = self.engine.layout.max_tokens_per_micro_batch
+        cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
         samples = [self._render(job) for job in jobs]
         fitting = [place for place, sample in enumerate(samples) if len(sample.token_ids) <= cap]
         scores = self.engine.score([samples[place] for place in fitting])
@@ -32,8 +38,9 @@ class ModelScorer:
             if place in found:
                 yield place, Answer(score=found[place])
             else:
-                too_long = f"{len(sample.token_ids)} tokens, more than engine.max_tokens_per_micro_batch={cap}"
-                yield place, Answer(failure=too_long)
+                too_long = f"{len(sample.token_ids)} tokens, more than the {cap} of"
+                limits = "engine.max_tokens_per_micro_batch and the reward model's context"
+                yield place, Answer(failure=f"{too_long} {limits}")
 
     def _render(self, job: RewardJob) -> Sample:
         token_ids, loss_mask = render_response_sample(
@@ -61,5 +68,5 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
                 head="sequence_scores",
                 pad_token_id=model.tokenizer.pad_token_id,
             )
-            scorers[entry.name] = ModelScorer(engine, model.tokenizer)
+            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context_tokens)
     return scorers

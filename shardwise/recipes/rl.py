@@ -1,12 +1,13 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from shardwise.config import ConfigError, ModelConfig, RLConfig, SourceTeacherConfig
+from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
-from shardwise.recipes.build import open_model
+from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
@@ -18,13 +19,15 @@ from shardwise.recipes.samples import rollout_metrics, sample_rows
 from shardwise.rewards import make_rewards
 from shardwise.types import MetricValue
 
+LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
+
 
 def train(config: RLConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step consumes `rollout.num_prompts` groups sampled by the current weights and makes
     num_minibatches x num_epochs optimizer steps."""
     model = open_model(config.model)
     model.require_context(
-        "data.max_prompt_tokens + rollout.max_response_tokens",
+        LENGTHS,
         config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
     data = config.data
@@ -37,7 +40,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     stream = PromptStream(sources, data, seed=config.trainer.seed)
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
-    engines = build_engines(config, model.config, group, total_steps)
+    engines = build_engines(config, model, group, total_steps)
     reward_models = build_reward_engines(config.reward, group)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
@@ -93,28 +96,38 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, total_steps: int) -> Engines:
+def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> Engines:
     """Every model that the algorithm needs, and rollout engines that serve the policy's weights, verified."""
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
+    num_waiting = 0 if config.critic is None else config.critic.policy_waits_steps
+    if num_waiting >= total_steps:
+        raise ConfigError(
+            f"critic.policy_waits_steps={num_waiting} leaves the policy none of the run's {total_steps} steps; lower "
+            "it or raise trainer.total_steps"
+        )
     policy = build_engine(
         group,
         "policy",
-        model,
+        model.config,
         config.engine,
         optimizer=config.trainer.optimizer_config(),
-        total_steps=total_steps * algorithm.num_updates,
+        total_steps=(total_steps - num_waiting) * algorithm.num_updates,
         seed=seed,
         temperature=temperature,
     )
     policy.use_loss("policy", algorithm, kl_coef=algorithm.kl_coef)
     engines = Engines(policy)
     if algorithm.kl_coef > 0 and config.engine.lora is None:  # else the reference is the policy without its adapter
-        engines.reference = build_engine(group, "reference", model, config.reference_layout(), temperature=temperature)
+        engines.reference = build_engine(
+            group, "reference", model.config, config.reference_layout(), temperature=temperature
+        )
     if config.critic is not None:
         engines.critic = build_engine(
             group,
             "critic",
-            model if config.critic.model is None else open_model(config.critic.model).config,
+            (model if config.critic.model is None else open_other(config.critic.model)).config,
             config.critic_layout(),
             head="token_values",
             optimizer=config.critic.optimizer,
@@ -126,13 +139,13 @@ def build_engines(config: RLConfig, model: ModelConfig, group: WorkerGroup, tota
         engines.teachers[teacher.data_source] = build_engine(
             group,
             f"teacher {number}",
-            open_model(teacher.model).config,
+            open_other(teacher.model).config,
             config.teacher_layout(teacher),
             temperature=temperature,
         )
     group.call(
         "build_rollout",
-        model.model_dump_json(),
+        model.config.model_dump_json(),
         config.rollout.generation().model_dump_json(),
         config.engine.param_dtype,
     )

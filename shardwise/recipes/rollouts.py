@@ -79,7 +79,7 @@ class Rollouter:
                 data_source=example.data_source,
                 solution_str=text,
                 ground_truth=example.ground_truth,
-                extra_info={"num_response_tokens": len(completion.token_ids), **example.extra_info},
+                extra_info={**example.extra_info, "num_response_tokens": len(completion.token_ids)},
             )
             for example, group, group_texts in zip(examples, completions, texts, strict=True)
             for completion, text in zip(group, group_texts, strict=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import RLConfig
 from shardwise.data import PromptStream
+from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.recipes.samples import reward_columns, to_samples
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 
@@ -66,7 +68,7 @@ class Sampler:
         if self._config.reward.masks_failed:  # without a baseline a group is left out as a whole
             pairs = zip(kept, greedy, strict=True)
             kept = [replace(g, failed=[True] * len(g.failed)) if base.failed[0] else g for g, base in pairs]
-        return Rollout(groups=kept, greedy_rewards=[base.rewards[0] for base in greedy], metrics=metrics)
+        return Rollout(groups=kept, greedy_rewards=self._rewards_of(greedy), metrics=metrics)
 
     def _sample(self, num_prompts: int, *, step: int, round: int) -> list[RolloutGroup]:
         rows = self._stream.take(num_prompts, step=step)
@@ -78,18 +80,28 @@ class Sampler:
             stream=f"step {step}" if round == 0 else f"step {step} round {round}",
         )
         for row, group in zip(rows, groups, strict=True):
-            verdicts = [
-                is_correct(reward, parts, self._config.reward)
-                for reward, parts in zip(group.rewards, group.reward_parts, strict=True)
-            ]
-            self._stream.record(row, sum(verdicts) / len(verdicts))
+            verdicts = [verdict for verdict in self._verdicts(group) if verdict is not None]
+            if verdicts:
+                self._stream.record(row, sum(verdicts) / len(verdicts))
         return groups
 
+    def _verdicts(self, group: RolloutGroup) -> list[bool | None]:
+        """Whether each completion is correct; None where its reward failed, which says nothing about the prompt."""
+        judged = zip(group.rewards, group.reward_parts, group.failed, strict=True)
+        return [None if failed else is_correct(r, parts, self._config.reward) for r, parts, failed in judged]
+
     def _teaches(self, group: RolloutGroup) -> bool:
-        """Whether its rewards differ."""
+        """Whether its completions differ in what rollout.dynamic_sampling.by names. Under gdpo in the rewards of some
+        function, since it compares each on its own."""
+        dynamic = self._config.rollout.dynamic_sampling
+        if dynamic is not None and dynamic.by == "correct":
+            return len({verdict for verdict in self._verdicts(group) if verdict is not None}) > 1
         masks = self._config.reward.masks_failed
-        kept = {r for r, failed in zip(group.rewards, group.failed, strict=True) if not (masks and failed)}
-        return len(kept) > 1
+        kept = [place for place, failed in enumerate(group.failed) if not (masks and failed)]
+        columns = [group.rewards]
+        if self._config.algorithm.advantage.name == "gdpo":
+            columns = list(reward_columns([group], self._config.reward).values())
+        return any(len({column[place] for place in kept}) > 1 for column in columns)
 
     def _greedy(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
         """The greedy completion of each group's prompt, judged."""
@@ -100,3 +112,9 @@ class Sampler:
             seed=self._config.trainer.seed,
             stream=f"step {step} greedy",
         )
+
+    def _rewards_of(self, greedy: list[RolloutGroup]) -> list[float]:
+        """As the completions that they are compared with: with the penalty for overlong ones."""
+        max_tokens = self._config.rollout.max_response_tokens
+        samples = with_overlong_penalty(to_samples(greedy), self._config.algorithm, max_tokens=max_tokens)
+        return [sample.reward for sample in samples]

@@ -1,11 +1,12 @@
 """What a rollout becomes: samples to train on, metrics of the step, rows of samples.jsonl."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
+from shardwise.config import RewardConfig
 from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample
 
 NUM_LOGGED_SAMPLES = 16
@@ -97,3 +98,15 @@ def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]
         )
     )
     return list(islice(rows, NUM_LOGGED_SAMPLES))
+
+
+def reward_columns(groups: Sequence[RolloutGroup], config: RewardConfig) -> dict[str, list[float]]:
+    """Of every reward function its own scores, reward.failure_value where its call failed; of a manager the parts that
+    all its results have. What else a function returned is no reward."""
+    parts = [own for group in groups for own in group.reward_parts]
+    failed = [one for group in groups for one in group.failed]
+    names = [entry.name for entry in config.functions]
+    if config.manager is not None:
+        given = [set(own) for own, is_failed in zip(parts, failed, strict=True) if not is_failed]
+        names = sorted(set.intersection(*given)) if given else []
+    return {name: [own.get(name, config.failure_value) for own in parts] for name in names}

@@ -80,14 +80,19 @@ class RewardResult:
     on_failure=mask the completion is to be left out of training."""
 
 
-def load_function(spec: str, *, key: str = "reward.functions") -> RewardFunction:
+def load_function(
+    spec: str,
+    *,
+    key: str = "reward.functions",
+    expected: str = "compute_score(data_source, solution_str, ground_truth, extra_info)",
+) -> Callable[..., Any]:
     """Imports a reward function (or the class of a manager) by name, which runs the top level of the module it is in.
 
     The folder of a file is appended to sys.path: it can import its neighbours, and they hide no installed package.
 
     Args:
         spec: `path/to/file.py:name`, relative to the working directory, or `package.module:name`.
-        key: the config key that holds it, for errors.
+        key, expected: the config key that holds it, and how it is called, for errors.
     Raises:
         ConfigError: no colon, no such file, the import failed (with its cause), no such name (with the nearest), or
             the name is not callable.
@@ -111,10 +116,7 @@ def load_function(spec: str, *, key: str = "reward.functions") -> RewardFunction
         hint = f"did you mean {nearest[0]}?" if nearest else f"define it there or name one of {_callables(module)}"
         raise ConfigError(f"{key}={spec}: {location} has no {name!r}; {hint}") from None
     if not callable(function):
-        raise ConfigError(
-            f"{key}={spec}: {name} is a {type(function).__name__}, expected a function "
-            "compute_score(data_source, solution_str, ground_truth, extra_info)"
-        )
+        raise ConfigError(f"{key}={spec}: {name} is a {type(function).__name__}, expected {expected}")
     return function
 
 

@@ -1,7 +1,7 @@
 """The reward of a completion: the weighted sum of what functions and judges say, under one policy for failures."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from shardwise.config import ConfigError, FunctionReward, JudgeReward, RewardConfig, RewardError
@@ -104,7 +104,7 @@ class CustomRewards:
         assert config.manager is not None
         self._config = config
         try:
-            self._manager: Any = load_function(config.manager, key="reward.manager")(config)
+            self._manager: Any = _load_manager(config.manager)(config)
         except ConfigError:
             raise
         except Exception as error:
@@ -203,12 +203,18 @@ def check_rewards(config: RewardConfig) -> None:
     Raises:
         ConfigError: the first thing that is wrong.
     """
+    if config.manager is not None:
+        _load_manager(config.manager)
     for entry in config.functions:
         if isinstance(entry, JudgeReward):
             Judge(entry).close()
     functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
     if functions and config.manager is None:
         check_functions(functions)
+
+
+def _load_manager(spec: str) -> Callable[[RewardConfig], Any]:
+    return load_function(spec, key="reward.manager", expected="a class Manager(config) with score(jobs) and close()")
 
 
 def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult:

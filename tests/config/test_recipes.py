@@ -249,8 +249,15 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "rollout.group_size=1 is; use at least 2, or remove it",
         ),
         (
-            [*RL, "algorithm.advantage={name: gdpo, weights: {format: 2, score: 1}}"],
-            "algorithm.advantage.weights names format, but reward.functions are score; use their names",
+            [*DISTILL, "rollout.dynamic_sampling={}"],
+            "rollout.dynamic_sampling drops groups by their rewards, which algorithm.advantage=distill does not read; "
+            "remove it",
+        ),
+        (
+            [*RL, "algorithm.kl_coef=0.1", "engine.lora={adapter_path: a}"],
+            "algorithm.kl_coef compares with the policy at its start, and that is the model with the adapter of "
+            "engine.lora.adapter_path, which the policy without its adapters is not; merge it first "
+            "(`shardwise export`) and start from the result",
         ),
         (
             [*RL, "engine.optimizer_offload=true", "trainer.optimizer=adamw_cpu"],
@@ -273,8 +280,6 @@ def test_parts_of_reinforcement_learning_that_fit_are_taken():
     teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
     assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
     assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty
-    weights = [*RL, "algorithm.advantage={name: gdpo, weights: {score: 2}}"]
-    assert RLConfig.load(None, weights).algorithm.advantage.weights == {"score": 2.0}
 
 
 @pytest.mark.parametrize("advantage", sorted(GROUP_ADVANTAGES))

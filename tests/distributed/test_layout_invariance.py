@@ -211,7 +211,7 @@ def loss_function(name):
         case "value":
             return value_loss
         case mode:
-            return policy_loss(algorithm(mode))
+            return policy_loss(algorithm(mode), kl_coef=algorithm(mode).kl_coef)
 
 
 def padded_scores(model, samples):

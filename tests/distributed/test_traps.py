@@ -36,7 +36,7 @@ def losses_by_cap(folder, samples, caps):
         step = pack(samples, num_shards=1, max_tokens=cap)
         found = []
         for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"):
-            loss_fn = policy_loss(AlgorithmConfig(aggregation=mode))
+            loss_fn = policy_loss(AlgorithmConfig(aggregation=mode), kl_coef=0.0)
             metrics = engine.forward_backward(step.shards[0], loss_fn, step.denominators, with_entropy=True)
             found.append(metrics["train/loss"].result())
         results[len(step.shards[0])] = found

@@ -4,7 +4,8 @@ import shutil
 import pytest
 
 from shardwise.config import ConfigError, ModelConfig, ModelError
-from shardwise.recipes.build import open_model
+from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.build import open_companion, open_model
 
 
 def edit(path, **values):
@@ -67,3 +68,22 @@ def test_a_config_that_is_no_model_is_refused(folder):
     edit(folder / "config.json", model_type="no_such_family")
     with pytest.raises(ModelError, match=r"(no_such_family|not a model config)"):
         open_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def other_words(tmp_path_factory):
+    """A model whose tokenizer knows a longer word, and with half the context of the other."""
+    folder = tmp_path_factory.mktemp("models") / "other"
+    tokenizer = train_tokenizer(["the the the the"] * 9, vocab_size=262)
+    build_model_folder(folder, tokenizer=tokenizer, hidden_size=32, num_layers=1, max_position_embeddings=48)
+    return folder
+
+
+def test_a_companion_reads_the_same_tokens_and_as_many(model_folder, other_words):
+    main, other = (open_model(ModelConfig(path=str(folder))) for folder in (model_folder, other_words))
+    same = open_companion(main.config, main, keys="k", num_tokens=96)
+    assert same.folder == main.folder
+    with pytest.raises(ModelError, match=r"differ in 1 entries \(only that of .*other has '.*' as token 26\d\)"):
+        open_companion(ModelConfig(path=str(other_words)), main, keys="k", num_tokens=8)
+    with pytest.raises(ConfigError, match="k = 49 tokens, more than the 48 of the model's context"):
+        open_companion(ModelConfig(path=str(other_words)), other, keys="k", num_tokens=49)

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from shardwise.config import DistillConfig, ModelError
-from shardwise.data.synthetic import build_model_folder, train_tokenizer
-from shardwise.recipes.build import open_model
-from shardwise.recipes.distill import require_same_words, train, validate
+from shardwise.config import DistillConfig
+from shardwise.recipes.distill import train, validate
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.types import Sample
 
@@ -33,15 +31,6 @@ def rows(write_jsonl):
     return write_jsonl("train.jsonl", [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(5)])
 
 
-@pytest.fixture(scope="module")
-def other_words(tmp_path_factory):
-    """A model whose tokenizer knows a longer word."""
-    folder = tmp_path_factory.mktemp("models") / "other"
-    tokenizer = train_tokenizer(["the the the the"] * 9, vocab_size=262)
-    build_model_folder(folder, tokenizer=tokenizer, hidden_size=32, num_layers=1, max_position_embeddings=96)
-    return folder
-
-
 def losses(metrics_file):
     import json
 
@@ -61,15 +50,6 @@ def test_cross_entropy_beside_the_divergence_adds_its_weight(group_of_one, model
     one, half = losses(tmp_path / "one" / "metrics.jsonl"), losses(tmp_path / "half" / "metrics.jsonl")
     assert one[0] > 1
     assert half[0] == pytest.approx(0.5 * one[0], rel=1e-5)
-
-
-def test_tokenizers_that_differ_are_refused_with_the_first_difference(model_folder, other_words, tmp_path):
-    from shardwise.config import ModelConfig
-
-    student, teacher = (open_model(ModelConfig(path=str(folder))) for folder in (model_folder, other_words))
-    require_same_words(student, student)
-    with pytest.raises(ModelError, match=r"differ in 1 entries \(only the teacher's has '.*' as token 26\d\)"):
-        require_same_words(student, teacher)
 
 
 def test_validation_is_the_mean_over_trained_tokens(fake_group, model_folder):

@@ -225,14 +225,14 @@ def test_a_rejected_token_is_in_no_denominator(learner_of, rollout):
 
 
 def test_the_policy_waits_while_the_critic_warms_up(learner_of, rollout):
-    """Its mismatch metrics are those of no optimizer step, and there are none."""
+    """How far it is from the rollout is measured all the same."""
     settings = config(tree={"critic": {"policy_waits_steps": 2}}, advantage="gae", num_minibatches=2)
     learner, group = learner_of(settings, roles=("policy", "critic"))
     for step in (1, 2):
         metrics = learn(learner, rollout, step)
         assert (metrics["critic/loss"], metrics["critic/value"]) == (3.0, 1.0)
         assert "train/loss" not in metrics
-        assert "rollout/chi2" not in metrics
+        assert metrics["rollout/chi2"] >= 0
     assert [call[-1] for call in calls_of(group, "train")] == ["critic"] * 4
     metrics = learn(learner, rollout, 3)
     assert [call[-1] for call in calls_of(group, "train")][4:] == ["critic", "policy"] * 2

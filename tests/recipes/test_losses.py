@@ -141,9 +141,24 @@ def test_policy_metrics_are_means_over_trained_tokens():
     found = {name: value.result() for name, value in metrics.items()}
     assert found["policy/entropy"] == pytest.approx((1.0 + trained).mean(), rel=1e-6)
     assert found["policy/ref_kl"] == pytest.approx(np.mean([k3(LOGPROBS[t], REF[t]) for t in trained]), rel=1e-5)
-    assert found["rollout/logprob_abs_diff"] == pytest.approx(np.abs(OLD - ROLLOUT)[MASK].mean(), rel=1e-5)
-    assert found["rollout/logprob_abs_diff_max"] == pytest.approx(np.abs(OLD - ROLLOUT)[MASK].max(), rel=1e-5)
+    assert found["rollout/logprob_abs_diff"] == pytest.approx(np.abs(LOGPROBS - ROLLOUT)[MASK].mean(), rel=1e-5)
+    assert found["rollout/logprob_abs_diff_max"] == pytest.approx(np.abs(LOGPROBS - ROLLOUT)[MASK].max(), rel=1e-5)
     assert metrics["policy/entropy"].count == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "compares"),
+    [({}, True), ({"rollout_correction": {"bypass": True}}, True), ({"num_epochs": 2}, False)],
+)
+def test_trainer_and_rollout_are_compared_once_in_a_step(settings, compares):
+    """Trap 9: the trainer's own logprobs, in bypass too. Where they are scored before the step it is done there, before
+    rejection hides what is far apart."""
+    arrays = {"advantages": ADVANTAGES, "old_logprobs": ROLLOUT, "rollout_logprobs": ROLLOUT}
+    _, metrics = policy_loss(AlgorithmConfig(**settings), kl_coef=0.0)(outputs(), batch(**arrays), DENOMINATORS)
+    assert ("rollout/kl_k3" in metrics) == compares
+    if compares:
+        found = metrics["rollout/logprob_abs_diff"].result()
+        assert found == pytest.approx(np.abs(LOGPROBS - ROLLOUT)[MASK].mean(), rel=1e-5) != 0
 
 
 def empty_batch(*names) -> TokenBatch:

@@ -30,6 +30,7 @@ def configs(data, reward=REWARD):
         "sft": lambda: SFTConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "preference": lambda: PreferenceConfig.parse({"model": MODEL, "data": data}, origin="test"),
         "reward-model": lambda: RewardModelConfig.parse({"model": MODEL, "data": data}, origin="test"),
+        "distill": lambda: DistillConfig.parse({"model": MODEL, "teacher": {"model": MODEL}, "data": data}, origin="t"),
         "rl": lambda: RLConfig.parse({"model": MODEL, "data": data, "reward": reward}, origin="test"),
         "eval": lambda: EvalConfig.parse({"model": MODEL, "data": held_out, "reward": reward}, origin="test"),
     }
@@ -59,10 +60,29 @@ def test_a_reward_that_cannot_be_imported_is_named(data, recipe):
         check_inputs(configs(data, {"functions": "shardwise.rewards.math:exact_macth"})[recipe]())
 
 
+OWN = {
+    "advantage": "examples/custom_advantage/median.py:above_median",
+    "policy_loss": "examples/custom_loss/asymmetric.py:asymmetric",
+}
+
+
+def test_a_manager_that_cannot_be_imported_is_named(data):
+    with pytest.raises(ConfigError, match=r"reward\.manager=nowhere\.py:M: there is no file"):
+        check_inputs(configs(data, {"functions": [], "manager": "nowhere.py:M"})["rl"]())
+
+
 @pytest.mark.parametrize("key", ["advantage", "policy_loss"])
 def test_a_function_of_ones_own_that_cannot_be_imported_is_named(data, key):
     tree = {"model": MODEL, "data": data, "reward": REWARD}
-    good = RLConfig.parse(tree | {"algorithm": {key: "shardwise.rewards.math:exact_match"}}, origin="test")
-    assert check_inputs(good) is None
-    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* has no 'exact_macth'; did you mean exact_match"):
-        check_inputs(RLConfig.parse(tree | {"algorithm": {key: "shardwise.rewards.math:exact_macth"}}, origin="test"))
+    good, typo = OWN[key], OWN[key].replace(":", ":x_")
+
+    def check(chosen):
+        check_inputs(RLConfig.parse(tree | {"algorithm": {key: chosen}}, origin="test"))
+
+    check(good)
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* has no 'x_.*'; did you mean "):
+        check(typo)
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* cannot be called with \(.*, nonsense\): "):
+        check({"name": "custom", "function": good, "parameters": {"nonsense": 3}})
+    with pytest.raises(ConfigError, match=r"sep is a str, expected a function of \("):
+        check("os:sep")

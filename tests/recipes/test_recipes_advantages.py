@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,10 +162,12 @@ def test_gae_equals_a_loop_and_gives_the_critic_its_returns(make_group):
 
 
 def test_gdpo_scales_every_reward_function_in_its_group_before_they_are_added(make_group):
-    """A function with large scores hides no other; the one that is not named has weight 1."""
+    """A function with large scores hides no other; weights are those of reward.functions."""
     rewards = {"big": [100.0, 0.0, 50.0, 10.0, 20.0, 0.0], "small": [0.0, 0.1, 0.1, 0.0, 0.0, 0.2]}
     samples = two_groups(make_group)
-    scored, _ = advantages_of(samples, {"advantage": {"name": "gdpo", "weights": {"big": 0.5}}}, reward_parts=rewards)
+    weights = {"big": 0.5, "small": 1.0}
+    scored, metrics = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards, reward_weights=weights)
+    assert "advantage/zero_variance_fraction" not in metrics  # the sums of rewards, which it does not read
     combined = np.zeros(6)
     for name, weight in (("big", 0.5), ("small", 1.0)):
         for start in (0, 3):
@@ -175,7 +178,8 @@ def test_gdpo_scales_every_reward_function_in_its_group_before_they_are_added(ma
     scale = np.sqrt(((tokens - tokens.mean()) ** 2).mean() / ((found - found.mean()) ** 2).mean())
     np.testing.assert_allclose(found, (tokens - tokens.mean()) / scale, rtol=1e-4, atol=1e-5)
     assert found.std() == pytest.approx(1.0, rel=0.1)
-    other, _ = advantages_of(samples, {"advantage": {"name": "gdpo", "weights": {"big": 0.0}}}, reward_parts=rewards)
+    weights = {"big": 0.0, "small": 1.0}
+    other, _ = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards, reward_weights=weights)
     assert other[0].advantages.tolist() != scored[0].advantages.tolist()
 
 
@@ -243,13 +247,36 @@ def test_an_estimator_of_ones_own_gets_what_the_built_in_ones_get(make_group, ow
     [
         ("a_list", "a list, expected a tensor of shape [6, 6]"),
         ("one_each", "a tensor of shape [6], expected [6, 6]: one number for each token of token_rewards"),
-        ("nan", "numbers that are not finite for trained tokens"),
     ],
 )
 def test_what_an_estimator_of_ones_own_returns_is_checked(make_group, own, name, message):
     with pytest.raises(TrainingError) as error:
         advantages_of(two_groups(make_group), {"advantage": own(name)})
     assert str(error.value) == f"algorithm.advantage={own(name)} returned {message}"
+
+
+def test_f37_what_is_not_finite_is_named_before_it_spreads(make_group, own):
+    """One infinite logprob of the rollout engine, and KL in the reward: the whole group would be NaN."""
+    samples = [replace(s, ref_logprobs=torch.zeros(len(s.token_ids))) for s in two_groups(make_group)]
+    broken = samples[1].rollout_logprobs.clone()
+    broken[-1] = -torch.inf
+    samples[1] = replace(samples[1], rollout_logprobs=broken)
+    with pytest.raises(TrainingError, match="algorithm.advantage=grpo gave nan for row r, token [0-9]+ "):
+        advantages_of(samples, {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"})
+    with pytest.raises(TrainingError, match="algorithm.advantage=custom gave nan"):
+        advantages_of(two_groups(make_group), {"advantage": own("nan")})
+
+
+def test_kl_in_the_reward_takes_the_trainers_logprobs_where_they_are(make_group):
+    settings = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    samples = [replace(s, ref_logprobs=torch.zeros(len(s.token_ids))) for s in two_groups(make_group)]
+    plain, _ = advantages_of(samples, settings)
+    same, _ = advantages_of([replace(s, old_logprobs=s.rollout_logprobs) for s in samples], settings)
+    other, _ = advantages_of(
+        [replace(s, old_logprobs=s.rollout_logprobs * (n + 1)) for n, s in enumerate(samples)], settings
+    )
+    assert [s.advantages.tolist() for s in same] == [s.advantages.tolist() for s in plain]
+    assert [s.advantages.tolist() for s in other] != [s.advantages.tolist() for s in plain]
 
 
 def test_an_estimator_of_ones_own_that_is_not_there_is_named(make_group, own):

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.config import PreferenceConfig
 from shardwise.data import mismatched
-from shardwise.recipes.preference import Reference, kl_of_mismatched, train, validate
-from shardwise.types import Sample
+from shardwise.recipes.preference import Reference, kl_of_mismatched, train, validate, with_margin
+from shardwise.types import MetricValue, Sample
 
 MODES = {
     "engine": {},
@@ -132,7 +132,8 @@ def test_kl_of_mismatched_is_the_mean_log_ratio_per_sequence_and_never_negative(
 def test_validation_is_the_mean_loss_of_the_pairs(policy, pairs, mode):
     settings = config(**MODES[mode])
     reference = Reference(policy, settings)
-    found = {name: v.result() for name, v in validate(policy, reference.score(pairs), settings).items()}
+    found = validate(policy, reference, reference.score(pairs), settings)
+    found = {name: value.result() for name, value in found.items()}
     num_trained = [3, 1, 2, 4]
     losses, margins = [], []
     for n in (0, 2):
@@ -152,9 +153,13 @@ def test_validation_of_kto_is_the_mean_over_answers(policy, pairs):
     settings = config(loss="kto")
     labelled = [Sample(uid=s.uid, token_ids=s.token_ids, loss_mask=s.loss_mask, reward=r) for s, r in
                 zip(pairs, (1.0, -1.0, -1.0, 1.0), strict=True)]  # fmt: skip
-    found = validate(policy, Reference(policy, settings).score(labelled), settings)
+    reference = Reference(policy, settings)
+    found = validate(policy, reference, reference.score(labelled), settings)
+    kl = kl_of_mismatched(labelled, policy, reference, settings)
+    assert kl > 0
     gaps = [0.1 * (n + 1) * length for n, length in enumerate((3, 1, 2, 4))]
-    expected = [1 - 1 / (1 + math.exp(-0.1 * gap * sign)) for gap, sign in zip(gaps, (1, -1, -1, 1), strict=True)]
+    signs = (1, -1, -1, 1)
+    expected = [1 - 1 / (1 + math.exp(-0.1 * (gap - kl) * sign)) for gap, sign in zip(gaps, signs, strict=True)]
     assert found["val/loss"].result() == pytest.approx(np.mean(expected), rel=1e-5)
     assert found["val/loss"].count == 4
 
@@ -222,3 +227,12 @@ def test_kto_begins_at_one_half_and_learns(run):
     assert metrics[0]["train/loss"] == pytest.approx(0.5, rel=1e-5)
     assert metrics[3]["train/loss"] < 0.5
     assert (metrics[0]["data/num_rows"], metrics[0]["data/num_desirable"]) == (4, 2)
+
+
+def test_a_margin_needs_both_kinds_of_answers():
+    both = {
+        "preference/chosen_reward": MetricValue.mean(4.0, 2),
+        "preference/rejected_reward": MetricValue.mean(1.0, 2),
+    }
+    assert with_margin(both)["preference/margin"].result() == 1.5
+    assert "preference/margin" not in with_margin(both | {"preference/rejected_reward": MetricValue.mean(0.0, 0)})

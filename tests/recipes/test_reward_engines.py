@@ -38,7 +38,7 @@ def scorer(fake_group, model_folder):
         num_trained_parameters=0,
         num_bytes_read=0,
     )
-    return ModelScorer(engine, load_tokenizer(model))
+    return ModelScorer(engine, load_tokenizer(model), 96)
 
 
 def test_a_conversation_is_rendered_with_the_reward_models_own_template(scorer, model_folder):
@@ -59,7 +59,13 @@ def test_scores_come_back_by_place_and_what_is_too_long_fails(scorer):
     jobs = [job("1", "2"), job("1", "2" * 40), job("1+1", "22")]
     answers = dict(scorer.score(jobs))
     assert answers[2].score > answers[0].score > 0
-    assert "tokens, more than engine.max_tokens_per_micro_batch=24" in answers[1].failure
+    assert "tokens, more than the 24 of engine.max_tokens_per_micro_batch and the reward model's" in answers[1].failure
+
+
+def test_the_models_context_is_a_limit_too(scorer):
+    short = ModelScorer(scorer.engine, scorer._tokenizer, 10)
+    ((_, answer),) = short.score([job("1+1+1", "2222222")])
+    assert "more than the 10 of" in answer.failure
 
 
 def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_folder):

@@ -34,14 +34,17 @@ def config(*, tree=None, **algorithm) -> RLConfig:
 @pytest.fixture
 def built(fake_group, monkeypatch):
     """(engines, group): what was built for a config, in a run of 10 steps on 2 ranks."""
-    monkeypatch.setattr(
-        rl, "open_model", lambda model: SimpleNamespace(config=ModelConfig(path=f"opened {model.path}"))
-    )
+
+    def opened(model, *, main, keys, num_tokens):
+        assert (main.config.path, num_tokens) == ("m", 100 + 256)
+        return SimpleNamespace(config=ModelConfig(path=f"opened {model.path}"))
+
+    monkeypatch.setattr(rl, "open_companion", opened)
 
     def build(settings):
         sizes = {"policy": 7_000_000, "critic": 5_000_000}
         group = fake_group(2, build_engine=lambda rank, role, *_: (sizes.get(role, 9), sizes.get(role, 0), 100 + rank))
-        return build_engines(settings, ModelConfig(path="m"), group, 10), group
+        return build_engines(settings, SimpleNamespace(config=ModelConfig(path="m")), group, 10), group
 
     return build
 

@@ -49,7 +49,7 @@ def test_load_function_of_a_file_named_like_a_standard_module_leaves_that_module
         ("no_such_package.rules:f", "importing no_such_package.rules failed: ModuleNotFoundError: No module named"),
         ("rules.py:compute_scor", "rules.py has no 'compute_scor'; did you mean compute_score?"),
         ("rules.py:zzz", "rules.py has no 'zzz'; define it there or name one of compute_score"),
-        ("rules.py:CONSTANT", "CONSTANT is a int, expected a function compute_score("),
+        ("rules.py:CONSTANT", "CONSTANT is a int, expected compute_score("),
         ("raises.py:f", "importing raises.py failed: ZeroDivisionError: division by zero (raises.py line 2)"),
         ("broken.py:f", "importing broken.py failed: SyntaxError: "),
         ("exits.py:f", "importing exits.py failed: SystemExit: 3"),

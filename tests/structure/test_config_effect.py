@@ -43,8 +43,8 @@ UNIONS: dict[type[Config], dict[str, dict[str, tuple[Callable[..., Any], ...]]]]
 }
 """Where functions are chosen by name: the class, the key, and by name the functions whose parameters the keys are."""
 
-NOT_FROM_THE_CONFIG = {clip_cov_selection: {"seed"}}
-"""Parameters that change from step to step."""
+NOT_FROM_THE_CONFIG = {clip_cov_selection: {"seed"}, gdpo: {"weights"}}
+"""Parameters that change from step to step, and the weights that reward.functions have already."""
 
 FUNCTIONS = {
     choice: functions[name]
