@@ -104,7 +104,7 @@ def kl_of_mismatched(
 def validate(
     policy: RemoteEngine, reference: Reference, samples: Sequence[Sample], config: PreferenceConfig
 ) -> Metrics:
-    """val/loss, and the loss's own metrics under val/, on held-out rows, from which kto's KL divergence is taken too."""
+    """val/loss, and the loss's own metrics under val/, on held-out rows; kto's KL divergence is of them too."""
     kl = 0.0 if config.is_paired else kl_of_mismatched(samples, policy, reference, config)
     scores = policy.score(samples)
     ref_scores = [

@@ -249,7 +249,7 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "rollout.group_size=1 is; use at least 2, or remove it",
         ),
         (
-            [*DISTILL, "rollout.dynamic_sampling={}"],
+            [*DISTILL, "teachers=[{model: {path: t}}]", "rollout.dynamic_sampling={}"],
             "rollout.dynamic_sampling drops groups by their rewards, which algorithm.advantage=distill does not read; "
             "remove it",
         ),

@@ -4,6 +4,7 @@ from shardwise.cli import RECIPES
 from shardwise.config import (
     ConfigError,
     DataError,
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RewardModelConfig,

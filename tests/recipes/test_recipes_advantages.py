@@ -261,9 +261,9 @@ def test_f37_what_is_not_finite_is_named_before_it_spreads(make_group, own):
     broken = samples[1].rollout_logprobs.clone()
     broken[-1] = -torch.inf
     samples[1] = replace(samples[1], rollout_logprobs=broken)
-    with pytest.raises(TrainingError, match="algorithm.advantage=grpo gave nan for row r, token [0-9]+ "):
+    with pytest.raises(TrainingError, match=r"algorithm\.advantage=grpo gave nan for row r, token [0-9]+ "):
         advantages_of(samples, {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"})
-    with pytest.raises(TrainingError, match="algorithm.advantage=custom gave nan"):
+    with pytest.raises(TrainingError, match=r"algorithm\.advantage=custom gave nan"):
         advantages_of(two_groups(make_group), {"advantage": own("nan")})
 
 
