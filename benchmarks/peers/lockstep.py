@@ -27,6 +27,7 @@ class Pacer:
         self._remaining = 0
         self._tokens = 0
         self._losses: list[float] = []
+        self._figures: list[dict[str, float]] = []
         self._start = self._start_cpu = 0.0
         self._loaded_bytes = 0
 
@@ -36,16 +37,19 @@ class Pacer:
         self._answer({"ready": True})
         return self._wait()
 
-    def step_done(self, num_tokens: int, loss: float) -> bool:
-        """Counts a step; after the last one asked for, answers and waits. False: training is over."""
+    def step_done(self, num_tokens: int, loss: float, **figures: float) -> bool:
+        """Counts a step, with what else is to be known of it; after the last one asked for, answers and waits. False:
+        training is over."""
         self._tokens += num_tokens
         self._losses.append(loss)
+        self._figures.append(figures)
         self._remaining -= 1
         if self._remaining:
             return True
         seconds = time.perf_counter() - self._start
         cpu_seconds = time.process_time() - self._start_cpu
-        self._answer({"tokens": self._tokens, "seconds": seconds, "cpu_seconds": cpu_seconds, "losses": self._losses})
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        self._answer({"tokens": self._tokens, "losses": self._losses, "figures": self._figures} | times)
         return self._wait()
 
     def _wait(self) -> bool:
@@ -53,7 +57,7 @@ class Pacer:
         if not line:
             self._answer({"peak_bytes": memory_bytes("VmHWM"), "loaded_bytes": self._loaded_bytes})
             return False
-        self._remaining, self._tokens, self._losses = int(line), 0, []
+        self._remaining, self._tokens, self._losses, self._figures = int(line), 0, [], []
         self._start, self._start_cpu = time.perf_counter(), time.process_time()
         return True
 
@@ -82,7 +86,7 @@ class Child:
         self._read()
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Runs `count` optimizer steps. Returns tokens, seconds, cpu_seconds and the loss of each step."""
+        """Runs `count` optimizer steps. Returns tokens, seconds, cpu_seconds, and losses and figures step by step."""
         assert self._process.stdin is not None
         print(count, file=self._process.stdin, flush=True)
         return self._read()
