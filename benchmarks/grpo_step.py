@@ -6,6 +6,9 @@ is one process on the same model, prompts, group size, temperature, KL coefficie
 threads; they take turns of a few steps each. The model ends a completion with a constant probability per token, so
 lengths vary alike on both sides. Tokens are those of prompts and completions; padding is not counted.
 
+TRL samples in two ways: `model.generate` and transformers' continuous batching, with a paged cache of the size of the
+batch. The headline, `trl`, is the ratio to the faster of them.
+
 `trl_train` is the same step with completions read from a file, the same token ids on both sides: what is left is
 decoding, rewards, reference logprobs and the update. Its first steps must agree in loss, gradient norm, KL divergence
 and reward before anything is timed.
@@ -25,18 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import paired_ratios, report
-from benchmarks.peers.grpo_task import COMPLETIONS_FILE, PROMPTS_FILE, GrpoTask
+from benchmarks.peers.grpo_task import COMPLETIONS_FILE, LONGEST_PROMPT, PROMPTS_FILE, SHORTEST_PROMPT, GrpoTask
 from benchmarks.peers.lockstep import Child
 from benchmarks.rollout_throughput import EOS, FIRST_TOKEN, build_model
 from benchmarks.sft_throughput import find_peer
 
 VOCAB = 4096
-NUM_CHECKED_STEPS = 4
+NUM_CHECKED_STEPS = 3
 FIRST_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4, "kl": 1e-6, "reward": 1e-6}
-LATER_BOUNDS = {"loss": 1e-4, "grad_norm": 2e-2, "kl": 2e-2, "reward": 1e-6}
+LATER_BOUNDS = {"loss": 1e-4, "grad_norm": 5e-2, "kl": 5e-2, "reward": 1e-6}
 """How far the sides may be apart, in the first step and in those after it: relative to the larger of the two figures,
 but absolutely for the loss, a mean around 0. Adam's first updates are near +-learning_rate however small a gradient is,
-so that rounding alone drives the sides apart from the second step on."""
+so that rounding alone drives the sides apart from the second step on: TRL differs by 5 % in KL from itself with
+another micro-batch."""
 
 
 def build_task(folder: Path, task: GrpoTask, *, mean_tokens: float, num_rounds: int = 4) -> None:
@@ -65,7 +69,10 @@ def build_task(folder: Path, task: GrpoTask, *, mean_tokens: float, num_rounds: 
         return [*tokens(length - 1), EOS] if length <= task.max_tokens else tokens(task.max_tokens)
 
     num_prompts = num_rounds * task.num_prompts
-    prompts = [" ".join(f"w{token}" for token in tokens(rng.randint(16, 48))) for _ in range(num_prompts)]
+    prompts = [
+        " ".join(f"w{token}" for token in tokens(rng.randint(SHORTEST_PROMPT, LONGEST_PROMPT)))
+        for _ in range(num_prompts)
+    ]
     rows = [json.dumps({"prompt": prompt, "reward_model": {"ground_truth": ""}}) for prompt in prompts]
     (folder / PROMPTS_FILE).write_text("\n".join(rows) + "\n")
     canned = {prompt: [completion() for _ in range(task.group_size)] for prompt in prompts}
@@ -192,7 +199,7 @@ def main() -> None:
             "dtype": "float32",
             "completions": task.batch,
             "group_size": task.group_size,
-            "prompt_tokens": "16-48",
+            "prompt_tokens": f"{SHORTEST_PROMPT}-{LONGEST_PROMPT}",
             "max_tokens": task.max_tokens,
             "mean_tokens_uncut": args.mean_tokens,
             "temperature": task.temperature,
@@ -203,24 +210,31 @@ def main() -> None:
             "trl_micro_batch": args.trl_micro_batch,
             "rounds": args.rounds,
             "steps_per_turn": args.steps_per_turn,
-        }
+        },
+        "notes": [
+            "trl is the ratio to the faster of model.generate and continuous batching in TRL",
+            "TRL trains fastest with 4 completions in one pass: 1, 2, 8, 16 and 64 are slower",
+            "our reward functions run in a pool of processes: the clock counts them (6 ms a step), CPU seconds do not",
+        ],
     }
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         # Larger steps move the policy away from the reference, so that the check sees the KL term.
-        canned = replace(task, canned=True, learning_rate=1e-5)
+        canned = replace(task, canned=True, learning_rate=1e-4)
         for key, chosen in (("trl_train", canned), ("trl", task)):
             folder = Path(name) / key
             build_task(folder, chosen, mean_tokens=args.mean_tokens)
-            children = {side: start(side, folder, chosen, peer, args.trl_micro_batch) for side in ("ours", "trl")}
-            first = {side: child.steps(NUM_CHECKED_STEPS + 1) for side, child in children.items()}  # and warm-up
+            sides = ["ours", "trl"] if chosen.canned else ["ours", "trl", "trl_continuous"]
+            children = {side: start(side, folder, chosen, peer, args.trl_micro_batch) for side in sides}
+            warm_up = NUM_CHECKED_STEPS + 1 if chosen.canned else 1
+            first = {side: child.steps(warm_up) for side, child in children.items()}
             if chosen.canned:
                 values["agreement"] = check_agreement(first["ours"], first["trl"])
                 print(values["agreement"], flush=True)
             found, values["train" if chosen.canned else "step"] = measure(
                 children, rounds=args.rounds, steps_per_turn=args.steps_per_turn
             )
-            ratios[key] = found["trl"]
+            ratios[key] = min(found.values())
             for child in children.values():
                 child.finish()
     report("grpo_step", ratios=ratios, memory_ratios={}, values=values, write=not args.no_write)

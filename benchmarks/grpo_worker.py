@@ -76,8 +76,8 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     model = open_model(config.model)
     examples = prompt_examples(config.data, config.data.train_files, model.tokenizer, max_rows=None).rows
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
-    engines = build_engines(config, model.config, group, 1_000_000)
-    with make_rewards(config.reward, {}) as rewards:
+    engines = build_engines(config, model, group, 1_000_000)
+    with make_rewards(config.reward) as rewards:
         sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)
         learner = Learner(engines, config)
         spans = Spans()

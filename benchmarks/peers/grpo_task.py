@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Self
 
 TASK_FILE, PROMPTS_FILE, COMPLETIONS_FILE = "task.json", "prompts.jsonl", "completions.json"
+SHORTEST_PROMPT, LONGEST_PROMPT = 16, 48
+"""Tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ needs no old logprobs, and computes none. Canned completions come in through rol
 """
 
 import argparse
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,26 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.grpo_task import GrpoTask, canned_completions, prompt_texts, reward_of
+from benchmarks.peers.grpo_task import LONGEST_PROMPT, GrpoTask, canned_completions, prompt_texts, reward_of
 from benchmarks.peers.lockstep import Pacer
 
-FIGURES = {"grad_norm": "grad_norm", "kl": "kl", "reward": "reward", "completion_tokens": "completions/mean_length"}
+FIGURES = {"grad_norm": "grad_norm", "kl": "kl", "reward": "reward"}
+PAGE_TOKENS = 32
 
 
 class TakeTurns(TrainerCallback):
-    """Blocks after every step that ends a turn. What it tells of a step is logged one step late."""
+    """Judges completions, and blocks after every step that ends a turn. Losses and FIGURES are told one step late,
+    because the trainer logs after it."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
         self._num_tokens = 0
+        self._completion_tokens: list[int] = []
+
+    def reward(self, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        """The reward function, which sees every completion of a step."""
+        self._completion_tokens = [len(ids) for ids in completion_ids]
+        return [reward_of(text) for text in completions]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._pacer.ready():
@@ -35,14 +44,17 @@ class TakeTurns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logged = state.log_history[-1] if state.log_history else {}
         figures = {name: float(logged.get(key, 0.0)) for name, key in FIGURES.items()}
+        figures["completion_tokens"] = statistics.mean(self._completion_tokens)
         num_tokens = int(state.num_input_tokens_seen) - self._num_tokens  # prompts and completions, without padding
         self._num_tokens += num_tokens
         if not self._pacer.step_done(num_tokens, float(logged.get("loss", 0.0)), **figures):
             control.should_training_stop = True
 
 
-def rewards_of(completions: list[str], **columns: Any) -> list[float]:
-    return [reward_of(text) for text in completions]
+def cache_of(task: GrpoTask) -> dict[str, Any]:
+    """A paged cache with room for the whole batch; by default it takes half of the machine's memory, anew each step."""
+    pages_per_row = -(-(LONGEST_PROMPT + task.max_tokens) // PAGE_TOKENS)
+    return {"page_size": PAGE_TOKENS, "num_blocks": task.batch * pages_per_row, "max_batch_tokens": 512}
 
 
 def canned_rollouts(folder: Path, group_size: int) -> Any:
@@ -68,11 +80,12 @@ def main() -> None:
     task = GrpoTask.load(args.folder)
     torch.set_num_threads(task.threads)
     pacer = Pacer()
+    turns = TakeTurns(pacer)
     model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32, attn_implementation="sdpa")
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=rewards_of,
+            reward_funcs=turns.reward,
             args=GRPOConfig(
                 output_dir=output,
                 use_cpu=True,
@@ -87,6 +100,7 @@ def main() -> None:
                 temperature=task.temperature,
                 shuffle_dataset=False,
                 use_transformers_continuous_batching=args.continuous_batching,
+                transformers_continuous_batching_config=cache_of(task) if args.continuous_batching else None,
                 beta=task.kl_coef,
                 loss_type="dapo",
                 scale_rewards="group",
@@ -103,7 +117,7 @@ def main() -> None:
             train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(args.folder)]),
             processing_class=AutoTokenizer.from_pretrained(args.folder),
             rollout_func=canned_rollouts(args.folder, task.group_size) if task.canned else None,
-            callbacks=[TakeTurns(pacer)],
+            callbacks=[turns],
         )
         trainer.remove_callback(PrinterCallback)
         assert not trainer.model.is_gradient_checkpointing
