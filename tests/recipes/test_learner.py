@@ -401,3 +401,10 @@ def test_f44_advantages_that_compare_no_group_have_a_signal_all_the_same(learner
     for step in range(1, 12):
         learn(learner, dull, step)
     assert capsys.readouterr().err == ""
+
+
+def test_fewer_samples_than_minibatches_make_fewer_optimizer_steps(make_group):
+    """Dynamic sampling may leave a small batch; no optimizer step is without samples."""
+    samples = to_samples([make_group([1.0, 0.0, 1.0])])
+    parts = list(minibatches(samples, AlgorithmConfig(num_minibatches=8), seed=0, step=1))
+    assert sorted(len(part) for part in parts) == [1, 1, 1]

@@ -150,8 +150,8 @@ def test_policy_metrics_are_means_over_trained_tokens():
     ("settings", "compares"),
     [({}, True), ({"rollout_correction": {"bypass": True}}, True), ({"num_epochs": 2}, False)],
 )
-def test_trainer_and_rollout_are_compared_once_in_a_step(settings, compares):
-    """Trap 9: the trainer's own logprobs, in bypass too. Where they are scored before the step it is done there, before
+def test_trap_09_trainer_and_rollout_are_compared_once_in_a_step(settings, compares):
+    """The trainer's own logprobs, in bypass too. Where they are scored before the step it is done there, before
     rejection hides what is far apart."""
     arrays = {"advantages": ADVANTAGES, "old_logprobs": ROLLOUT, "rollout_logprobs": ROLLOUT}
     _, metrics = policy_loss(AlgorithmConfig(**settings), kl_coef=0.0)(outputs(), batch(**arrays), DENOMINATORS)
