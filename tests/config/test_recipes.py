@@ -352,7 +352,7 @@ def test_a_reward_model_reads_margins():
 
 
 def test_f36_a_batch_that_cannot_be_split_is_an_error_before_anything_starts():
-    """No optimizer step may be left without samples. Parts of unequal size are legal: each divides by its own counts."""
+    """No optimizer step is without samples. Parts of unequal size are legal: each divides by its own counts."""
     few = [*RL, "rollout.num_prompts=1", "rollout.group_size=3"]
     assert "num_minibatches=4 is more than the 3 samples" in message_of(RLConfig, [*few, "algorithm.num_minibatches=4"])
     assert RLConfig.load(None, [*few, "algorithm.num_minibatches=2"]).algorithm.num_minibatches == 2
