@@ -7,54 +7,49 @@ import torch
 
 from shardwise.config import PreferenceConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import BatchLoader, Loaded, labelled_samples, mismatched, preference_pairs
-from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.data import labelled_samples, mismatched, preference_pairs
+from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
 from shardwise.recipes.losses import preference_losses
+from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
 
 
 def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` pairs, or answers of kto."""
-    model = open_model(config.model)
-    model.require_context("data.max_sequence_tokens", config.data.max_sequence_tokens)
-    trainer, unit = config.trainer, 2 if config.is_paired else 1
-    rows = _load(config, model, config.data.train_files, config.data.max_train_rows)
-    samples = rows.rows
-    held_out = None
-    if config.data.validation_files:
-        held_out = _load(config, model, config.data.validation_files, config.data.max_validation_rows).rows
-    loader = BatchLoader(len(samples) // unit, trainer.batch_size, seed=trainer.seed, shuffle=config.data.shuffle)
-    total_steps = trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs
+    model, trainer, size = open_model(config.model), config.trainer, 2 if config.is_paired else 1
+    read = preference_pairs if config.is_paired else labelled_samples
+    rows = open_rows(read, config.data, trainer, model, samples_per_row=size)
     policy = build_engine(
         group,
         "policy",
         model.config,
         config.engine,
         optimizer=trainer.optimizer_config(),
-        total_steps=total_steps,
+        total_steps=rows.total_steps,
         seed=trainer.seed,
     )
     reference = Reference(policy, config)
-    samples = reference.score_before_training(samples)
-    held_out = None if held_out is None else reference.score_before_training(held_out)
+    rows = replace(
+        rows,
+        samples=reference.score_before_training(rows.samples),
+        held_out=None if rows.held_out is None else reference.score_before_training(rows.held_out),
+    )
     policy.use_loss("preference", config.loss, kl=0.0)
-    counts = load_metrics(policy, *reference.engines)
-    counts |= {f"data/{name}": MetricValue.max(count) for name, count in rows.counts.items()}
-    with Run("preference", config, trainer, engines={"": policy}, total_steps=total_steps) as run:
+    counts = load_metrics(policy, *reference.engines) | rows.counts
+    with Run("preference", config, trainer, engines={"": policy}, total_steps=rows.total_steps) as run:
         for step in run.steps():
-            batch = [samples[unit * index + side] for index in loader.indices(step - 1) for side in range(unit)]
             with run.spans("logprobs"):
-                batch = reference.score(batch)
+                batch = reference.score(rows.batch(step))
                 if not config.is_paired:
                     kl = kl_of_mismatched(batch, policy, reference, config)
                     policy.use_loss("preference", config.loss, kl=kl)
             with run.spans("train"):
-                metrics = with_margin(policy.train(batch, keep_together=unit))
-            if held_out is not None and run.should_validate(step):
+                metrics = with_margin(policy.train(batch, keep_together=size))
+            if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(policy, reference, reference.score(held_out), config)
+                    metrics |= validate(policy, reference, reference.score(rows.held_out), config)
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
 
 
@@ -128,8 +123,3 @@ def with_margin(metrics: Metrics) -> Metrics:
     if not (chosen.count and rejected.count):
         return metrics
     return {"preference/margin": MetricValue.mean(chosen.result() - rejected.result(), 1), **metrics}
-
-
-def _load(config: PreferenceConfig, model: OpenedModel, files: list[str], max_rows: int | None) -> Loaded[Sample]:
-    read = preference_pairs if config.is_paired else labelled_samples
-    return read(config.data, files, model.tokenizer, max_rows=max_rows)

@@ -7,9 +7,10 @@ import torch
 from shardwise.algorithms import bradley_terry
 from shardwise.config import RewardModelConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import BatchLoader, Loaded, preference_pairs
-from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.data import preference_pairs
+from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -17,15 +18,8 @@ from shardwise.types import Metrics, MetricValue, Sample
 def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` pairs. Checkpoints load as
     AutoModelForSequenceClassification."""
-    model = open_model(config.model)
-    model.require_context("data.max_sequence_tokens", config.data.max_sequence_tokens)
-    trainer = config.trainer
-    pairs = _load(config, model, config.data.train_files, config.data.max_train_rows)
-    held_out = None
-    if config.data.validation_files:
-        held_out = _load(config, model, config.data.validation_files, config.data.max_validation_rows).rows
-    loader = BatchLoader(len(pairs.rows) // 2, trainer.batch_size, seed=trainer.seed, shuffle=config.data.shuffle)
-    total_steps = trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs
+    model, trainer = open_model(config.model), config.trainer
+    rows = open_rows(preference_pairs, config.data, trainer, model, samples_per_row=2)
     scorer = build_engine(
         group,
         "reward model",
@@ -33,20 +27,20 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
         config.engine,
         head="sequence_scores",
         optimizer=trainer.optimizer_config(),
-        total_steps=total_steps,
+        total_steps=rows.total_steps,
         seed=trainer.seed,
         pad_token_id=model.tokenizer.pad_token_id,
     )
     scorer.use_loss("reward_model", config.loss)
-    counts = load_metrics(scorer) | {f"data/{name}": MetricValue.max(n) for name, n in pairs.counts.items()}
-    with Run("reward-model", config, trainer, engines={"": scorer}, total_steps=total_steps) as run:
+    counts = load_metrics(scorer) | rows.counts
+    with Run("reward-model", config, trainer, engines={"": scorer}, total_steps=rows.total_steps) as run:
         for step in run.steps():
-            batch = [pairs.rows[2 * index + side] for index in loader.indices(step - 1) for side in (0, 1)]
+            batch = rows.batch(step)
             with run.spans("train"):
                 metrics = scorer.train(batch, keep_together=2)
-            if held_out is not None and run.should_validate(step):
+            if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(scorer, held_out, config)
+                    metrics |= validate(scorer, rows.held_out, config)
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
 
 
@@ -57,7 +51,3 @@ def validate(scorer: RemoteEngine, pairs: Sequence[Sample], config: RewardModelC
     losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], center_coef=config.loss.center_coef)
     renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
     return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
-
-
-def _load(config: RewardModelConfig, model: OpenedModel, files: list[str], max_rows: int | None) -> Loaded[Sample]:
-    return preference_pairs(config.data, files, model.tokenizer, max_rows=max_rows)

@@ -1,0 +1,61 @@
+"""What recipes that train on given rows have in common: batches of rows, step after step, and held-out rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.config import BatchTrainerConfig
+from shardwise.config.data import SequenceDataConfig
+from shardwise.data import BatchLoader, Loaded
+from shardwise.recipes.build import OpenedModel
+from shardwise.types import Metrics, MetricValue, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """The rows of a run. A row is one sample, or several that are compared and stand one behind the other."""
+
+    samples: list[Sample]
+    held_out: list[Sample] | None
+    """None where nothing is validated."""
+    samples_per_row: int
+    total_steps: int
+    counts: Metrics
+    """data/...: what was read and what was left out."""
+    loader: BatchLoader
+
+    def batch(self, step: int) -> list[Sample]:
+        """The samples of a step, counted from 1."""
+        size = self.samples_per_row
+        return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
+
+
+def open_rows(
+    read: Callable[..., Loaded[Sample]],
+    data: SequenceDataConfig,
+    trainer: BatchTrainerConfig,
+    model: OpenedModel,
+    *,
+    samples_per_row: int = 1,
+) -> TrainingRows:
+    """Reads the training and the held-out rows.
+
+    Args:
+        read: (data, files, tokenizer, max_rows) -> samples, e.g. `supervised_samples`.
+    Raises:
+        DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
+    """
+    model.require_context("data.max_sequence_tokens", data.max_sequence_tokens)
+    found = read(data, data.train_files, model.tokenizer, max_rows=data.max_train_rows)
+    held_out = None
+    if data.validation_files:
+        held_out = read(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
+    num_rows = len(found.rows) // samples_per_row
+    loader = BatchLoader(num_rows, trainer.batch_size, seed=trainer.seed, shuffle=data.shuffle)
+    return TrainingRows(
+        samples=found.rows,
+        held_out=held_out,
+        samples_per_row=samples_per_row,
+        total_steps=trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs,
+        counts={f"data/{name}": MetricValue.max(count) for name, count in found.counts.items()},
+        loader=loader,
+    )
