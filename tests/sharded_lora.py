@@ -104,7 +104,14 @@ def loss_and_gradients(model, num_ranks=1, rank=0):
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole tensor, put together over the default group. DTensor's own way may take a mesh of an earlier call with
+    the same ranks out of torch's caches, whose groups are gone."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, (tensor.device_mesh.get_coordinate()[-1], tensor.to_local()))
+    by_place = dict(shards)  # replicas hold the same
+    return torch.cat([by_place[place] for place in sorted(by_place)])
 
 
 def peft_model(folder, adapter_folder):
