@@ -65,7 +65,13 @@ class RankPool:
         store = str(Path(self._scratch.name) / f"store-{next(self._calls)}")
         for connection in self._connections[:world_size]:
             connection.send((list(sys.path), world_size, store, timeout_seconds, payload))
-        return self._collect(world_size, timeout_seconds)
+        try:
+            return self._collect(world_size, timeout_seconds)
+        finally:
+            # torch caches meshes by their shape and ranks: a 2 x 2 mesh of a later call would get the groups of an
+            # earlier one, which are gone. Fresh processes are cheap, for the fork server has imported everything.
+            if world_size > 2:
+                self._end()
 
     def close(self) -> None:
         for connection in self._connections:
@@ -77,6 +83,11 @@ class RankPool:
                 process.kill()
                 process.join()
         self._processes, self._connections = [], []
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def _start(self) -> None:
         if self._processes:
@@ -130,9 +141,7 @@ class RankPool:
                 else:
                     failures.append(f"rank {rank} raised:\n{value}")
         if lost:
-            for process in self._processes:
-                process.kill()
-            self.close()
+            self._end()
         if failures:
             raise RankError("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
