@@ -95,7 +95,8 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             metrics |= explained_variance(values, returns, loss_mask)
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
-            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=scored.reward_weights)
+            weights = {name: scored.reward_weights.get(name, 1.0) for name in parts}  # a manager's parts have none
+            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=weights)
         case "remax":
             assert scored.greedy_rewards is not None
             advantages = remax(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.greedy_rewards)))

@@ -183,6 +183,14 @@ def test_gdpo_scales_every_reward_function_in_its_group_before_they_are_added(ma
     assert other[0].advantages.tolist() != scored[0].advantages.tolist()
 
 
+def test_gdpo_gives_what_a_manager_returns_the_weight_one(make_group):
+    """Entries of reward.functions that a manager does without have no rewards."""
+    rewards, samples = {"own": [1.0, 0.0, 0.5, 0.0, 1.0, 1.0]}, two_groups(make_group)
+    plain, _ = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards)
+    beside, _ = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards, reward_weights={"unused": 3.0})
+    assert [s.advantages.tolist() for s in beside] == [s.advantages.tolist() for s in plain]
+
+
 def test_remax_compares_with_the_greedy_completion_of_the_same_prompt(make_group):
     samples = two_groups(make_group)
     greedy = [0.25] * 3 + [2.0] * 3
