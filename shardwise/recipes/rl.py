@@ -26,10 +26,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step consumes `rollout.num_prompts` groups sampled by the current weights and makes
     num_minibatches x num_epochs optimizer steps."""
     model = open_model(config.model)
-    model.require_context(
-        LENGTHS,
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-    )
+    model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     data = config.data
     examples = prompt_examples(data, data.train_files, model.tokenizer, max_rows=data.max_train_rows)
     held_out = None
