@@ -52,15 +52,27 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a rollout engine returns for one prompt: tokens in, tokens out."""
+    """What follows a prompt: tokens in, tokens out. A rollout engine samples all of them; where an environment answers
+    the policy, its tokens stand between those of the policy's turns."""
 
     token_ids: list[int]
-    """Sampled tokens, the end-of-sequence token included."""
+    """End-of-sequence tokens included."""
     logprobs: list[float]
-    """Of each sampled token, in nats, under the distribution it was drawn from (temperature applied; greedy: at 1)."""
+    """Of each sampled token, in nats, under the distribution it was drawn from (temperature applied; greedy: at 1); 0
+    for an environment's."""
     finish_reason: Literal["stop", "length"]
+    """length: cut off by a limit on tokens or turns."""
     policy_version: int
     """The version of the weights that sampled it."""
+    is_sampled: list[bool] | None = None
+    """Which tokens the policy sampled; None: all."""
+    num_turns: int = 1
+    """Of the policy."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.token_ids) if self.is_sampled is None else sum(self.is_sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

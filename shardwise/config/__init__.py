@@ -56,5 +56,5 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainerConfig,
 )
-from shardwise.config.reward import FunctionReward, JudgeReward, ModelReward, RewardConfig
-from shardwise.config.rl import GenerationConfig, RolloutConfig
+from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
+from shardwise.config.rl import EnvironmentConfig, GenerationConfig, RolloutConfig

@@ -236,6 +236,7 @@ class RLConfig(Config):
         self._require_room_for_sequences()
         self._require_parts_of_the_algorithm()
         self._require_fit_for_sampling()
+        _require_environment(self.reward, self.rollout)
         num_samples = self.rollout.num_prompts * self.rollout.group_size
         if self.algorithm.num_minibatches > num_samples:
             raise ValueError(
@@ -363,6 +364,7 @@ class EvalConfig(Config):
     def _has_rows(self) -> Self:
         if not self.data.validation_files:
             raise ValueError("data.validation_files is empty; eval measures on the validation files")
+        _require_environment(self.reward, self.rollout)
         return self
 
 
@@ -376,6 +378,14 @@ def _started_adapter(what: str) -> str:
         "engine.lora.adapter_path, which the policy without its adapters is not; merge it first (`shardwise export`) "
         "and start from the result"
     )
+
+
+def _require_environment(reward: RewardConfig, rollout: GenerationConfig) -> None:
+    if reward.reads_environment and rollout.environment is None:
+        raise ValueError(
+            "reward.functions has an entry of type environment, but there is none; set "
+            "rollout.environment=FILE.py:Class, or remove the entry"
+        )
 
 
 def _require_train_files(files: list[str]) -> None:

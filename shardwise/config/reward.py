@@ -105,7 +105,19 @@ class ModelReward(Choice):
     """Its layout."""
 
 
-RewardEntry = Annotated[FunctionReward | JudgeReward | ModelReward, Field(discriminator="type")]
+class EnvironmentReward(Choice):
+    """What the environment's reward() says at the end of a completion."""
+
+    tag: ClassVar[str] = "type"
+    type: Literal["environment"] = "environment"
+    """environment: the reward of rollout.environment."""
+    name: str = "environment"
+    """Names the entry in metrics and errors."""
+    weight: float = 1.0
+    """The factor of this score in the reward."""
+
+
+RewardEntry = Annotated[FunctionReward | JudgeReward | ModelReward | EnvironmentReward, Field(discriminator="type")]
 
 
 class RewardConfig(Config):
@@ -133,6 +145,11 @@ class RewardConfig(Config):
     correct_at: float = 1.0
     """A completion counts as correct in val/accuracy where the first entry's own score, before its weight, is at least
     this; a key "acc" in the dict it returned goes first. A failed call is never correct."""
+
+    @property
+    def reads_environment(self) -> bool:
+        """Whether an entry is the reward of an environment."""
+        return any(isinstance(entry, EnvironmentReward) for entry in self.functions)
 
     @property
     def masks_failed(self) -> bool:

@@ -4,6 +4,7 @@ from shardwise.data.chat import (
     check_vocabulary,
     load_tokenizer,
     render_conversation,
+    render_observation,
     render_prompt,
     render_response_sample,
 )

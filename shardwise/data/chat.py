@@ -111,6 +111,46 @@ def render_response_sample(
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
+def render_observation(
+    tokenizer: "PreTrainedTokenizerBase",
+    observation: str | list[Message],
+    *,
+    apply_chat_template: bool,
+    last_token_id: int,
+    origin: str,
+) -> list[int]:
+    """The tokens between a sampled turn and the next one: what stands there of the turn's end that the policy did not
+    sample itself, the observation, and what the next turn answers. The sampled tokens are never tokenized again.
+
+    Args:
+        observation: text (a message of the user's for the chat template), or messages.
+        last_token_id: the last one sampled.
+        origin: names the row in errors.
+    Raises:
+        DataError: bad messages, or messages without a chat template.
+    """
+    if not apply_chat_template:
+        if not isinstance(observation, str):
+            raise DataError(
+                f"{origin}: the observation is {describe_type(observation)}, but data.apply_chat_template=false takes "
+                f"strings: {preview(observation)}"
+            )
+        return _encode(tokenizer, observation)
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    before = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
+    text = _render(tokenizer, [*before, *checked_messages(messages, origin)], origin, add_generation_prompt=True)
+    token_ids = _encode(tokenizer, text[text.index(_ANY_TURN) + len(_ANY_TURN) :])
+    if last_token_id not in token_ids:
+        return token_ids
+    end = token_ids.index(last_token_id)
+    ends_the_turn = not tokenizer.decode(token_ids[:end]).strip()
+    return token_ids[end + 1 :] if ends_the_turn else token_ids
+
+
+_ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"
+"""What a template writes after a turn does not depend on what was said in it."""
+
+
 def render_conversation(
     tokenizer: "PreTrainedTokenizerBase",
     messages: list[Message],

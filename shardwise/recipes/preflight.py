@@ -6,6 +6,7 @@ import torch
 
 from shardwise.config import ConfigError, Custom, EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
+from shardwise.recipes.environment import load_environment
 from shardwise.rewards import check_rewards, load_function
 
 CUSTOM_ARGUMENTS = {
@@ -16,7 +17,7 @@ CUSTOM_ARGUMENTS = {
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, functions of one's own that cannot be imported.
+    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported.
 
     Raises:
         DataError, ConfigError: the first thing that is wrong.
@@ -25,6 +26,8 @@ def check_inputs(config: RecipeConfig) -> None:
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig):
         check_rewards(config.reward)
+        if config.rollout.environment is not None:
+            load_environment(config.rollout.environment)
     if isinstance(config, RLConfig):
         for key, arguments in CUSTOM_ARGUMENTS.items():
             chosen = getattr(config.algorithm, key)

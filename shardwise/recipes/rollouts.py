@@ -6,6 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import GenerationConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.environment import load_environment
+from shardwise.recipes.episodes import Episode, Episodes
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
 
@@ -20,10 +22,15 @@ class Rollouter:
         config: GenerationConfig,
         rewards: Rewards | CustomRewards,
     ) -> None:
+        """Raises ConfigError if rollout.environment cannot be used."""
         self._group = group
         self._tokenizer = tokenizer
         self._config = config
         self._rewards = rewards
+        self._episodes = None
+        if config.environment is not None:
+            environment = load_environment(config.environment)
+            self._episodes = Episodes(config.environment, environment, tokenizer, self._generate)
 
     def collect(
         self, examples: Sequence[Example], *, num_completions: int, temperature: float, seed: int, stream: str
@@ -44,23 +51,35 @@ class Rollouter:
             )
             for index, example in enumerate(examples)
         ]
-        completions = self._generate(requests)
-        texts = [
-            [self._tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in group]
-            for group in completions
-        ]
-        results = self._judge(examples, completions, texts)
+        groups = self._play(examples, requests)
+        results = self._judge(groups)
         return [
             RolloutGroup(
                 example=example,
-                completions=group,
-                texts=group_texts,
+                completions=[episode.completion for episode in group],
+                texts=[self._text(episode) for episode in group],
                 rewards=[result.score for result in judged],
                 reward_parts=[result.parts for result in judged],
                 failed=[result.failure is not None for result in judged],
             )
-            for example, group, group_texts, judged in zip(examples, completions, texts, results, strict=True)
+            for example, group, judged in zip(examples, groups, results, strict=True)
         ]
+
+    def _play(self, examples: Sequence[Example], requests: list[GenerateRequest]) -> list[list[Episode]]:
+        """One turn each, or as many as the environment asks for."""
+        if self._episodes is not None:
+            return self._episodes.play(examples, requests)
+        groups = [
+            [Episode(example, completion) for completion in group]
+            for example, group in zip(examples, self._generate(requests), strict=True)
+        ]
+        for group in groups:
+            for episode in group:
+                episode.turns.append(self._text(episode))
+        return groups
+
+    def _text(self, episode: Episode) -> str:
+        return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Every rank takes each size-th request, so that neighbours of one length spread evenly."""
@@ -68,24 +87,25 @@ class Rollouter:
         shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
         return [shards[index % size][index // size] for index in range(len(requests))]
 
-    def _judge(
-        self, examples: Sequence[Example], completions: list[list[Completion]], texts: list[list[str]]
-    ) -> list[list[RewardResult]]:
-        jobs = [
-            RewardJob(
-                uid=example.uid,
-                prompt=example.prompt,
-                messages=example.messages,
-                data_source=example.data_source,
-                solution_str=text,
-                ground_truth=example.ground_truth,
-                extra_info={**example.extra_info, "num_response_tokens": len(completion.token_ids)},
-            )
-            for example, group, group_texts in zip(examples, completions, texts, strict=True)
-            for completion, text in zip(group, group_texts, strict=True)
-        ]
-        results = iter(self._rewards.score(jobs))
-        return [[next(results) for _ in group] for group in texts]
+    def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
+        results = iter(self._rewards.score([_job(episode) for group in groups for episode in group]))
+        return [[next(results) for _ in group] for group in groups]
+
+
+def _job(episode: Episode) -> RewardJob:
+    """The last turn is what is judged; what was said before it belongs to the prompt."""
+    example, before = episode.example, episode.said[:-1]
+    extra_info = {**example.extra_info, "num_response_tokens": episode.completion.num_sampled}
+    return RewardJob(
+        uid=example.uid,
+        prompt=example.prompt + "".join(message["content"] for message in before),
+        messages=None if example.messages is None else example.messages + before,
+        data_source=example.data_source,
+        solution_str=episode.turns[-1],
+        ground_truth=example.ground_truth,
+        extra_info=extra_info if episode.outcome is None else extra_info | {"turns": episode.turns},
+        outcome=episode.outcome,
+    )
 
 
 def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:

@@ -14,7 +14,7 @@ NUM_LOGGED_SAMPLES = 16
 
 
 def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
-    """Prompt and completion in one sequence; the completion's tokens are trained.
+    """Prompt and completion in one sequence; those of the completion's tokens are trained that the policy sampled.
 
     Args:
         mask_failed: a completion whose reward failed has no trained token, so that nothing counts it.
@@ -26,11 +26,14 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
             token_ids = torch.tensor(group.example.prompt_ids + completion.token_ids)
             rollout_logprobs = torch.zeros(len(token_ids))
             rollout_logprobs[num_prompt:] = torch.tensor(completion.logprobs)
+            is_trained = torch.arange(len(token_ids)) >= num_prompt
+            if completion.is_sampled is not None:
+                is_trained[num_prompt:] = torch.tensor(completion.is_sampled)
             samples.append(
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
-                    loss_mask=(torch.arange(len(token_ids)) >= num_prompt) & (not (mask_failed and failed)),
+                    loss_mask=is_trained & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     reward=reward,
                     group=number,
@@ -54,7 +57,7 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
         by_source.setdefault(group.example.data_source, []).extend(kept)
     rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.num_sampled for completion in completions]
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
         "reward/max": MetricValue.max(float(rewards.max())),
@@ -63,6 +66,13 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
         "rollout/response_tokens_max": MetricValue.max(max(lengths)),
         "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
     }
+    if any(completion.is_sampled is not None for completion in completions):
+        num_turns = [completion.num_turns for completion in completions]
+        num_observed = [len(completion.token_ids) - completion.num_sampled for completion in completions]
+        metrics |= {
+            "rollout/num_turns": MetricValue.mean(sum(num_turns), len(num_turns)),
+            "rollout/observed_tokens": MetricValue.mean(sum(num_observed), len(num_observed)),
+        }
     if len(by_source) > 1:
         metrics |= {
             f"reward/mean/{name}": MetricValue.mean(sum(values), len(values)) for name, values in by_source.items()
@@ -89,7 +99,9 @@ def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]
             "reward_failed": failed,
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            "num_turns": completion.num_turns,
             "token_ids": completion.token_ids,
+            "is_sampled": completion.is_sampled,
             "logprobs": completion.logprobs,
         }
         for group in groups

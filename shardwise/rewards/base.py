@@ -39,6 +39,13 @@ class RewardJob:
     """The prompt as text; judges, models and managers read it, functions are not given it."""
     messages: list[dict[str, Any]] | None = None
     """The conversation that the prompt renders; None for plain text."""
+    outcome: "Answer | None" = None
+    """What an environment says of the completion; where it failed nothing else is asked. None without one."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is nothing to judge."""
+        return None if self.outcome is None else self.outcome.failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

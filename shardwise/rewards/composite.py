@@ -4,7 +4,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from shardwise.config import ConfigError, FunctionReward, JudgeReward, RewardConfig, RewardError
+from shardwise.config import (
+    ConfigError,
+    EnvironmentReward,
+    FunctionReward,
+    JudgeReward,
+    RewardConfig,
+    RewardError,
+)
 from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, describe_error, load_function
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
@@ -73,7 +80,8 @@ class Rewards:
         try:
             for number, name, answer in self._answers(jobs):
                 if answer.failure is not None:
-                    failures.add(jobs[number].uid, self._who[name], answer.failure)
+                    who = self._who[name] if jobs[number].failure is None else "the environment"
+                    failures.add(jobs[number].uid, who, answer.failure)
                 answers[number][name] = answer
         except BaseException:
             self.close()
@@ -81,6 +89,18 @@ class Rewards:
         return [combine(by_name, self._config) for by_name in answers]
 
     def _answers(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, str, Answer]]:
+        """(place of the job, name of the entry, answer) of every job and entry, in any order."""
+        places = [place for place, job in enumerate(jobs) if job.failure is None]
+        for place, job in enumerate(jobs):
+            if job.outcome is None:
+                continue
+            for entry in self._config.functions:
+                if job.failure is not None or isinstance(entry, EnvironmentReward):
+                    yield place, entry.name, job.outcome
+        for number, name, answer in self._ask([jobs[place] for place in places]):
+            yield places[number], name, answer
+
+    def _ask(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, str, Answer]]:
         asked: list[tuple[str, Iterable[tuple[int, Answer]]]]
         asked = [(judge.name, judge.score(jobs)) for judge in self._judges]
         if self._pool is not None:
@@ -130,6 +150,15 @@ class CustomRewards:
             RewardError: the manager raised, returned something else than one RewardResult for each job, or reported
                 failures that reward.on_failure or reward.max_failure_rate do not let pass.
         """
+        failures = FailurePolicy(self._config, num_calls=len(jobs))
+        for job in jobs:
+            if job.failure is not None:
+                failures.add(job.uid, "the environment", job.failure)
+        judged = iter(self._judge([job for job in jobs if job.failure is None], failures))
+        failed = RewardResult(score=self._config.failure_value, failure="the environment failed")
+        return [next(judged) if job.failure is None else failed for job in jobs]
+
+    def _judge(self, jobs: Sequence[RewardJob], failures: "FailurePolicy") -> list[RewardResult]:
         name = f"reward.manager={self._config.manager}"
         try:
             returned = self._manager.score(jobs)
@@ -140,7 +169,6 @@ class CustomRewards:
             raise RewardError(f"{name} returned a {kind}, expected a list of RewardResult (rows {_rows(jobs)})")
         if len(returned) != len(jobs):
             raise RewardError(f"{name} returned {len(returned)} for {len(jobs)} completions (rows {_rows(jobs)})")
-        failures = FailurePolicy(self._config, num_calls=len(jobs))
         results = []
         for job, value in zip(jobs, returned, strict=True):
             result = self._checked(value)

@@ -1,4 +1,5 @@
-"""Rollout engines: tokens in, tokens with logprobs and a policy version out."""
+"""Rollout engines: tokens in, tokens with logprobs and a policy version out; environments that answer the policy."""
 
 from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.embedded import EmbeddedEngine
+from shardwise.rollout.environment import Environment, EnvironmentCaller

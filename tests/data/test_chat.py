@@ -5,6 +5,7 @@ from shardwise.data.chat import (
     check_vocabulary,
     load_tokenizer,
     render_conversation,
+    render_observation,
     render_prompt,
     render_response_sample,
 )
@@ -104,6 +105,58 @@ def test_token_that_merges_over_the_generation_prompt_keeps_the_prompt_of_infere
         (True, "\n<|end|>"),
         (False, "\n"),
     ]
+
+
+def observed(tokenizer, observation, *, last, apply_chat_template=True):
+    (last_token_id,) = tokenizer.encode(last)
+    return tokenizer.decode(
+        render_observation(
+            tokenizer,
+            observation,
+            apply_chat_template=apply_chat_template,
+            last_token_id=last_token_id,
+            origin="row",
+        )
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["newline after turns", "plain"])
+def test_sampled_turns_and_observations_are_the_tokens_of_the_whole_conversation(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    token_ids = render_prompt(tokenizer, TALK[:2], apply_chat_template=True, system_prompt=None, origin="row")
+    for turn, answer in (("5", TALK[3:4]), ("it is 8", "and 1+1?"), ("2", None)):
+        token_ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]  # as the policy samples it
+        if answer is not None:
+            token_ids += render_observation(
+                tokenizer, answer, apply_chat_template=True, last_token_id=token_ids[-1], origin="row"
+            )
+    talk = [*TALK, *conversation(("user", "and 1+1?"), ("assistant", "2"))]
+    whole, _ = render_conversation(tokenizer, talk, "row")
+    assert token_ids == (whole[:-1] if template else whole)  # nothing is sampled after the last end token
+
+
+def test_an_observation_brings_what_the_policy_did_not_sample_of_its_turns_end(tokenizer):
+    tokenizer.chat_template = CHATML
+    assert observed(tokenizer, "no", last="<|end|>") == "\n<|user|>\nno<|end|>\n<|assistant|>\n"
+    assert observed(tokenizer, "no", last="7") == "<|end|>\n<|user|>\nno<|end|>\n<|assistant|>\n"
+    tokenizer.chat_template = WITHOUT_END
+    assert observed(tokenizer, "no", last="<|end|>") == "\nuser: no\nassistant: "
+    assert observed(tokenizer, "<|end|>?", last="<|end|>") == "\nuser: <|end|>?\nassistant: "
+
+
+def test_an_observation_fits_templates_that_rewrite_earlier_turns(tokenizer):
+    tokenizer.chat_template = FORGETS_THINKING
+    assert observed(tokenizer, "no", last="<|end|>") == "<|user|>no<|end|><|assistant|>"
+
+
+def test_an_observation_without_template_is_its_own_tokens(tokenizer):
+    tokenizer.chat_template = None
+    assert observed(tokenizer, " no: ", last="<|end|>", apply_chat_template=False) == " no: "
+    with pytest.raises(DataError, match=r"^row: the observation is a list, but data\.apply_chat_template=false"):
+        observed(tokenizer, TALK[:1], last="<|end|>", apply_chat_template=False)
+    tokenizer.chat_template = CHATML
+    with pytest.raises(DataError, match=r'^row: message 1 has no "content"'):
+        observed(tokenizer, [{"role": "tool"}], last="<|end|>")
 
 
 def test_template_that_rewrites_earlier_turns_is_refused_with_an_example(tokenizer):  # trap 31

@@ -87,6 +87,8 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "reward_failed": False,
         "finish_reason": "stop",
         "policy_version": 4,
+        "num_turns": 1,
         "token_ids": [110, 111],
+        "is_sampled": None,
         "logprobs": [-0.2, -0.21000000000000002],
     }

@@ -1,0 +1,189 @@
+"""Completions of several turns: the policy speaks, an environment answers, until one of them is done."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from shardwise.config import ConfigError, DataError, EnvironmentConfig
+from shardwise.data import render_observation
+from shardwise.rewards import Answer, describe_error, read_score
+from shardwise.rollout import EnvironmentCaller
+from shardwise.types import Completion, Example, GenerateRequest
+
+Generate = Callable[[list[GenerateRequest]], list[list[Completion]]]
+
+
+@dataclass(slots=True)
+class Episode:
+    """A completion, and what was said in it."""
+
+    example: Example
+    completion: Completion
+    turns: list[str] = field(default_factory=list)
+    """Of the policy, as text."""
+    said: list[dict[str, Any]] = field(default_factory=list)
+    """Messages after the prompt: turns, and what the environment answered."""
+    outcome: Answer | None = None
+    """What the environment makes of it; None where there is none."""
+
+
+@dataclass(slots=True)
+class _Game:
+    """An episode that is being played."""
+
+    episode: Episode
+    environment: Any
+    request: GenerateRequest
+    """Of its first turn."""
+    is_over: bool = False
+
+    def fail(self, method: str, why: str) -> None:
+        """Ends it without a score. Of several failures the first one is told."""
+        if self.episode.outcome is None or self.episode.outcome.failure is None:
+            self.episode.outcome = Answer(failure=f"{method}() {why}")
+        self.is_over = True
+
+    def next_request(self) -> GenerateRequest:
+        """Tokens are the interface: what was sampled and what was observed is continued as it is."""
+        so_far = self.episode.completion.token_ids
+        return replace(
+            self.request,
+            prompt_ids=self.request.prompt_ids + so_far,
+            max_tokens=self.request.max_tokens - len(so_far),
+        )
+
+
+class Episodes:
+    """Plays episodes in an environment, those of a whole batch at the same time."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        environment: Callable[..., Any],
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generate,
+    ) -> None:
+        """`environment` makes one for each completion, from the config's parameters."""
+        self._config = config
+        self._class = environment
+        self._tokenizer = tokenizer
+        self._generate = generate
+
+    def play(self, examples: Sequence[Example], requests: Sequence[GenerateRequest]) -> list[list[Episode]]:
+        """The episodes of every example, as many as its request asks for."""
+        groups = [self._begin(example, request) for example, request in zip(examples, requests, strict=True)]
+        games = [game for group in groups for game in group]
+        with EnvironmentCaller(self._config) as caller:
+            self._call(caller, games, "reset", lambda game: (game.episode.example,))
+            turns = [turn for group in self._generate(list(requests)) for turn in group]
+            playing = games
+            while playing:
+                for game, turn in zip(playing, turns, strict=True):
+                    self._take_turn(game, turn)
+                self._answer(caller, [game for game in playing if not game.is_over])
+                playing = [game for game in playing if not game.is_over]
+                turns = (
+                    [turn for (turn,) in self._generate([game.next_request() for game in playing])] if playing else []
+                )
+            self._score(caller, [game for game in games if game.episode.outcome is None])
+            self._call(caller, games, "close")
+        return [[game.episode for game in group] for group in groups]
+
+    def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
+        empty = Completion(
+            token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0
+        )
+        return [
+            _Game(
+                Episode(example, empty),
+                self._make_environment(),
+                replace(request, uid=f"{request.uid}/{index}", num_completions=1),
+            )
+            for index in range(request.num_completions)
+        ]
+
+    def _make_environment(self) -> Any:
+        try:
+            return self._class(**self._config.parameters)
+        except Exception as error:
+            raise ConfigError(f"rollout.environment.path={self._config.path}: {describe_error(error)}") from error
+
+    def _call(
+        self,
+        caller: EnvironmentCaller,
+        games: Sequence[_Game],
+        method: str,
+        arguments: Callable[[_Game], tuple[Any, ...]] = lambda _: (),
+    ) -> list[tuple[_Game, Any]]:
+        """Calls a method of every game's environment. Returns what those returned that did not fail."""
+        calls = [partial(getattr(game.environment, method), *arguments(game)) for game in games]
+        answered = []
+        for game, returned in zip(games, caller.call(calls), strict=True):
+            if isinstance(returned, BaseException):
+                game.fail(method, f"failed: {describe_error(returned)}")
+            else:
+                answered.append((game, returned))
+        return answered
+
+    def _take_turn(self, game: _Game, turn: Completion) -> None:
+        episode, before = game.episode, game.episode.completion
+        assert before.is_sampled is not None
+        episode.completion = Completion(
+            token_ids=before.token_ids + turn.token_ids,
+            logprobs=before.logprobs + turn.logprobs,
+            finish_reason=turn.finish_reason,
+            policy_version=turn.policy_version,
+            is_sampled=before.is_sampled + [True] * len(turn.token_ids),
+            num_turns=before.num_turns + 1,
+        )
+        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        episode.turns.append(text)
+        episode.said.append({"role": "assistant", "content": text})
+        game.is_over |= turn.finish_reason == "length"
+
+    def _answer(self, caller: EnvironmentCaller, games: Sequence[_Game]) -> None:
+        """Lets the environments answer the last turn, and appends what they say."""
+        for game, observation in self._call(caller, games, "step", lambda game: (game.episode.turns[-1],)):
+            if observation is None:
+                game.is_over = True
+                continue
+            try:
+                token_ids = render_observation(
+                    self._tokenizer,
+                    observation,
+                    apply_chat_template=game.episode.example.messages is not None,
+                    last_token_id=game.episode.completion.token_ids[-1],
+                    origin=game.episode.example.uid,
+                )
+            except DataError as error:
+                game.fail("step", f"returned what cannot be read: {error}")
+                continue
+            self._observe(game, observation, token_ids)
+
+    def _observe(self, game: _Game, observation: str | list[dict[str, Any]], token_ids: list[int]) -> None:
+        """Appends an observation, or ends the game where no turn could follow it."""
+        before = game.episode.completion
+        has_room = len(before.token_ids) + len(token_ids) < game.request.max_tokens
+        if not has_room or before.num_turns == self._config.max_turns:
+            game.episode.completion = replace(before, finish_reason="length")
+            game.is_over = True
+            return
+        assert before.is_sampled is not None
+        game.episode.completion = replace(
+            before,
+            token_ids=before.token_ids + token_ids,
+            logprobs=before.logprobs + [0.0] * len(token_ids),
+            is_sampled=before.is_sampled + [False] * len(token_ids),
+        )
+        game.episode.said += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+    def _score(self, caller: EnvironmentCaller, games: Sequence[_Game]) -> None:
+        for game, returned in self._call(caller, games, "reward"):
+            answer = Answer(**read_score(returned))
+            if answer.failure is None:
+                game.episode.outcome = answer
+            else:
+                game.fail("reward", answer.failure)

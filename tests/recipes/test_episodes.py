@@ -1,0 +1,228 @@
+"""Completions of several turns, against scripts."""
+
+import pytest
+
+from shardwise.config import ConfigError, EnvironmentConfig
+from shardwise.recipes.environment import load_environment
+from shardwise.recipes.episodes import Episodes
+from shardwise.types import Completion, Example, GenerateRequest
+
+END = 9
+
+
+class Digits:
+    """A tokenizer whose tokens are digits; 9 ends a turn."""
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(str(token) for token in token_ids if not (skip_special_tokens and token == END))
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [int(character) for character in text]
+
+
+class Policy:
+    """Says the digits of its script, turn after turn; a script is found by the uid of the request."""
+
+    def __init__(self, scripts):
+        self._scripts = {uid: list(turns) for uid, turns in scripts.items()}
+        self.requests = []
+
+    def __call__(self, requests):
+        self.requests.append(requests)
+        return [
+            [self._turn(request, f"{request.uid}/{n}" if len(self.requests) == 1 else request.uid) for n in range(size)]
+            for request in requests
+            for size in [request.num_completions]
+        ]
+
+    def _turn(self, request, uid):
+        token_ids = [*map(int, self._scripts[uid].pop(0))][: request.max_tokens]
+        reason = "stop" if token_ids[-1] == END else "length"
+        logprobs = [-0.1 * token for token in token_ids]
+        return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason=reason, policy_version=4)
+
+
+made = []
+"""Every environment of a test."""
+
+
+class Echo:
+    """Answers a turn with 7 and its digits, until it hears the number it waits for; records what it is told."""
+
+    def __init__(self, *, fails_in=None):
+        self.calls, self._fails_in = [], fails_in
+        made.append(self)
+
+    def _record(self, *call):
+        self.calls.append(call)
+        if call[0] == self._fails_in:
+            raise ValueError(f"broken {call[0]}")
+
+    def reset(self, example):
+        self._record("reset", example.uid)
+        self._awaited = example.ground_truth
+
+    async def step(self, response):
+        self._record("step", response)
+        return None if response == self._awaited else f"7{response}"
+
+    def reward(self):
+        self._record("reward")
+        return {"score": 0.5, "steps": sum(call[0] == "step" for call in self.calls)}
+
+    def close(self):
+        self._record("close")
+
+
+@pytest.fixture(autouse=True)
+def nobody():
+    made.clear()
+
+
+def play(scripts, *, prompts=("1",), awaited="3", group_size=1, max_tokens=20, environment=Echo, **options):
+    policy = Policy(scripts)
+    config = EnvironmentConfig(path="given.py:AsIs", **options)
+    episodes = Episodes(config, environment, Digits(), policy)
+    examples = [
+        Example(uid=f"row {p}", prompt_ids=[int(p)], prompt=p, data_source="", ground_truth=awaited) for p in prompts
+    ]
+    requests = [
+        GenerateRequest(
+            uid=example.uid,
+            prompt_ids=example.prompt_ids,
+            num_completions=group_size,
+            max_tokens=max_tokens,
+            temperature=0.5,
+            seed=3,
+        )
+        for example in examples
+    ]
+    return episodes.play(examples, requests), policy
+
+
+def test_turns_and_observations_become_one_completion_by_hand():
+    (((episode,)), policy) = play({"row 1/0": ["249", "39"]})
+    completion = episode[0].completion
+    assert completion.token_ids == [2, 4, 9, 7, 2, 4, 3, 9]
+    assert completion.is_sampled == [True] * 3 + [False] * 3 + [True] * 2
+    assert completion.logprobs == pytest.approx([-0.2, -0.4, -0.9, 0, 0, 0, -0.3, -0.9])
+    assert (completion.num_turns, completion.num_sampled, completion.finish_reason) == (2, 5, "stop")
+    assert completion.policy_version == 4
+    assert episode[0].turns == ["24", "3"]
+    assert episode[0].said == [
+        {"role": "assistant", "content": "24"},
+        {"role": "user", "content": "724"},
+        {"role": "assistant", "content": "3"},
+    ]
+    assert (episode[0].outcome.score, episode[0].outcome.parts, episode[0].outcome.failure) == (
+        0.5,
+        {"steps": 2.0},
+        None,
+    )
+    first, second = policy.requests
+    assert [(r.uid, r.prompt_ids, r.max_tokens) for r in first] == [("row 1", [1], 20)]
+    assert [(r.uid, r.prompt_ids, r.max_tokens, r.num_completions, r.temperature, r.seed) for r in second] == [
+        ("row 1/0", [1, 2, 4, 9, 7, 2, 4], 14, 1, 0.5, 3)
+    ]
+    assert made[0].calls == [("reset", "row 1"), ("step", "24"), ("step", "3"), ("reward",), ("close",)]
+
+
+def test_episodes_of_different_lengths_are_played_together():
+    scripts = {
+        "row 1/0": ["39"],
+        "row 1/1": ["49", "39"],
+        "row 2/0": ["59", "49", "39"],
+        "row 2/1": ["39"],
+    }
+    groups, policy = play(scripts, prompts=("1", "2"), group_size=2)
+    assert [[episode.completion.num_turns for episode in group] for group in groups] == [[1, 2], [3, 1]]
+    assert [[episode.example.uid for episode in group] for group in groups] == [["row 1"] * 2, ["row 2"] * 2]
+    assert [[request.uid for request in requests] for requests in policy.requests] == [
+        ["row 1", "row 2"],
+        ["row 1/1", "row 2/0"],
+        ["row 2/0"],
+    ]
+    assert len(made) == 4
+    assert all(environment.calls[-1] == ("close",) for environment in made)
+
+
+@pytest.mark.parametrize(
+    ("options", "token_ids", "num_steps"),
+    [
+        ({"max_turns": 1}, [2, 9], 1),
+        ({"max_turns": 2}, [2, 9, 7, 2, 4, 9], 2),
+        ({"max_tokens": 4}, [2, 9], 1),  # the observation would leave no room for a turn
+        ({"max_tokens": 5}, [2, 9, 7, 2, 4], 1),  # the second turn is cut, so it is not a turn to answer
+    ],
+)
+def test_limits_end_an_episode_which_is_scored_as_far_as_it_came(options, token_ids, num_steps):
+    ((episode,),), _ = play({"row 1/0": ["29", "49", "39"]}, **options)
+    assert episode.completion.token_ids == token_ids
+    assert episode.completion.finish_reason == "length"
+    assert episode.outcome.parts == {"steps": num_steps}
+    assert made[0].calls[-2:] == [("reward",), ("close",)]
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "reward", "close"])
+def test_an_environment_that_fails_fails_its_episode_and_is_closed(method):
+    ((episode,),), _ = play({"row 1/0": ["29", "39"]}, parameters={"fails_in": method})
+    assert episode.outcome.failure.startswith(f"{method}() failed: ValueError: broken {method}")
+    assert made[0].calls[-1] == ("close",)
+    assert ("reward",) not in made[0].calls or method in ("reward", "close")
+
+
+def test_one_failure_leaves_the_other_episodes_alone():
+    class FailsOnTwo(Echo):
+        async def step(self, response):
+            if response == "2":
+                raise RuntimeError("two")
+            return await super().step(response)
+
+    ((bad, good),), _ = play({"row 1/0": ["29"], "row 1/1": ["49", "39"]}, group_size=2, environment=FailsOnTwo)
+    assert bad.outcome.failure.startswith("step() failed: RuntimeError: two")
+    assert (good.outcome.failure, good.completion.num_turns) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("observation", "told"), [(5, "the observation is a number"), (["x"], "the observation is a list")]
+)
+def test_an_observation_of_another_kind_is_a_failure(observation, told):
+    class Odd(Echo):
+        async def step(self, response):
+            return observation
+
+    ((episode,),), _ = play({"row 1/0": ["29"]}, environment=Odd)
+    assert told in episode.outcome.failure
+
+
+def test_a_reward_of_another_kind_is_a_failure():
+    class Odd(Echo):
+        def reward(self):
+            return "good"
+
+    ((episode,),), _ = play({"row 1/0": ["39"]}, environment=Odd)
+    assert episode.outcome.failure.startswith("reward() returned the str 'good', expected a finite number")
+
+
+class Half:
+    def reset(self, example): ...
+
+    def step(self, response): ...
+
+    def reward(self): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("Half", {}, "has no method close; expected a class with reset"),
+        ("Ecco", {}, "did you mean Echo"),
+        ("Echo", {"fails": 3}, r"cannot be made with the parameters given \(fails\): got an unexpected keyword"),
+        ("END", {}, "END is a int, expected a class with reset"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(name, parameters, message):
+    config = EnvironmentConfig(path=f"{__file__}:{name}", parameters=parameters)
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.path=.*{message}"):
+        load_environment(config)
