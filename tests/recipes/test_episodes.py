@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwise.config import ConfigError, EnvironmentConfig
-from shardwise.recipes.environment import load_environment
+from shardwise.config import EnvironmentConfig
 from shardwise.recipes.episodes import Episodes
 from shardwise.types import Completion, Example, GenerateRequest
 
@@ -203,26 +202,3 @@ def test_a_reward_of_another_kind_is_a_failure():
 
     ((episode,),), _ = play({"row 1/0": ["39"]}, environment=Odd)
     assert episode.outcome.failure.startswith("reward() returned the str 'good', expected a finite number")
-
-
-class Half:
-    def reset(self, example): ...
-
-    def step(self, response): ...
-
-    def reward(self): ...
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("Half", {}, "has no method close; expected a class with reset"),
-        ("Ecco", {}, "did you mean Echo"),
-        ("Echo", {"fails": 3}, r"cannot be made with the parameters given \(fails\): got an unexpected keyword"),
-        ("END", {}, "END is a int, expected a class with reset"),
-    ],
-)
-def test_a_class_that_is_no_environment_is_refused(name, parameters, message):
-    config = EnvironmentConfig(path=f"{__file__}:{name}", parameters=parameters)
-    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.path=.*{message}"):
-        load_environment(config)

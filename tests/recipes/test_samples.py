@@ -1,5 +1,7 @@
 """What a rollout becomes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -92,3 +94,20 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "is_sampled": None,
         "logprobs": [-0.2, -0.21000000000000002],
     }
+
+
+def test_what_an_environment_said_is_neither_trained_nor_counted_as_written(make_group):
+    (group,) = [make_group([1.0], prompt_ids=(7, 8), lengths=[5])]
+    completion = replace(
+        group.completions[0],
+        is_sampled=[True, False, False, True, True],
+        logprobs=[-0.5, 0.0, 0.0, -0.25, -1.0],
+        num_turns=2,
+    )
+    group = replace(group, completions=[completion])
+    (sample,) = to_samples([group])
+    assert sample.loss_mask.tolist() == [False, False, True, False, False, True, True]
+    assert sample.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, 0.0, 0.0, -0.25, -1.0]
+    found = {name: value.result() for name, value in rollout_metrics([group]).items()}
+    assert (found["rollout/num_turns"], found["rollout/observed_tokens"], found["rollout/response_tokens"]) == (2, 2, 3)
+    assert "rollout/num_turns" not in rollout_metrics([make_group([1.0])])

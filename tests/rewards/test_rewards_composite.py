@@ -1,4 +1,6 @@
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +172,43 @@ def test_a_manager_that_cannot_be_made_is_a_config_error():
         make_rewards(RewardConfig(functions=[], manager="rules.py:NoClose"))
     with pytest.raises(ConfigError, match=r"reward.manager=rules.py:Nothing: rules.py has no 'Nothing'"):
         make_rewards(RewardConfig(functions=[], manager="rules.py:Nothing"))
+
+
+def episodes(*outcomes):
+    return [replace(job, outcome=outcome) for job, outcome in zip(jobs(*"2" * len(outcomes)), outcomes, strict=True)]
+
+
+BROKEN = Answer(failure="step() failed: ValueError: no")
+
+
+def test_what_an_environment_says_is_an_entry_like_others():
+    functions = [{"type": "environment", "weight": 2.0}, "rules.py:number"]
+    with Rewards(RewardConfig(functions=functions, num_workers=1)) as rewards:
+        first, second = rewards.score(episodes(Answer(score=0.5, parts={"steps": 3.0}), Answer(score=-1.0)))
+    assert first == RewardResult(score=3.0, parts={"environment/steps": 3.0, "environment": 0.5, "number": 2.0})
+    assert second == RewardResult(score=0.0, parts={"environment": -1.0, "number": 2.0})
+    with Rewards(RewardConfig(functions="rules.py:number", num_workers=1)) as rewards:
+        (unread,) = rewards.score(episodes(Answer(score=0.5)))  # tools may answer without a reward of their own
+    assert unread == RewardResult(score=2.0, parts={"number": 2.0})
+
+
+def test_f41_an_environment_that_failed_is_a_failure_of_its_row_and_nothing_else_is_asked():
+    functions = [{"type": "environment"}, "rules.py:never"]
+    with Rewards(RewardConfig(functions=functions, num_workers=1, on_failure="mask", max_failure_rate=1)) as rewards:
+        (result,) = rewards.score(episodes(BROKEN))
+    assert result.failure == f"environment: {BROKEN.failure}; never: {BROKEN.failure}"
+    with Rewards(RewardConfig(functions={"type": "environment"})) as rewards, pytest.raises(RewardError) as stopped:
+        rewards.score(episodes(Answer(score=1.0), BROKEN))
+    assert str(stopped.value).startswith("the environment failed for row a.jsonl:1: step() failed: ValueError: no. ")
+
+
+def test_f41_a_manager_is_not_asked_about_an_environment_that_failed(monkeypatch):
+    (manager := Path("manager.py")).write_text(
+        RULES.replace("RETURNS(jobs)", "[RewardResult(score=float(len(jobs))) for _ in jobs]")
+        + "\nfrom shardwise.rewards import RewardResult\n"
+    )
+    config = RewardConfig(functions=[], manager=f"{manager}:Custom", on_failure="value", failure_value=-7.0)
+    with CustomRewards(config) as rewards:
+        results = rewards.score(episodes(Answer(score=1.0), BROKEN, Answer(score=1.0)))
+    assert [result.score for result in results] == [2.0, -7.0, 2.0]
+    assert [result.failure is None for result in results] == [True, False, True]

@@ -132,7 +132,7 @@ def test_choices_that_are_no_functions_are_read_by_name():
     choices = set().union(*map(choices_in, get_args(RecipeConfig)))
     assert choices >= set(FUNCTIONS)
     assert {choice.__name__ for choice in choices - set(FUNCTIONS)} == {
-        *("Custom", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward"),
+        *("Custom", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward", "EnvironmentReward"),
         *("ForwardKl", "ReverseKl", "JensenShannon"),
     }
 
