@@ -31,6 +31,8 @@ class Example:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
     """The conversation that the prompt renders, for models with another chat template; None for plain text."""
+    tools: list[str] | None = None
+    """The names of the tools that this prompt offers; None: all there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from shardwise.config.engine import (
     OptimizerConfig,
     WrapPolicyConfig,
 )
+from shardwise.config.environment import CustomEnvironment, EnvironmentConfig, ToolsEnvironment
 from shardwise.config.errors import (
     ConfigError,
     DataError,
@@ -57,4 +58,4 @@ from shardwise.config.recipes import (
     TrainerConfig,
 )
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
-from shardwise.config.rl import EnvironmentConfig, GenerationConfig, RolloutConfig
+from shardwise.config.rl import GenerationConfig, RolloutConfig

@@ -100,6 +100,9 @@ class EvalDataConfig(HeldOutData):
     """What the reward function gets as ground_truth; a dot goes into a nested column."""
     data_source_column: str = "data_source"
     """Names the source of a row; where the column is absent, the file's name."""
+    tools_column: str = "tools"
+    """Where there are tools (rollout.environment.type=tools): the names of those that a row offers; a row without the
+    column offers all."""
     max_prompt_tokens: PositiveInt = 1024
     """The longest allowed prompt."""
     on_overlong: OverlongPolicy = "error"

@@ -22,6 +22,7 @@ from shardwise.config.engine import (
     ModelConfig,
     OptimizerConfig,
 )
+from shardwise.config.environment import ToolsEnvironment
 from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, DistillationConfig, Dpo, PreferenceLoss
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
@@ -236,7 +237,7 @@ class RLConfig(Config):
         self._require_room_for_sequences()
         self._require_parts_of_the_algorithm()
         self._require_fit_for_sampling()
-        _require_environment(self.reward, self.rollout)
+        _require_environment(self.reward, self.rollout, self.data)
         num_samples = self.rollout.num_prompts * self.rollout.group_size
         if self.algorithm.num_minibatches > num_samples:
             raise ValueError(
@@ -364,7 +365,7 @@ class EvalConfig(Config):
     def _has_rows(self) -> Self:
         if not self.data.validation_files:
             raise ValueError("data.validation_files is empty; eval measures on the validation files")
-        _require_environment(self.reward, self.rollout)
+        _require_environment(self.reward, self.rollout, self.data)
         return self
 
 
@@ -380,12 +381,20 @@ def _started_adapter(what: str) -> str:
     )
 
 
-def _require_environment(reward: RewardConfig, rollout: GenerationConfig) -> None:
+def _require_environment(reward: RewardConfig, rollout: GenerationConfig, data: EvalDataConfig) -> None:
     if reward.reads_environment and rollout.environment is None:
         raise ValueError(
             "reward.functions has an entry of type environment, but there is none; set "
             "rollout.environment=FILE.py:Class, or remove the entry"
         )
+    has_tools = isinstance(rollout.environment, ToolsEnvironment)
+    if has_tools and not data.apply_chat_template:
+        raise ValueError(
+            "rollout.environment.type=tools needs the chat template, which tells the policy of its tools and of what "
+            "they return; set data.apply_chat_template=true"
+        )
+    if not has_tools and data.tools_column != EvalDataConfig.model_fields["tools_column"].default:
+        raise ValueError(f"data.tools_column={data.tools_column} has no effect without rollout.environment.type=tools")
 
 
 def _require_train_files(files: list[str]) -> None:

@@ -1,30 +1,11 @@
 """What reinforcement learning adds: rollout, reward, algorithm."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from shardwise.config.base import Config
-
-
-class EnvironmentConfig(Config):
-    """What answers the policy between its turns."""
-
-    path: str
-    """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
-    (docs/environments.md); every completion gets an instance of its own."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of every instance."""
-    max_turns: PositiveInt = 8
-    """The policy's turns in one completion."""
-    timeout_seconds: PositiveFloat = 60.0
-    """Of one call of a method; one that takes longer is a failure of its completion."""
-    max_concurrent_calls: PositiveInt = 64
-    """Instances that are called at the same time."""
-
-
-def _as_group(given: Any) -> Any:
-    return {"path": given} if isinstance(given, str) else given
+from shardwise.config.environment import EnvironmentConfig
 
 
 class GenerationConfig(Config):
@@ -38,8 +19,9 @@ class GenerationConfig(Config):
     """A completion ends at an end-of-sequence token or here; with an environment, all turns and answers together."""
     max_concurrent_sequences: PositiveInt = 128
     """Rows that one rank decodes at a time; a finished row's place goes to the next request."""
-    environment: Annotated[EnvironmentConfig | None, BeforeValidator(_as_group)] = None
-    """What answers the policy between its turns; an import path, or a group of keys. null: a completion is one turn."""
+    environment: EnvironmentConfig | None = None
+    """What answers the policy between its turns: a class of your own, by its import path or as a group of keys, or
+    tools (type: tools). null: a completion is one turn."""
 
 
 class DynamicSamplingConfig(Config):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "2+3="}`; further keys go to the chat template as they are."""
+ToolSchema = dict[str, Any]
+"""A function as chat templates take it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
@@ -68,6 +70,7 @@ def render_prompt(
     apply_chat_template: bool,
     system_prompt: str | None,
     origin: str,
+    tools: Sequence[ToolSchema] = (),
 ) -> list[int]:
     """The tokens that a response is to follow.
 
@@ -76,11 +79,13 @@ def render_prompt(
         apply_chat_template: False tokenizes text as it is, with the special tokens that the tokenizer adds by default.
         system_prompt: put before messages that have no system message; only with a chat template.
         origin: names the row in errors.
+        tools: what the chat template tells the model that it may call.
     Raises:
         DataError: an empty prompt, bad messages, or no chat template.
     """
     if apply_chat_template:
-        text = _render(tokenizer, prompt_messages(prompt, system_prompt, origin), origin, add_generation_prompt=True)
+        messages = prompt_messages(prompt, system_prompt, origin)
+        text = _render(tokenizer, messages, origin, add_generation_prompt=True, tools=tools)
         token_ids = _encode(tokenizer, text)
     else:
         token_ids = tokenizer.encode(_plain_prompt(prompt, origin))
@@ -270,7 +275,12 @@ def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str, *, add_generation_prompt: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    origin: str,
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[ToolSchema] = (),
 ) -> str:
     import jinja2
 
@@ -281,7 +291,11 @@ def _render(
         )
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, return_dict=False
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=False,
         )
     except jinja2.TemplateError as error:
         raise DataError(

@@ -1,13 +1,21 @@
 """Data files to what a run consumes: samples to learn from, or examples to answer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
-from shardwise.data.chat import Message, prompt_messages, render_conversation, render_prompt, render_response_sample
+from shardwise.data.chat import (
+    Message,
+    ToolSchema,
+    prompt_messages,
+    render_conversation,
+    render_prompt,
+    render_response_sample,
+)
 from shardwise.data.sources import (
     Row,
     describe_columns,
@@ -63,12 +71,19 @@ def supervised_samples(
 
 
 def prompt_examples(
-    config: EvalDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+    config: EvalDataConfig,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_rows: int | None,
+    tools: Mapping[str, ToolSchema] = MappingProxyType({}),
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
 
     A prompt over `config.max_prompt_tokens` follows `config.on_overlong`; truncate cuts its start off.
 
+    Args:
+        tools: by name what a row may offer the model; without any the column that chooses from them is not read.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -77,12 +92,14 @@ def prompt_examples(
     examples: list[Example] = []
     num_truncated = 0
     for row in rows:
+        offered = _offered_tools(config, row, tools)
         prompt_ids = render_prompt(
             tokenizer,
             get_prompt(config, row),
             apply_chat_template=config.apply_chat_template,
             system_prompt=config.system_prompt,
             origin=row.origin,
+            tools=[tools[name] for name in offered],
         )
         overlong = len(prompt_ids) > limit
         if overlong and config.on_overlong == "error":
@@ -90,7 +107,8 @@ def prompt_examples(
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
-        examples.append(_example(config, row, tokenizer, prompt_ids[-limit:]))
+        example = _example(config, row, tokenizer, prompt_ids[-limit:])
+        examples.append(replace(example, tools=offered) if tools else example)
     return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
 
 
@@ -175,6 +193,22 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
         system_prompt=config.system_prompt,
         origin=row.origin,
     )
+
+
+def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSchema]) -> list[str]:
+    """The names that the row gives, or all."""
+    if not tools or not has_column(row, config.tools_column):
+        return list(tools)
+    names = get_column(row, config.tools_column)
+    if names is None:
+        return list(tools)
+    unknown = [name for name in names if name not in tools] if isinstance(names, list) else [names]
+    if unknown:
+        raise DataError(
+            f'{row.origin}: column "{config.tools_column}" has {preview(unknown[0])}, expected a list of names from '
+            f"{', '.join(tools)} (rollout.environment.functions)"
+        )
+    return names
 
 
 def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:

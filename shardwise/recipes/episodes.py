@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, DataError, EnvironmentConfig
+from shardwise.config import DataError, EnvironmentConfig
 from shardwise.data import render_observation
 from shardwise.rewards import Answer, describe_error, read_score
 from shardwise.rollout import EnvironmentCaller
@@ -62,13 +62,13 @@ class Episodes:
     def __init__(
         self,
         config: EnvironmentConfig,
-        environment: Callable[..., Any],
+        environment: Callable[[], Any],
         tokenizer: PreTrainedTokenizerBase,
         generate: Generate,
     ) -> None:
-        """`environment` makes one for each completion, from the config's parameters."""
+        """`environment` makes one for each completion."""
         self._config = config
-        self._class = environment
+        self._new_environment = environment
         self._tokenizer = tokenizer
         self._generate = generate
 
@@ -99,17 +99,11 @@ class Episodes:
         return [
             _Game(
                 Episode(example, empty),
-                self._make_environment(),
+                self._new_environment(),
                 replace(request, uid=f"{request.uid}/{index}", num_completions=1),
             )
             for index in range(request.num_completions)
         ]
-
-    def _make_environment(self) -> Any:
-        try:
-            return self._class(**self._config.parameters)
-        except Exception as error:
-            raise ConfigError(f"rollout.environment.path={self._config.path}: {describe_error(error)}") from error
 
     def _call(
         self,

@@ -11,6 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
+from shardwise.recipes.environment import tool_schemas
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
@@ -30,7 +31,11 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
     rows = prompt_examples(
-        config.data, config.data.validation_files, model.tokenizer, max_rows=config.data.max_validation_rows
+        config.data,
+        config.data.validation_files,
+        model.tokenizer,
+        max_rows=config.data.max_validation_rows,
+        tools=tool_schemas(config.rollout.environment),
     ).rows
     group.call(
         "build_rollout",

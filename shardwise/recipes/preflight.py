@@ -6,7 +6,7 @@ import torch
 
 from shardwise.config import ConfigError, Custom, EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
-from shardwise.recipes.environment import load_environment
+from shardwise.recipes.environment import check_environment
 from shardwise.rewards import check_rewards, load_function
 
 CUSTOM_ARGUMENTS = {
@@ -27,7 +27,7 @@ def check_inputs(config: RecipeConfig) -> None:
     if isinstance(config, RLConfig | EvalConfig):
         check_rewards(config.reward)
         if config.rollout.environment is not None:
-            load_environment(config.rollout.environment)
+            check_environment(config.rollout.environment)
     if isinstance(config, RLConfig):
         for key, arguments in CUSTOM_ARGUMENTS.items():
             chosen = getattr(config.algorithm, key)

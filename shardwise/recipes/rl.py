@@ -9,6 +9,7 @@ from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine, load_metrics
+from shardwise.recipes.environment import tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
 from shardwise.recipes.reward_engines import build_reward_engines
@@ -28,10 +29,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     data = config.data
-    examples = prompt_examples(data, data.train_files, model.tokenizer, max_rows=data.max_train_rows)
+    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tool_schemas(config.rollout.environment))
+    examples = read(data.train_files, max_rows=data.max_train_rows)
     held_out = None
     if data.validation_files:
-        held_out = prompt_examples(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
+        held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     stream = PromptStream(sources, data, seed=config.trainer.seed)

@@ -67,15 +67,26 @@ class EnvironmentCaller:
         return await asyncio.gather(*(self._attempt(call, slots) for call in calls))
 
     async def _attempt(self, call: Callable[[], Any], slots: asyncio.Semaphore) -> Any:
-        seconds = self._config.timeout_seconds
         async with slots:
             try:
-                async with asyncio.timeout(seconds) as deadline:
-                    return await (call() if _is_coroutine(call) else _in_thread(call))
+                return await call_in_time(call, self._config.timeout_seconds)
             except (Exception, SystemExit) as error:
-                if deadline.expired():
-                    return TimeoutError(f"no answer within {seconds:g} s (rollout.environment.timeout_seconds)")
                 return error
+
+
+async def call_in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """What a coroutine function returns, or another one, which runs in a thread of its own.
+
+    Raises:
+        TimeoutError: it took longer. A thread is not waited for any more, and goes on.
+    """
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await (call() if _is_coroutine(call) else _in_thread(call))
+    except TimeoutError:
+        if deadline.expired():
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        raise
 
 
 def _is_coroutine(call: Callable[[], Any]) -> bool:

@@ -22,6 +22,8 @@ CLASSES = {
     "gsm8k_dapo.yaml": RLConfig,
     "gsm8k_ppo.yaml": RLConfig,
     "gsm8k_eval.yaml": EvalConfig,
+    "calculator_sft.yaml": SFTConfig,
+    "calculator_agent.yaml": RLConfig,
     "preference_dpo.yaml": PreferenceConfig,
     "reward_model.yaml": RewardModelConfig,
     "distill.yaml": DistillConfig,

@@ -212,3 +212,38 @@ def test_overlong_prompts_follow_the_policy(tokenizer, write):
 def test_prompt_rows_that_cannot_be_used_are_refused_by_line(tokenizer, write, change, message):
     with pytest.raises(DataError, match=re.escape(f"train.jsonl line 2: {message}")):
         prompts(tokenizer, write(RL_ROW, {**RL_ROW, **change}), **PLAIN)
+
+
+TOOLS = {
+    name: {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("calculate", "search", "now")
+}
+SHOWS_TOOLS = (
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %};{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def test_a_row_offers_the_tools_it_names_or_all(tokenizer, write):
+    tokenizer.chat_template = SHOWS_TOOLS
+    files = write({**RL_ROW, "tools": ["now", "search"]}, RL_ROW, {**RL_ROW, "tools": None}, {**RL_ROW, "tools": []})
+    found = prompt_examples(PromptDataConfig(), files, tokenizer, max_rows=None, tools=TOOLS).rows
+    everything = ["calculate", "search", "now"]
+    assert [example.tools for example in found] == [["now", "search"], everything, everything, []]
+    shown = ["tools: now search;", "tools: calculate search now;", "tools: calculate search now;", ""]
+    assert [example.prompt for example in found] == [f"{tools}2+3=>" for tools in shown]
+
+
+def test_without_tools_their_column_is_not_read(tokenizer, write):
+    (example,) = prompts(tokenizer, write({**RL_ROW, "tools": "anything"})).rows
+    assert example.tools is None
+
+
+@pytest.mark.parametrize(("given", "shown"), [(["now", "brew"], '"brew"'), ("now", '"now"'), ([3], "3")])
+def test_a_tool_that_is_not_there_is_refused_by_line(tokenizer, write, given, shown):
+    files = write({**RL_ROW, "offers": given})
+    config = PromptDataConfig(tools_column="offers")
+    expected = (
+        rf'train\.jsonl line 1: column "offers" has {shown}, expected a list of names from calculate, search, now'
+    )
+    with pytest.raises(DataError, match=expected):
+        prompt_examples(config, files, tokenizer, max_rows=None, tools=TOOLS)

@@ -1,8 +1,10 @@
 """Completions of several turns, against scripts."""
 
+from functools import partial
+
 import pytest
 
-from shardwise.config import EnvironmentConfig
+from shardwise.config import CustomEnvironment
 from shardwise.recipes.episodes import Episodes
 from shardwise.types import Completion, Example, GenerateRequest
 
@@ -81,8 +83,8 @@ def nobody():
 
 def play(scripts, *, prompts=("1",), awaited="3", group_size=1, max_tokens=20, environment=Echo, **options):
     policy = Policy(scripts)
-    config = EnvironmentConfig(path="given.py:AsIs", **options)
-    episodes = Episodes(config, environment, Digits(), policy)
+    config = CustomEnvironment(path="given.py:AsIs", **options)
+    episodes = Episodes(config, partial(environment, **config.parameters), Digits(), policy)
     examples = [
         Example(uid=f"row {p}", prompt_ids=[int(p)], prompt=p, data_source="", ground_truth=awaited) for p in prompts
     ]

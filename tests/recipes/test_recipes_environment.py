@@ -1,13 +1,17 @@
+import asyncio
+
 import pytest
 
-from shardwise.config import ConfigError, EnvironmentConfig
-from shardwise.recipes.environment import load_environment
+from shardwise.config import ConfigError, CustomEnvironment, ToolsEnvironment
+from shardwise.recipes.environment import check_environment, load_environment, tool_schemas
+from shardwise.types import Example
 
 NUMBER = 9
 
 
 class Whole:
-    def __init__(self, *, chances=1): ...
+    def __init__(self, *, chances=1):
+        self.chances = chances
 
     def reset(self, example): ...
 
@@ -36,11 +40,65 @@ class Half:
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(name, parameters, message):
-    config = EnvironmentConfig(path=f"{__file__}:{name}", parameters=parameters)
+    config = CustomEnvironment(path=f"{__file__}:{name}", parameters=parameters)
     with pytest.raises(ConfigError, match=rf"^rollout\.environment\.path=.*{message}"):
         load_environment(config)
 
 
 def test_an_environment_is_found_with_and_without_parameters():
     for parameters in ({}, {"chances": 2}):
-        assert load_environment(EnvironmentConfig(path=f"{__file__}:Whole", parameters=parameters)).__name__ == "Whole"
+        made = load_environment(CustomEnvironment(path=f"{__file__}:Whole", parameters=parameters))()
+        assert type(made).__name__ == "Whole"
+        assert made.chances == parameters.get("chances", 1)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def undescribed(a: int) -> int:
+    """Has no Args."""
+
+
+def untyped(a):
+    """Has no type.
+
+    Args:
+        a: What?
+    """
+
+
+def tools(*names, **options):
+    return ToolsEnvironment(functions=[f"{__file__}:{name}" for name in names], **options)
+
+
+def test_tools_are_described_by_their_hints_and_docstrings_and_called_by_name():
+    schema = tool_schemas(tools("add"))["add"]["function"]
+    assert schema["description"] == "Adds."
+    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "The second."}
+    assert schema["parameters"]["required"] == ["a"]
+    made = load_environment(tools("add", call_format="qwen", max_result_chars=9))()
+    made.reset(Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth=""))
+    text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"
+    assert asyncio.run(made.step(text)) == [{"role": "tool", "name": "add", "content": "5"}]
+    assert tool_schemas(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["undescribed"], "undescribed does not say how it is called"),
+        (["untyped"], "untyped does not say how it is called"),
+        (["add", "add"], "has two functions called add"),
+        (["ad"], "did you mean add"),
+    ],
+)
+def test_a_function_that_is_no_tool_is_refused(names, message):
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.functions.*{message}"):
+        check_environment(tools(*names))

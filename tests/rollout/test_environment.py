@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from shardwise.config import EnvironmentConfig
+from shardwise.config import CustomEnvironment
 from shardwise.rollout import EnvironmentCaller
 
 
 def caller(**options):
-    return EnvironmentCaller(EnvironmentConfig(path="a.py:B", **options))
+    return EnvironmentCaller(CustomEnvironment(path="a.py:B", **options))
 
 
 async def doubled(number):
@@ -55,7 +55,7 @@ def test_a_call_that_hangs_costs_its_deadline_and_nobody_elses_answer():
     assert time.perf_counter() - began < 3  # the thread that hangs is not waited for
     release.set()
     assert [type(answer) for answer in answers] == [TimeoutError, TimeoutError, int]
-    assert "no answer within 0.3 s (rollout.environment.timeout_seconds)" in str(answers[0])
+    assert str(answers[0]) == "no answer within 0.3 s"
 
 
 def test_a_timeout_of_the_environments_own_is_told_as_its_own():

@@ -133,6 +133,7 @@ def test_choices_that_are_no_functions_are_read_by_name():
     assert choices >= set(FUNCTIONS)
     assert {choice.__name__ for choice in choices - set(FUNCTIONS)} == {
         *("Custom", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward", "EnvironmentReward"),
+        *("CustomEnvironment", "ToolsEnvironment"),
         *("ForwardKl", "ReverseKl", "JensenShannon"),
     }
 

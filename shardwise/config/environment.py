@@ -1,0 +1,67 @@
+"""What answers the policy between its turns."""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from shardwise.config.base import Choice
+
+
+class _Environment(Choice):
+    tag: ClassVar[str] = "type"
+
+    max_turns: PositiveInt = 8
+    """The policy's turns in one completion."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Of one call of a method of the environment; one that takes longer is a failure of its completion."""
+    max_concurrent_calls: PositiveInt = 64
+    """Environments that are called at the same time."""
+
+
+class CustomEnvironment(_Environment):
+    """A class of your own."""
+
+    type: Literal["custom"] = "custom"
+    """custom: a class of your own, which is what a group without a type is; tools: functions that the policy may
+    call."""
+    path: str
+    """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
+    (docs/environments.md); every completion gets an instance of its own."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of every instance."""
+
+
+class ToolsEnvironment(_Environment):
+    """Functions that the policy may call; a turn that calls none is its answer."""
+
+    type: Literal["tools"] = "tools"
+    """tools: functions that the policy may call."""
+    functions: Annotated[list[str], Field(min_length=1)]
+    """Import paths, `path/to/file.py:name` or `package.module:name`. Type hints and a docstring with Args describe them
+    to the policy, through the chat template. Rows may offer some of them only (data.tools_column)."""
+    call_format: Literal["hermes", "qwen"] = "hermes"
+    """How the policy writes a call: hermes (Hermes, Qwen2.5, Qwen3) or qwen (Qwen3-Coder)."""
+    tool_timeout_seconds: PositiveFloat = 30.0
+    """Of one call; the policy is told about a longer one. All calls of a turn run at the same time."""
+    max_result_chars: PositiveInt = 4096
+    """What a call returns is cut here."""
+
+    @model_validator(mode="after")
+    def _calls_fit_into_a_step(self) -> Self:
+        if self.tool_timeout_seconds >= self.timeout_seconds:
+            raise ValueError(
+                f"tool_timeout_seconds={self.tool_timeout_seconds:g} must be below timeout_seconds="
+                f"{self.timeout_seconds:g}, or a slow tool would be a failure of the whole completion"
+            )
+        return self
+
+
+def _as_group(given: Any) -> Any:
+    if isinstance(given, str):
+        return {"type": "custom", "path": given}
+    return {"type": "custom", **given} if isinstance(given, dict) else given
+
+
+EnvironmentConfig = Annotated[
+    CustomEnvironment | ToolsEnvironment, Field(discriminator="type"), BeforeValidator(_as_group)
+]

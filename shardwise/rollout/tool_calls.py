@@ -1,0 +1,69 @@
+"""What a model writes when it calls tools, in the formats that model families are trained to write."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a tool, or what is wrong with it.
+
+    Example: `ToolCall(name="calculator", arguments={"expression": "2+3"})`, `ToolCall(error="not valid JSON: ...")`
+    """
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    """Calls as Hermes, Qwen2.5 and Qwen3 write them, in order.
+
+    Example: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`
+    """
+    return [_hermes_call(block) for block in _BLOCK.findall(text)]
+
+
+def qwen_calls(text: str) -> list[ToolCall]:
+    """Calls as Qwen3-Coder writes them, in order. Values are read as JSON where they are JSON, else as text.
+
+    Example: `<tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>`
+    """
+    return [call for block in _BLOCK.findall(text) for call in _qwen_calls(block)]
+
+
+FORMATS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
+"""By name: the text of a turn -> the calls in it."""
+
+
+def _hermes_call(block: str) -> ToolCall:
+    try:
+        call = json.loads(block)
+    except json.JSONDecodeError as error:
+        return ToolCall(error=f"the tool call is not valid JSON: {error}")
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(error='the tool call is not of the form {"name": ..., "arguments": {...}}')
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _qwen_calls(block: str) -> Iterator[ToolCall]:
+    functions = _FUNCTION.findall(block)
+    if not functions:
+        yield ToolCall(error="the tool call is not of the form <function=name>...</function>")
+    for name, body in functions:
+        yield ToolCall(name=name, arguments={key: _value(text) for key, text in _PARAMETER.findall(body)})
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

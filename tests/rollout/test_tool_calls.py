@@ -1,0 +1,57 @@
+import pytest
+
+from shardwise.rollout.tool_calls import ToolCall, hermes_calls, qwen_calls
+
+
+def test_hermes_calls_come_in_order_with_text_around_them():
+    text = (
+        "<think>two things</think><tool_call>\n"
+        '{"name": "add", "arguments": {"numbers": [1, {"deep": "}"}]}}\n</tool_call>\n'
+        '<tool_call>{"name": "now"}</tool_call> done'
+    )
+    assert hermes_calls(text) == [
+        ToolCall(name="add", arguments={"numbers": [1, {"deep": "}"}]}),
+        ToolCall(name="now", arguments={}),
+    ]
+
+
+def test_a_turn_that_ended_inside_its_last_call_made_it():
+    assert hermes_calls('<tool_call>{"name": "now"}') == [ToolCall(name="now")]
+    assert qwen_calls("<tool_call><function=now>") == [ToolCall(name="now")]
+
+
+@pytest.mark.parametrize("read", [hermes_calls, qwen_calls])
+@pytest.mark.parametrize("text", ["", "the answer is 5", "<tools>none</tools>", "tool_call"])
+def test_text_without_calls_has_none(read, text):
+    assert read(text) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
+        ("", "not valid JSON"),
+        ('["add"]', "not of the form"),
+        ('{"name": 3, "arguments": {}}', "not of the form"),
+        ('{"name": "add", "arguments": "a=1"}', "not of the form"),
+        ('{"arguments": {}}', "not of the form"),
+    ],
+)
+def test_a_hermes_call_that_cannot_be_read_says_why(block, error):
+    (call,) = hermes_calls(f"<tool_call>{block}</tool_call>")
+    assert error in call.error
+
+
+def test_qwen_calls_read_values_as_json_where_they_are():
+    text = (
+        "Let me see.\n<tool_call>\n<function=search>\n<parameter=query>\nthe 3 bears\n</parameter>\n"
+        '<parameter=limit>\n5\n</parameter>\n<parameter=tags>\n["a"]\n</parameter>\n</function>\n</tool_call>'
+        "<tool_call><function=a></function><function=b><parameter=code>x = 1\ny = 2</parameter></function></tool_call>"
+    )
+    assert qwen_calls(text) == [
+        ToolCall(name="search", arguments={"query": "the 3 bears", "limit": 5, "tags": ["a"]}),
+        ToolCall(name="a"),
+        ToolCall(name="b", arguments={"code": "x = 1\ny = 2"}),
+    ]
+    (call,) = qwen_calls('<tool_call>{"name": "a"}</tool_call>')
+    assert "<function=name>" in call.error

@@ -1,0 +1,104 @@
+"""Tools, as an environment calls them for a policy."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from pydantic import validate_call
+
+from shardwise.rollout import ToolEnvironment
+from shardwise.types import Example
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+async def slow_echo(text: str, seconds: float = 0.0) -> str:
+    await asyncio.sleep(seconds)
+    return text * 3
+
+
+def nap(seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+
+def fails() -> None:
+    raise RuntimeError("the tool is away")
+
+
+def environment(**options):
+    defaults = {"call_format": "hermes", "tool_timeout_seconds": 5.0, "max_result_chars": 40}
+    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails)}
+    return ToolEnvironment(tools, **(defaults | options))
+
+
+def example(tools=None):
+    return Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth="", tools=tools)
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def answers(made, *calls):
+    made.reset(example())
+    return [message["content"] for message in asyncio.run(made.step("".join(calls)))]
+
+
+def test_every_call_of_a_turn_is_answered_in_order_by_a_message():
+    made = environment()
+    made.reset(example())
+    assert asyncio.run(made.step("so: " + call("slow_echo", text="ab") + call("add", a=2, b=3))) == [
+        {"role": "tool", "name": "slow_echo", "content": "ababab"},
+        {"role": "tool", "name": "add", "content": "5"},
+    ]
+    assert asyncio.run(made.step("it is 5")) is None
+    assert made.reward() == {"score": 0.0, "tool_calls": 2, "tool_errors": 0}
+
+
+def test_calls_of_a_turn_run_at_the_same_time():
+    began = time.perf_counter()
+    answers(environment(), call("nap", seconds=0.4), call("nap", seconds=0.4), call("slow_echo", text="", seconds=0.4))
+    assert time.perf_counter() - began < 0.9
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (call("ad", a=1), "error: there is no tool 'ad'; did you mean add?"),
+        (call("xyz"), "error: there is no tool 'xyz'; the tools are add, fails, nap, slow_echo"),
+        (call("add", a="two"), "error: add: a: Input should be a valid integer"),
+        (call("add"), "error: add: a: Missing required argument"),
+        (call("add", a=1, c=1), "error: add: c: Unexpected keyword argument"),
+        (call("fails"), "error: fails: RuntimeError: the tool is away"),
+        ("<tool_call>{</tool_call>", "error: the tool call is not valid JSON"),
+        (call("nap", seconds=9), "error: nap: TimeoutError: no answer within 0.2 s"),
+        (call("slow_echo", text="", seconds=9), "error: slow_echo: TimeoutError: no answer within 0.2 s"),
+    ],
+)
+def test_a_call_that_cannot_be_answered_tells_the_policy_why(asked, answer):
+    made = environment(tool_timeout_seconds=0.2, max_result_chars=1000)
+    first, second = answers(made, asked, call("add", a="1"))
+    assert first.startswith(answer)
+    assert second == "2"  # the others are answered; a number may be text, as some models write it
+    assert made.reward() == {"score": 0.0, "tool_calls": 2, "tool_errors": 1}
+
+
+def test_long_results_are_cut():
+    assert answers(environment(max_result_chars=5), call("slow_echo", text="abc")) == ["abcab..."]
+
+
+def test_a_row_offers_some_tools_only():
+    made = environment(max_result_chars=100)
+    made.reset(example(["nap", "fails"]))
+    (message,) = asyncio.run(made.step(call("add", a=1)))
+    assert "the tools are fails, nap" in message["content"]
+
+
+def test_the_other_format_is_read_where_it_is_chosen():
+    made = environment(call_format="qwen")
+    text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"
+    assert answers(made, text) == ["5"]
