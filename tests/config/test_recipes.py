@@ -201,13 +201,12 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
     [
         (
             [*RL, "algorithm.advantage=gae"],
-            "algorithm.advantage=gae needs a critic; critic and algorithm.advantage=gae belong together (critic: {} "
-            "takes every default)",
+            "algorithm.advantage=gae needs a critic; add one (critic: {} takes every default)",
         ),
         (
             [*RL, "critic={}"],
-            "algorithm.advantage=grpo has no use for the critic; critic and algorithm.advantage=gae belong together "
-            "(critic: {} takes every default)",
+            "algorithm.advantage=grpo has no use for the critic; remove it, or set algorithm.advantage to gae or to a "
+            "function of your own",
         ),
         (
             DISTILL,
@@ -276,7 +275,7 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
 
 
 def test_parts_of_reinforcement_learning_that_fit_are_taken():
-    assert RLConfig.load(None, GAE).critic.value_clip == 0.5
+    assert RLConfig.load(None, GAE).critic.value_loss.clip == 0.5
     teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
     assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
     assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty
