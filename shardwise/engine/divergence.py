@@ -144,7 +144,8 @@ class _SumOfTerms(torch.autograd.Function):
     passes over the logits; backward computes them once more.
 
     With l the student's log probabilities, p = exp(l), z its logits and f' the terms' derivatives with respect to l,
-    d sum_v f(l_v) / d z_j = f'_j - p_j sum_v f'_v, because d l_v / d z_j = 1[v = j] - p_j.
+    d sum_v f(l_v) / d z_j = f'_j - p_j sum_v f'_v, because d l_v / d z_j = 1[v = j] - p_j. sum_v f'_v is divided by
+    sum_v p_v, which rounding keeps from 1: so the gradient of a row sums to 0, as that of anything normalised does.
     """
 
     @staticmethod
@@ -168,7 +169,7 @@ class _SumOfTerms(torch.autograd.Function):
             softmax.add_(student.chunk(start, chunk))
             teacher_softmax.add_(teacher.chunk(start, chunk))
         log_total, teacher_log_total = softmax.log_total(), teacher_softmax.log_total()
-        divergence, slope = torch.zeros_like(log_total), torch.zeros_like(log_total)
+        divergence, slope, total = (torch.zeros_like(log_total) for _ in range(3))
         for start in range(0, vocab, chunk):
             log_probs = student.chunk(start, chunk).sub_(log_total[:, None])
             teacher_log_probs = teacher.chunk(start, chunk).sub_(teacher_log_total[:, None])
@@ -178,6 +179,8 @@ class _SumOfTerms(torch.autograd.Function):
             values, slopes = _terms_and_slopes(terms, log_probs, teacher_log_probs)
             divergence += values.sum(1)
             slope += slopes.sum(1)
+            total += log_probs.exp_().sum(1)
+        slope /= total
         ctx.save_for_backward(states, weight, teacher_states, teacher_weight, log_total, teacher_log_total, slope)
         ctx.settings = (terms, temperature, transform, teacher_transform, chunk)
         return divergence
