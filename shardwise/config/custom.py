@@ -24,6 +24,6 @@ class Custom(Choice):
 
     name: Literal["custom"] = "custom"
     function: str
-    """`path/to/file.py:name` or `package.module:name`; takes what the built-in ones take (docs/algorithms.md)."""
+    """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Passed by keyword."""

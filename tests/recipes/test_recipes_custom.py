@@ -1,7 +1,9 @@
 """Functions of one's own: those that equal built-in ones make the same step, and what they return is checked."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -310,6 +312,17 @@ def places_of(cls, prefix=""):
 @pytest.mark.parametrize("cls", get_args(RecipeConfig))
 def test_every_key_that_takes_an_import_path_says_how_the_function_is_called(cls):
     assert set(places_of(cls)) == set(ARGUMENTS.get(cls, {}))
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [(key, arguments) for keys in ARGUMENTS.values() for key, arguments in keys.items()],
+)
+def test_the_page_in_docs_shows_how_every_function_is_called(key, arguments):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in page.splitlines() if row.startswith(f"| `{key}`")]
+    shown = [tuple(re.sub(r" \[[^]]*\]", "", row[2]).strip(" `").split(", ")) for row in rows]
+    assert arguments in shown
 
 
 @pytest.mark.parametrize(
