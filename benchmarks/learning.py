@@ -65,8 +65,7 @@ REINFORCEMENT: dict[str, dict[str, Any]] = {
     "rloo": {"algorithm.advantage": "rloo"},
     "dr_grpo": {
         "algorithm.advantage": {"name": "grpo", "scale": "none"},
-        "algorithm.aggregation": "seq-mean-token-sum-norm",
-        "algorithm.aggregation_divisor": 8,
+        "algorithm.aggregation": {"name": "seq-mean-token-sum-norm", "divisor": 8},
     },
     "reinforce_plus_plus": {"algorithm.advantage": "reinforce_plus_plus"},
     "gspo": {

@@ -22,7 +22,7 @@ from shardwise.algorithms.covariance_policy_loss import clip_cov, clip_cov_selec
 from shardwise.algorithms.distillation import reverse_kl_advantages
 from shardwise.algorithms.divergence_policy_loss import dppo_kl, dppo_tv
 from shardwise.algorithms.kl import adaptive_kl_coef, kl_divergence
-from shardwise.algorithms.masked import aggregate, sequence_sums, trained_mean
+from shardwise.algorithms.masked import Aggregation, aggregate, sequence_sums, trained_mean
 from shardwise.algorithms.overlong import overlong_penalty
 from shardwise.algorithms.policy_loss import cispo, ppo_clip, reinforce, sapo
 from shardwise.algorithms.preference_loss import bradley_terry, dpo, ipo, kto, orpo, simpo

@@ -1,16 +1,8 @@
 """The typed configuration: torch-free, frozen, without unknown keys. The YAML is exactly this tree."""
 
-from shardwise.config.algorithm import (
-    AdaptiveKl,
-    AlgorithmConfig,
-    ClipCov,
-    Custom,
-    Gae,
-    Gdpo,
-    KlCov,
-    RolloutCorrectionConfig,
-)
+from shardwise.config.algorithm import AlgorithmConfig, ClipCov, Gae, Gdpo, KlCov, SeqMeanTokenSumNorm
 from shardwise.config.base import Choice, Config, key_paths
+from shardwise.config.custom import Custom
 from shardwise.config.data import (
     DataConfig,
     EvalDataConfig,
@@ -41,7 +33,15 @@ from shardwise.config.errors import (
     TrainingError,
     UserError,
 )
-from shardwise.config.preference import BradleyTerry, DistillationConfig, JensenShannon, Kto, PreferenceLoss
+from shardwise.config.kl import AdaptiveKl, KlController
+from shardwise.config.preference import (
+    BradleyTerry,
+    DistillationConfig,
+    JensenShannon,
+    Kto,
+    PreferenceLoss,
+    RewardModelLoss,
+)
 from shardwise.config.recipes import (
     BatchTrainerConfig,
     CriticConfig,
@@ -59,3 +59,4 @@ from shardwise.config.recipes import (
 )
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
+from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig

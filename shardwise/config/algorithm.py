@@ -1,39 +1,17 @@
-"""How rewards become a loss: one class for each function of `algorithms`, whose keys are the function's parameters.
+"""How rewards become a loss: one class for each function of `algorithms`, whose keys are the function's parameters."""
 
-Wherever a function is chosen, its name alone stands for its defaults (`advantage: rloo`), and an import path for a
-function of one's own (`advantage: rules.py:my_advantage`).
-"""
+from typing import Annotated, Literal, Self
 
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.base import Choice, Config
+from shardwise.config.custom import Custom, named
+from shardwise.config.kl import K3, FixedKl, KlController, KlEstimator
+from shardwise.config.rollout_correction import RolloutCorrectionConfig
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
-
-
-def named(default: str) -> BeforeValidator:
-    """Reads a name, or an import path, as the choice with that name; keys without a name belong to the default one."""
-
-    def expand(value: Any) -> Any:
-        if isinstance(value, str):
-            return {"name": "custom", "function": value} if ":" in value else {"name": value}
-        return {"name": default, **value} if isinstance(value, dict) else value
-
-    return BeforeValidator(expand)
-
-
-class Custom(Choice):
-    """A function of one's own."""
-
-    name: Literal["custom"] = "custom"
-    function: str
-    """`path/to/file.py:name` or `package.module:name`; takes what the built-in ones take (docs/algorithms.md)."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Passed by keyword."""
 
 
 class Grpo(Choice):
@@ -278,100 +256,54 @@ PolicyLoss = Annotated[
 ]
 
 
-class FixedKl(Choice):
-    """kl_coef stays as it is."""
+class TokenMean(Choice):
+    """The sum over tokens / trained tokens."""
 
-    name: Literal["fixed"] = "fixed"
-
-
-class AdaptiveKl(Choice):
-    """kl_coef rises while the KL divergence is above its target, and falls below it."""
-
-    name: Literal["adaptive"] = "adaptive"
-    target: PositiveFloat
-    """The mean KL divergence per token to hold, in nats."""
-    horizon: PositiveInt = 10_000
-    """Samples after which a constant error of 20 % has changed the coefficient by 20 %."""
+    name: Literal["token-mean"] = "token-mean"
 
 
-KlController = Annotated[FixedKl | AdaptiveKl, Field(discriminator="name"), named("fixed")]
+class SeqMeanTokenMean(Choice):
+    """The mean over sequences of the mean over their trained tokens."""
 
-KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
-
-
-class WeightsConfig(Config):
-    """Importance weights of rollout correction: policy / rollout probability, bounded."""
-
-    level: Literal["token", "sequence"] = "token"
-    """The ratio of each token, or of its whole sequence."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: at most `high` (TIS); mask: 0 outside [low, high] (IcePop)."""
-    low: NonNegativeFloat | None = None
-    """The lower bound of mask."""
-    high: PositiveFloat = 2.0
-    """The upper bound."""
-
-    @model_validator(mode="after")
-    def _bounds_are_used(self) -> Self:
-        if (self.mode == "mask") != (self.low is not None):
-            raise ValueError(f"mode={self.mode} with low={self.low}: mask needs a lower bound, truncate has none")
-        _require_order(low=self.low, high=self.high)
-        return self
+    name: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
 
 
-class RejectionConfig(Config):
-    """Rejection of tokens or sequences on which trainer and rollout engine disagree."""
+class SeqMeanTokenSum(Choice):
+    """The sum over tokens / sequences."""
 
-    level: Literal["token", "sequence-sum", "sequence-mean", "sequence-max"] = "token"
-    """What is judged, and by which figure of its tokens."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1: the ratio policy / rollout itself; k2, k3: the KL estimate."""
-    low: NonNegativeFloat | None = None
-    """Rejected below this; null is no bound."""
-    high: PositiveFloat | None = 2.0
-    """Rejected above this; null is no bound."""
-
-    @model_validator(mode="after")
-    def _bounds_are_used(self) -> Self:
-        if self.estimator != "k1" and self.low is not None:
-            raise ValueError(
-                f"low={self.low} with estimator={self.estimator}: small values of k2 and k3 are agreement; set only "
-                "high"
-            )
-        if self.low is None and self.high is None:
-            raise ValueError("low=null and high=null reject nothing; set one, or remove rejection")
-        _require_order(low=self.low, high=self.high)
-        return self
+    name: Literal["seq-mean-token-sum"] = "seq-mean-token-sum"
 
 
-class RolloutCorrectionConfig(Config):
-    """What is done about a rollout engine whose logprobs differ from the trainer's."""
+class SeqMeanTokenSumNorm(Choice):
+    """The sum over tokens / (sequences x a fixed length)."""
 
-    bypass: bool = False
-    """Take the rollout's logprobs for old_logprobs: one forward pass fewer; the ratio of the policy loss corrects."""
-    weights: WeightsConfig | None = None
-    """Multiply each token's policy loss by an importance weight."""
-    rejection: RejectionConfig | None = None
-    """Leave tokens out of the loss and of its denominators."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether it needs the trainer's logprobs beside the rollout's."""
-        return self.weights is not None or self.rejection is not None
-
-    @model_validator(mode="after")
-    def _bypass_stands_alone(self) -> Self:
-        if self.bypass and self.compares:
-            raise ValueError(
-                "bypass=true makes old_logprobs the rollout's own, so weights and rejection would compare them with "
-                "themselves; remove bypass, or weights and rejection"
-            )
-        return self
+    name: Literal["seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm"
+    divisor: PositiveFloat
+    """The fixed length (Dr.GRPO: rollout.max_response_tokens)."""
 
 
-def _require_order(*, low: float | None, high: float | None) -> None:
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"low={low} is above high={high}; swap them")
+class TokenSum(Choice):
+    """The sum over tokens."""
+
+    name: Literal["token-sum"] = "token-sum"
+
+
+Aggregation = Annotated[
+    TokenMean | SeqMeanTokenMean | SeqMeanTokenSum | SeqMeanTokenSumNorm | TokenSum | Custom,
+    Field(discriminator="name"),
+    named("token-mean"),
+]
+
+
+class ClippedValueLoss(Choice):
+    """Half the squared error, with PPO's clip of the value."""
+
+    name: Literal["clipped"] = "clipped"
+    clip: PositiveFloat | None = 0.5
+    """How far a value may move from that of the rollout before its gradient is cut; null is off."""
+
+
+ValueLoss = Annotated[ClippedValueLoss | Custom, Field(discriminator="name"), named("clipped")]
 
 
 class OverlongConfig(Config):
@@ -390,20 +322,17 @@ class AlgorithmConfig(Config):
     """How a sample's advantage is computed; a name, {name, parameters}, or an import path."""
     policy_loss: PolicyLoss = PpoClip()
     """The loss of a token; a name, {name, parameters}, or an import path."""
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
-    ] = "token-mean"
-    """How per-token losses become one number over the whole optimizer step."""
-    aggregation_divisor: PositiveFloat | None = None
-    """The fixed length that seq-mean-token-sum-norm divides by (Dr.GRPO: rollout.max_response_tokens)."""
+    aggregation: Aggregation = TokenMean()
+    """How per-token losses become one number over the whole optimizer step; a name, {name, parameters}, or an import
+    path."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """The weight of the KL divergence from the reference policy; 0 builds no reference engine."""
-    kl_estimator: KlEstimator = "k3"
-    """The per-token estimator of that divergence; with + its value, and in the loss the gradient of k2."""
+    kl_estimator: KlEstimator = K3()
+    """The per-token estimator of that divergence; a name, {name, parameters}, or an import path."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to the loss, or subtract it from the rewards."""
     kl_controller: KlController = FixedKl()
-    """How kl_coef changes during the run; a name, or {name, parameters}."""
+    """How kl_coef changes during the run; a name, {name, parameters}, or an import path."""
     overlong_penalty: OverlongConfig | None = None
     """Subtracted from the rewards of overlong completions; null is none."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
@@ -415,22 +344,21 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _keys_have_effect(self) -> Self:
-        if (self.aggregation == "seq-mean-token-sum-norm") != (self.aggregation_divisor is not None):
+        estimator = self.kl_estimator.name
+        if self.kl_coef == 0 and (self.kl_in == "reward" or estimator != "k3"):
             raise ValueError(
-                f"aggregation={self.aggregation} with aggregation_divisor={self.aggregation_divisor}: the divisor "
-                "belongs to aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)"
-            )
-        if self.kl_coef == 0 and (self.kl_in == "reward" or self.kl_estimator != "k3"):
-            raise ValueError(
-                f"kl_in={self.kl_in} and kl_estimator={self.kl_estimator} have no effect with kl_coef=0; set kl_coef, "
+                f"kl_in={self.kl_in} and kl_estimator={estimator} have no effect with kl_coef=0; set kl_coef, "
                 "or remove them"
             )
-        if self.kl_coef == 0 and self.kl_controller.name == "adaptive":
-            raise ValueError("kl_controller=adaptive scales kl_coef, and kl_coef=0 stays 0; set it, e.g. to 0.001")
-        if self.kl_in == "reward" and self.kl_estimator.endswith("+"):
+        if self.kl_coef == 0 and self.kl_controller.name != "fixed":
             raise ValueError(
-                f"kl_estimator={self.kl_estimator} differs from {self.kl_estimator[:-1]} in its gradient only, which "
-                "kl_in=reward has none of; remove the +"
+                f"kl_controller={self.kl_controller.name} moves kl_coef, and kl_coef=0 builds no reference to measure "
+                "from; set it, e.g. to 0.001"
+            )
+        if self.kl_in == "reward" and estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator={estimator} differs from {estimator[:-1]} in its gradient only, which kl_in=reward has "
+                "none of; remove the +"
             )
         return self
 

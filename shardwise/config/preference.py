@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from shardwise.config.algorithm import named
 from shardwise.config.base import Choice, Config
+from shardwise.config.custom import Custom, named
 
 
 class Dpo(Choice):
@@ -56,18 +56,28 @@ class Kto(Choice):
     """The weight of undesirable answers."""
 
 
-PreferenceLoss = Annotated[Dpo | Ipo | Simpo | Orpo | Kto, Field(discriminator="name"), named("dpo")]
+class CustomPreference(Custom):
+    """A loss of one's own, on pairs."""
+
+    uses_reference: bool = True
+    """Whether it compares with a reference policy; false builds none, and ref_sums are 0."""
+
+
+PreferenceLoss = Annotated[Dpo | Ipo | Simpo | Orpo | Kto | CustomPreference, Field(discriminator="name"), named("dpo")]
 
 REFERENCE_FREE = frozenset({"simpo", "orpo"})
 """Those that need no reference policy."""
 
 
-class BradleyTerry(Config):
-    """The loss of a reward model: the chosen answer scores higher than the rejected one, by the margin if there is
-    one."""
+class BradleyTerry(Choice):
+    """The chosen answer scores higher than the rejected one, by the margin if there is one."""
 
+    name: Literal["bradley_terry"] = "bradley_terry"
     center_coef: NonNegativeFloat = 0.0
     """The weight of the squared sum of a pair's scores, which keeps scores around 0."""
+
+
+RewardModelLoss = Annotated[BradleyTerry | Custom, Field(discriminator="name"), named("bradley_terry")]
 
 
 class ForwardKl(Choice):
@@ -90,14 +100,14 @@ class JensenShannon(Choice):
     """The teacher's share of the mixture."""
 
 
-Divergence = Annotated[ForwardKl | ReverseKl | JensenShannon, Field(discriminator="name"), named("forward_kl")]
+Divergence = Annotated[ForwardKl | ReverseKl | JensenShannon | Custom, Field(discriminator="name"), named("forward_kl")]
 
 
 class DistillationConfig(Config):
     """How the student follows the teacher."""
 
     divergence: Divergence = ForwardKl()
-    """Over the whole vocabulary, per token; a name, or {name, parameters}."""
+    """Over the whole vocabulary, per token; a name, {name, parameters}, or an import path."""
     temperature: PositiveFloat = 1.0
     """Of both distributions."""
     cross_entropy_coef: NonNegativeFloat = 0.0

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
+from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss
 from shardwise.config.base import Config
 from shardwise.config.data import (
     EvalDataConfig,
@@ -23,7 +23,15 @@ from shardwise.config.engine import (
     OptimizerConfig,
 )
 from shardwise.config.environment import ToolsEnvironment
-from shardwise.config.preference import REFERENCE_FREE, BradleyTerry, DistillationConfig, Dpo, PreferenceLoss
+from shardwise.config.preference import (
+    REFERENCE_FREE,
+    BradleyTerry,
+    CustomPreference,
+    DistillationConfig,
+    Dpo,
+    PreferenceLoss,
+    RewardModelLoss,
+)
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 
@@ -81,7 +89,7 @@ class PreferenceConfig(Config):
     data: PreferenceDataConfig = PreferenceDataConfig()
     engine: EngineConfig = EngineConfig()
     loss: PreferenceLoss = Dpo()
-    """What is learnt from a pair; a name, or {name, parameters}."""
+    """What is learnt from a pair; a name, {name, parameters}, or an import path."""
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy; null takes that of the policy."""
     reference_logprobs: Literal["each_step", "before_training"] = "each_step"
@@ -97,6 +105,8 @@ class PreferenceConfig(Config):
     @property
     def uses_reference(self) -> bool:
         """Whether the loss compares with a reference policy."""
+        if isinstance(self.loss, CustomPreference):
+            return self.loss.uses_reference
         return self.loss.name not in REFERENCE_FREE
 
     @property
@@ -120,7 +130,7 @@ class PreferenceConfig(Config):
                 f"reference has no effect with loss={self.loss.name}, reference_logprobs={self.reference_logprobs} and "
                 f"engine.lora={given}, which build no second engine; remove it"
             )
-        if self.reference_logprobs == "before_training" and self.loss.name in {*REFERENCE_FREE, "kto"}:
+        if self.reference_logprobs == "before_training" and (not self.uses_reference or self.loss.name == "kto"):
             why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
             raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
         lora = self.engine.lora
@@ -180,7 +190,8 @@ class RewardModelConfig(Config):
     model: ModelConfig
     data: PreferenceDataConfig = PreferenceDataConfig()
     engine: EngineConfig = EngineConfig()
-    loss: BradleyTerry = BradleyTerry()
+    loss: RewardModelLoss = BradleyTerry()
+    """What is learnt from a pair; a name, {name, parameters}, or an import path."""
     trainer: BatchTrainerConfig = BatchTrainerConfig()
 
     @model_validator(mode="after")
@@ -203,8 +214,8 @@ class CriticConfig(Config):
     """How it learns."""
     policy_waits_steps: Annotated[int, Field(ge=0)] = 0
     """So many steps of the run only the critic learns."""
-    value_clip: PositiveFloat | None = 0.5
-    """How far a value may move from that of the rollout before its gradient is cut; null is off."""
+    value_loss: ValueLoss = ClippedValueLoss()
+    """The loss of a token's value; a name, {name, parameters}, or an import path."""
 
 
 class SourceTeacherConfig(TeacherConfig):
@@ -223,7 +234,7 @@ class RLConfig(Config):
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
     critic: CriticConfig | None = None
-    """PPO's critic, which algorithm.advantage=gae needs."""
+    """PPO's critic, which algorithm.advantage=gae needs and an advantage of one's own may have."""
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
     """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
     rollout: RolloutConfig = RolloutConfig()
@@ -288,10 +299,12 @@ class RLConfig(Config):
             raise ValueError(
                 "reference has no effect with algorithm.kl_coef=0, which needs no reference policy; remove one of them"
             )
-        if (advantage == "gae") != (self.critic is not None):
+        if self.critic is None and advantage == "gae":
+            raise ValueError("algorithm.advantage=gae needs a critic; add one (critic: {} takes every default)")
+        if self.critic is not None and advantage not in ("gae", "custom"):
             raise ValueError(
-                f"algorithm.advantage={advantage} {'needs a' if self.critic is None else 'has no use for the'} critic; "
-                "critic and algorithm.advantage=gae belong together (critic: {} takes every default)"
+                f"algorithm.advantage={advantage} has no use for the critic; remove it, or set algorithm.advantage to "
+                "gae or to a function of your own"
             )
         if (advantage == "distill") != bool(self.teachers):
             raise ValueError(

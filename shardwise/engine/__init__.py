@@ -1,6 +1,7 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
 from shardwise.engine.convert import convert_folder
+from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, TrainEngine
 from shardwise.engine.heads import HeadName
 from shardwise.engine.lesson import Divergence, Lesson

@@ -4,6 +4,7 @@ Shapes: N scored tokens, D hidden size of the student, E of the teacher, V vocab
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,11 @@ from shardwise.ops import LogitTransform
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 """forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher). jensen_shannon: between both, by beta."""
 
+VocabularyTerms = Callable[[Tensor, Tensor], Tensor]
+"""A divergence of one's own, as what is summed over the vocabulary: (student_logprobs [N, C], teacher_logprobs [N, C])
+-> terms [N, C], with a graph where student_logprobs have one. A term may look at its own word alone: what else is in
+its chunk depends on memory. Probabilities may be 0 in float32, and their logarithms large and negative."""
+
 
 def vocabulary_divergence(
     states: Tensor,
@@ -23,7 +29,7 @@ def vocabulary_divergence(
     teacher_states: Tensor,
     teacher_weight: Tensor,
     *,
-    kind: DivergenceKind,
+    kind: DivergenceKind | VocabularyTerms,
     beta: float,
     temperature: float,
     transform: LogitTransform,
@@ -34,6 +40,7 @@ def vocabulary_divergence(
     Args:
         states, weight: [N, D] and [V, D], the student's hidden states and output projection.
         teacher_states, teacher_weight: [N, E] and [V, E]; carry no gradient.
+        kind: one of the names above, or the terms of a divergence of one's own.
         beta: in (0, 1), used by jensen_shannon: beta KL(teacher || M) + (1 - beta) KL(student || M) with the mixture
             M = beta teacher + (1 - beta) student. Divided by beta it nears forward_kl as beta goes to 0, divided by
             1 - beta it nears reverse_kl as beta goes to 1.
@@ -49,8 +56,11 @@ def vocabulary_divergence(
     assert not teacher_states.requires_grad, "a teacher learns nothing"
     assert not teacher_weight.requires_grad, "a teacher learns nothing"
     assert kind != "jensen_shannon" or 0.0 < beta < 1.0, f"beta={beta}"
-    divergence: Tensor = _VocabularyDivergence.apply(
-        states, weight, teacher_states, teacher_weight, kind, beta, temperature, transform, teacher_transform
+    tensors, settings = (states, weight, teacher_states, teacher_weight), (temperature, transform, teacher_transform)
+    divergence: Tensor = (
+        _SumOfTerms.apply(*tensors, kind, *settings)
+        if callable(kind)
+        else _VocabularyDivergence.apply(*tensors, kind, beta, *settings)
     )
     return divergence
 
@@ -127,6 +137,79 @@ class _VocabularyDivergence(torch.autograd.Function):
                     grad.mul_(log_probs.exp_())
             gradients.add_(start, grad, before_temperature)
         return *gradients.results(), *[None] * 7
+
+
+class _SumOfTerms(torch.autograd.Function):
+    """Sums terms of one's own in vocabulary chunks. The normalisation of both models comes first, so forward takes two
+    passes over the logits; backward computes them once more.
+
+    With l the student's log probabilities, p = exp(l), z its logits and f' the terms' derivatives with respect to l,
+    d sum_v f(l_v) / d z_j = f'_j - p_j sum_v f'_v, because d l_v / d z_j = 1[v = j] - p_j. sum_v f'_v is divided by
+    sum_v p_v, which rounding keeps from 1: so the gradient of a row sums to 0, as that of anything normalised does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        teacher_states: Tensor,
+        teacher_weight: Tensor,
+        terms: VocabularyTerms,
+        temperature: float,
+        transform: LogitTransform,
+        teacher_transform: LogitTransform,
+    ) -> Tensor:
+        student = VocabularyLogits(states, weight, temperature, transform)
+        teacher = VocabularyLogits(teacher_states, teacher_weight, temperature, teacher_transform)
+        num_scored, vocab = states.shape[0], weight.shape[0]
+        chunk = chunk_size(2 * num_scored, vocab, states.device)  # of both models
+        softmax, teacher_softmax = (RunningSoftmax(num_scored, states.device) for _ in range(2))
+        for start in range(0, vocab, chunk):
+            softmax.add_(student.chunk(start, chunk))
+            teacher_softmax.add_(teacher.chunk(start, chunk))
+        log_total, teacher_log_total = softmax.log_total(), teacher_softmax.log_total()
+        divergence, slope, total = (torch.zeros_like(log_total) for _ in range(3))
+        for start in range(0, vocab, chunk):
+            log_probs = student.chunk(start, chunk).sub_(log_total[:, None])
+            teacher_log_probs = teacher.chunk(start, chunk).sub_(teacher_log_total[:, None])
+            if not any(ctx.needs_input_grad):
+                divergence += terms(log_probs, teacher_log_probs).sum(1)
+                continue
+            values, slopes = _terms_and_slopes(terms, log_probs, teacher_log_probs)
+            divergence += values.sum(1)
+            slope += slopes.sum(1)
+            total += log_probs.exp_().sum(1)
+        slope /= total
+        ctx.save_for_backward(states, weight, teacher_states, teacher_weight, log_total, teacher_log_total, slope)
+        ctx.settings = (terms, temperature, transform, teacher_transform, chunk)
+        return divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, teacher_states, teacher_weight, log_total, teacher_log_total, slope = ctx.saved_tensors
+        terms, temperature, transform, teacher_transform, chunk = ctx.settings
+        student = VocabularyLogits(states, weight, temperature, transform)
+        teacher = VocabularyLogits(teacher_states, teacher_weight, temperature, teacher_transform)
+        gradients = VocabularyGradients(student, grad_divergence, ctx.needs_input_grad[:2])
+        for start in range(0, weight.shape[0], chunk):
+            logits = student.chunk(start, chunk)
+            before_temperature = student.before_temperature(logits)
+            log_probs = logits.sub_(log_total[:, None])
+            teacher_log_probs = teacher.chunk(start, chunk).sub_(teacher_log_total[:, None])
+            _, slopes = _terms_and_slopes(terms, log_probs, teacher_log_probs)
+            gradients.add_(start, slopes - log_probs.exp_().mul_(slope[:, None]), before_temperature)
+        return *gradients.results(), *[None] * 6
+
+
+def _terms_and_slopes(terms: VocabularyTerms, log_probs: Tensor, teacher_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The terms of a chunk, and their derivatives with respect to the student's log probabilities, [N, C] each."""
+    with torch.enable_grad():
+        leaf = log_probs.detach().requires_grad_()
+        values = terms(leaf, teacher_log_probs)
+        (slopes,) = torch.autograd.grad(values.sum(), leaf)
+    return values.detach(), slopes
 
 
 def _log_mixture(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.engine.divergence import DivergenceKind, vocabulary_divergence
+from shardwise.engine.divergence import DivergenceKind, VocabularyTerms, vocabulary_divergence
 from shardwise.ops import LogitTransform
 
 
@@ -18,7 +18,8 @@ class Divergence:
     Example: `Divergence(kind="jensen_shannon", beta=0.1, temperature=2.0)`
     """
 
-    kind: DivergenceKind = "forward_kl"
+    kind: DivergenceKind | VocabularyTerms = "forward_kl"
+    """By its name, or as the terms that are summed over the vocabulary."""
     beta: float = 0.5
     """In (0, 1); only jensen_shannon reads it."""
     temperature: float = 1.0

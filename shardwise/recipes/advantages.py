@@ -19,7 +19,6 @@ from shardwise.algorithms import (
     grpo,
     grpo_passk,
     kl_cov_selection,
-    kl_divergence,
     maxrl,
     mismatch_metrics,
     opo,
@@ -33,9 +32,10 @@ from shardwise.algorithms import (
     rollout_rejection,
     rollout_weights,
 )
-from shardwise.config import AlgorithmConfig, TrainingError
+from shardwise.config import AlgorithmConfig, Custom, MismatchRejection, RatioWeights, TrainingError
 from shardwise.config.algorithm import GROUP_ADVANTAGES
-from shardwise.rewards import load_function
+from shardwise.recipes.custom import EXTRAS, CustomFunction
+from shardwise.recipes.losses import kl_estimate
 from shardwise.types import Metrics, MetricValue, Sample
 
 AdvantageFn = Callable[..., Tensor]
@@ -85,14 +85,13 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     )
     if config.kl_in == "reward" and config.kl_coef > 0:
         reference = padded([present(sample.ref_logprobs) for sample in samples])
-        kl = kl_divergence(policy_logprobs, reference, estimator=config.kl_estimator)
-        token_rewards = token_rewards - kl_coef * kl
+        kl = kl_estimate(config)(policy_logprobs.flatten(), reference.flatten())
+        token_rewards = token_rewards - kl_coef * kl.view_as(token_rewards)
     returns = None
     match chosen.name:
         case "gae":
             values = padded([present(sample.values) for sample in samples])
             advantages, returns = gae(token_rewards, loss_mask, values, **chosen.arguments())
-            metrics |= explained_variance(values, returns, loss_mask)
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
             weights = {name: scored.reward_weights.get(name, 1.0) for name in parts}  # a manager's parts have none
@@ -105,14 +104,16 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             advantages = reverse_kl_advantages(policy_logprobs, padded(scored.teacher_logprobs), loss_mask)
             metrics["policy/teacher_kl"] = MetricValue.mean(float(-advantages.sum()), int(loss_mask.sum()))
         case "custom":
-            function = load_function(chosen.function, key="algorithm.advantage")
-            advantages = function(token_rewards, loss_mask, group_ids, **chosen.parameters)
-            _check_shape(advantages, loss_mask, chosen.function)
+            advantages, returns = _custom_advantages(chosen, scored, token_rewards, loss_mask, group_ids)
         case name:
             advantages = ADVANTAGES[name](token_rewards, loss_mask, group_ids, **chosen.arguments())
     _require_finite(advantages, samples, config)
-    samples = _with_rows(samples, "advantages", advantages)
-    return (samples if returns is None else _with_rows(samples, "returns", returns)), metrics
+    learned = _with_rows(samples, "advantages", advantages)
+    if returns is None:
+        return learned, metrics
+    _require_finite(returns, samples, config)
+    values = padded([present(sample.values) for sample in samples])
+    return _with_rows(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *, max_tokens: int) -> list[Sample]:
@@ -147,27 +148,11 @@ def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) 
         return list(samples), apart
     weights, kept = torch.ones_like(old), loss_mask
     if correction.weights is not None:
-        weights = rollout_weights(
-            old,
-            rollout,
-            loss_mask,
-            level=correction.weights.level,
-            mode=correction.weights.mode,
-            low=correction.weights.low,
-            high=correction.weights.high,
-        )
+        weights = _weights(correction.weights, old, rollout, loss_mask)
     if correction.rejection is not None:
-        kept = rollout_rejection(
-            old,
-            rollout,
-            loss_mask,
-            level=correction.rejection.level,
-            estimator=correction.rejection.estimator,
-            low=correction.rejection.low,
-            high=correction.rejection.high,
-        )
+        kept = _kept(correction.rejection, old, rollout, loss_mask)
     corrected = _with_rows(_with_rows(samples, "weights", weights), "loss_mask", kept)
-    high = math.inf if correction.weights is None else correction.weights.high
+    high = correction.weights.high if isinstance(correction.weights, RatioWeights) else math.inf
     return corrected, apart | correction_metrics(weights, kept, loss_mask, high=high)
 
 
@@ -207,6 +192,52 @@ def present(values: Tensor | None) -> Tensor:
     return values
 
 
+def _custom_advantages(
+    chosen: Custom, scored: Scored, token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Of a function of the user's own, which gets what else of the samples its signature names. With a critic there are
+    returns too: its own, where it gives a pair, or advantages + values."""
+    own = CustomFunction.load(chosen, key="algorithm.advantage")
+    samples = scored.samples
+    there: dict[str, Any] = {"reward_parts": {name: torch.tensor(list(s)) for name, s in scored.reward_parts.items()}}
+    for name in EXTRAS:
+        if name not in there and getattr(samples[0], name) is not None:
+            there[name] = padded([present(getattr(sample, name)) for sample in samples])
+    returned = own(token_rewards, loss_mask, group_ids, **{name: there[name] for name in own.asked(there)})
+    meaning = "one advantage for each token"
+    if "values" not in there:
+        return own.tensor(returned, loss_mask.shape, meaning=meaning).float(), None
+    if isinstance(returned, tuple) and len(returned) == 2:
+        advantages, returns = (
+            own.tensor(part, loss_mask.shape, meaning=f"one {each} for each token").float()
+            for part, each in zip(returned, ("advantage", "return"), strict=True)
+        )
+    else:
+        meaning = f"{meaning}, or a pair of advantages and returns"
+        advantages = own.tensor(returned, loss_mask.shape, meaning=meaning).float()
+        returns = advantages + there["values"]
+    return advantages, torch.where(loss_mask, returns, 0.0)
+
+
+def _weights(chosen: RatioWeights | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
+    """[N, L] importance weights, 0 where not trained."""
+    if not isinstance(chosen, Custom):
+        return rollout_weights(old, rollout, loss_mask, **chosen.arguments())
+    own = CustomFunction.load(chosen, key="algorithm.rollout_correction.weights")
+    meaning = "one finite weight for each trained token"
+    weights = own.tensor(own(old, rollout, loss_mask), old.shape, meaning=meaning, finite_at=loss_mask)
+    return torch.where(loss_mask, weights.detach(), 0.0).to(old.dtype)
+
+
+def _kept(chosen: MismatchRejection | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
+    """[N, L] bool, the trained tokens that stay."""
+    if not isinstance(chosen, Custom):
+        return rollout_rejection(old, rollout, loss_mask, **chosen.arguments())
+    own = CustomFunction.load(chosen, key="algorithm.rollout_correction.rejection")
+    kept = own.tensor(own(old, rollout, loss_mask), old.shape, meaning="true for each token that stays", is_mask=True)
+    return loss_mask & kept
+
+
 def _with_rows(samples: Sequence[Sample], name: str, values: Tensor) -> list[Sample]:
     rows: list[Any] = list(zip(samples, values, strict=True))
     return [replace(sample, **{name: row[: len(sample.token_ids)]}) for sample, row in rows]
@@ -225,17 +256,3 @@ def _require_finite(advantages: Tensor, samples: Sequence[Sample], config: Algor
                 f"algorithm.advantage={config.advantage.name} gave {float(row[place])} for row {sample.uid}, token "
                 f"{place} (reward {sample.reward:g}, {shown}); a reward, logprob or value of its group is not finite"
             )
-
-
-def _check_shape(advantages: object, loss_mask: Tensor, function: str) -> None:
-    """Raises TrainingError unless a function of the user's own returned advantages of the right shape."""
-    given = f"algorithm.advantage={function} returned"
-    if not isinstance(advantages, Tensor):
-        raise TrainingError(
-            f"{given} a {type(advantages).__name__}, expected a tensor of shape {list(loss_mask.shape)}"
-        )
-    if advantages.shape != loss_mask.shape:
-        raise TrainingError(
-            f"{given} a tensor of shape {list(advantages.shape)}, expected {list(loss_mask.shape)}: one number for "
-            "each token of token_rewards"
-        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
-from shardwise.config import AlgorithmConfig, RLConfig
+from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, RLConfig
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -18,6 +18,7 @@ from shardwise.recipes.advantages import (
     with_rollout_correction,
     with_selection,
 )
+from shardwise.recipes.custom import CustomFunction
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.sampler import Rollout
 from shardwise.recipes.samples import reward_columns, to_samples
@@ -148,21 +149,26 @@ class Learner:
 
     def _adapt_kl_coef(self, metrics: Metrics, num_samples: int) -> Metrics:
         """Lets the controller move the weight of the KL term, and tells the policy's loss."""
-        controller = self._algorithm.kl_controller
         if self._algorithm.kl_coef == 0:
             return {}
         used = self.kl_coef
         kl = metrics.get("policy/ref_kl")
-        if controller.name == "adaptive" and kl is not None and kl.host().count:
-            self.kl_coef = adaptive_kl_coef(
-                used,
-                kl.result(),
-                target=controller.target,
-                horizon=controller.horizon,
-                num_samples=num_samples,
-            )
+        if self._algorithm.kl_controller.name != "fixed" and kl is not None and kl.host().count:
+            self.kl_coef = _next_kl_coef(self._algorithm.kl_controller, used, kl.result(), num_samples)
             self._engines.policy.use_loss("policy", self._algorithm, kl_coef=self.kl_coef)
         return {"policy/kl_coef": MetricValue.max(used)}
+
+
+def _next_kl_coef(controller: KlController, kl_coef: float, kl: float, num_samples: int) -> float:
+    match controller:
+        case AdaptiveKl():
+            target, horizon = controller.target, controller.horizon
+            return adaptive_kl_coef(kl_coef, kl, target=target, horizon=horizon, num_samples=num_samples)
+        case Custom():
+            own = CustomFunction.load(controller, key="algorithm.kl_controller")
+            return own.number(own(kl_coef, kl, num_samples), meaning="the next kl_coef")
+        case _:
+            return kl_coef
 
 
 def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, step: int) -> Iterator[list[Sample]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from shardwise.algorithms import (
+    Aggregation,
     aggregate,
     bradley_terry,
     cispo,
@@ -37,19 +39,21 @@ from shardwise.algorithms import (
 )
 from shardwise.config import (
     AlgorithmConfig,
-    BradleyTerry,
     CriticConfig,
+    Custom,
     DistillationConfig,
     JensenShannon,
     Kto,
     PreferenceLoss,
-    TrainingError,
+    RewardModelLoss,
+    SeqMeanTokenSumNorm,
 )
-from shardwise.engine import Divergence, LossFn
-from shardwise.rewards import load_function
+from shardwise.engine import Divergence, DivergenceKind, LossFn, VocabularyTerms
+from shardwise.recipes.custom import CustomFunction
 from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
 
 PolicyLossFn = Callable[..., tuple[Tensor, Metrics]]
+PairLossFn = Callable[..., tuple[Tensor, Metrics]]
 
 POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
     "ppo_clip": ppo_clip,
@@ -65,12 +69,13 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
 }
 """(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, parameters by keyword) -> losses per token, metrics."""
 
-PREFERENCE_LOSSES: Mapping[str, PolicyLossFn] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+PREFERENCE_LOSSES: Mapping[str, PairLossFn] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 """(sums [P, 2], ref_sums [P, 2], lengths [P, 2], parameters by keyword) -> losses of pairs [P], metrics."""
 
 LossKind = Literal["sft", "policy", "value", "preference", "reward_model", "distillation"]
 
 _ANY_PREFERENCE: TypeAdapter[PreferenceLoss] = TypeAdapter(PreferenceLoss)
+_ANY_REWARD_MODEL: TypeAdapter[RewardModelLoss] = TypeAdapter(RewardModelLoss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss
         case "preference":
             return Loss(preference_loss(_ANY_PREFERENCE.validate_json(config), **numbers))
         case "reward_model":
-            return Loss(reward_model_loss(BradleyTerry.model_validate_json(config)))
+            return Loss(reward_model_loss(_ANY_REWARD_MODEL.validate_json(config)))
         case "distillation":
             return _distillation(DistillationConfig.model_validate_json(config))
 
@@ -105,7 +110,8 @@ def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
     """Cross-entropy, token-mean over the whole step."""
     assert outputs.logprobs is not None
-    return _token_mean(cross_entropy(outputs.logprobs, batch.loss_mask), batch, denominators), {}
+    losses = cross_entropy(outputs.logprobs, batch.loss_mask)
+    return _aggregate(losses, batch, denominators, mode="token-mean"), {}
 
 
 SFT_LOSS = Loss(sft_loss)
@@ -113,12 +119,28 @@ SFT_LOSS = Loss(sft_loss)
 
 def _distillation(config: DistillationConfig) -> Loss:
     chosen = config.divergence
+    kind: DivergenceKind | VocabularyTerms
+    kind = _vocabulary_terms(chosen) if isinstance(chosen, Custom) else chosen.name
     beta = {"beta": chosen.beta} if isinstance(chosen, JensenShannon) else {}
     return Loss(
         distill_loss(cross_entropy_coef=config.cross_entropy_coef),
         with_logprobs=config.cross_entropy_coef > 0,
-        divergence=Divergence(kind=chosen.name, temperature=config.temperature, **beta),
+        divergence=Divergence(kind=kind, temperature=config.temperature, **beta),
     )
+
+
+def _vocabulary_terms(chosen: Custom) -> VocabularyTerms:
+    own = CustomFunction.load(chosen, key="distillation.divergence")
+
+    def terms(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        return own.tensor(
+            own(student_logprobs, teacher_logprobs),
+            student_logprobs.shape,
+            meaning="one term for each token and word",
+            graph_of=student_logprobs,
+        )
+
+    return terms
 
 
 def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
@@ -134,7 +156,7 @@ def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
             data_losses = cross_entropy(outputs.logprobs, batch.loss_mask)
             metrics["train/cross_entropy"] = trained_mean(data_losses, batch.loss_mask)
             losses = losses + cross_entropy_coef * data_losses
-        return _token_mean(losses, batch, denominators), metrics
+        return _aggregate(losses, batch, denominators, mode="token-mean"), metrics
 
     return loss_fn
 
@@ -142,7 +164,7 @@ def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
 def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
     """The policy loss of reinforcement learning, with the KL term at its present weight where it belongs to the
     loss."""
-    token_losses_of = _policy_losses(config)
+    token_losses_of, estimate, aggregated = _policy_losses(config), kl_estimate(config), _aggregation(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.logprobs is not None
@@ -157,36 +179,71 @@ def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
             metrics |= mismatch_metrics(outputs.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:
-            kl = kl_divergence(outputs.logprobs, batch.ref_logprobs, estimator=config.kl_estimator)
+            kl = estimate(outputs.logprobs, batch.ref_logprobs)
             metrics["policy/ref_kl"] = trained_mean(kl, batch.loss_mask)
             if config.kl_in == "loss":
                 losses = losses + kl_coef * torch.where(batch.loss_mask, kl, 0.0)
-        loss = aggregate(
-            losses,
-            loss_mask=batch.loss_mask,
-            cu_seqlens=batch.cu_seqlens,
-            denominators=denominators,
-            mode=config.aggregation,
-            divisor=config.aggregation_divisor,
-        )
-        return loss, metrics
+        return aggregated(losses, batch, denominators), metrics
 
     return loss_fn
 
 
+def kl_estimate(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logprobs [T], ref_logprobs [T]) -> the estimated KL divergence of each token, [T], nats."""
+    chosen = config.kl_estimator
+    if not isinstance(chosen, Custom):
+        return partial(kl_divergence, estimator=chosen.name)
+    own = CustomFunction.load(chosen, key="algorithm.kl_estimator")
+
+    def estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        graph_of = logprobs if config.kl_in == "loss" else None
+        meaning = "one estimate for each token"
+        return own.tensor(own(logprobs, ref_logprobs), logprobs.shape, meaning=meaning, graph_of=graph_of)
+
+    return estimate
+
+
+def _aggregation(config: AlgorithmConfig) -> Callable[[Tensor, TokenBatch, Denominators], Tensor]:
+    """(losses [T], batch, denominators) -> this micro-batch's part of the loss of the step."""
+    chosen = config.aggregation
+    if not isinstance(chosen, Custom):
+        divisor = chosen.divisor if isinstance(chosen, SeqMeanTokenSumNorm) else None
+        return partial(_aggregate, mode=chosen.name, divisor=divisor)
+    own = CustomFunction.load(chosen, key="algorithm.aggregation")
+
+    def aggregated(losses: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
+        losses = torch.where(batch.loss_mask, losses, 0.0)
+        part = own(losses, batch.loss_mask, batch.cu_seqlens, denominators)
+        return own.tensor(part, torch.Size(), meaning="this micro-batch's part of a sum over the step", graph_of=losses)
+
+    return aggregated
+
+
 def value_loss(config: CriticConfig) -> LossFn:
-    """The critic's clipped squared error, token-mean over the whole step."""
+    """The loss of the critic's values, token-mean over the whole step."""
+    token_losses_of = _value_losses(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
         assert batch.values is not None
         assert batch.returns is not None
-        losses, metrics = clipped_value_loss(
-            outputs.values, batch.values, batch.returns, batch.loss_mask, clip=config.value_clip
-        )
-        return _token_mean(losses, batch, denominators), metrics
+        losses, metrics = token_losses_of(outputs.values, batch.values, batch.returns, batch.loss_mask)
+        return _aggregate(losses, batch, denominators, mode="token-mean"), metrics
 
     return loss_fn
+
+
+def _value_losses(config: CriticConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Metrics]]:
+    """(values [T], old_values [T], returns [T], loss_mask [T]) -> losses [T] and metrics."""
+    chosen = config.value_loss
+    if not isinstance(chosen, Custom):
+        return partial(clipped_value_loss, **chosen.arguments())
+    own = CustomFunction.load(chosen, key="critic.value_loss")
+
+    def token_losses(values: Tensor, *others: Tensor) -> tuple[Tensor, Metrics]:
+        return own.losses(own(values, *others), like=values, each="token")
+
+    return token_losses
 
 
 def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
@@ -212,30 +269,57 @@ def preference_losses(config: PreferenceLoss, *, kl: float) -> Callable[..., tup
     """(sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2], or of sequences for kto."""
     if isinstance(config, Kto):
         return lambda sums, ref_sums, _, rewards: kto(sums, ref_sums, rewards > 0, kl, **config.arguments())
-    function = PREFERENCE_LOSSES[config.name]
-    return lambda sums, ref_sums, lengths, _: function(
-        sums.view(-1, 2), ref_sums.view(-1, 2), lengths.view(-1, 2), **config.arguments()
-    )
+    if isinstance(config, Custom):
+        function = _custom_pair_losses(config)
+    else:
+        function = partial(PREFERENCE_LOSSES[config.name], **config.arguments())
+    return lambda sums, ref_sums, lengths, _: function(sums.view(-1, 2), ref_sums.view(-1, 2), lengths.view(-1, 2))
 
 
-def reward_model_loss(config: BradleyTerry) -> LossFn:
-    """The mean Bradley-Terry loss of a step's pairs, with their margins."""
+def reward_model_loss(config: RewardModelLoss) -> LossFn:
+    """The mean loss of a step's pairs, with their margins."""
+    losses_of = reward_model_losses(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
         assert batch.rewards is not None
         num_sequences = len(batch.sample_index)  # 0 in a batch of one masked token
-        scores = sequence_sums(outputs.values, batch.cu_seqlens)[:num_sequences].view(-1, 2)
-        rewards = batch.rewards[:num_sequences].view(-1, 2)
-        losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], center_coef=config.center_coef)
+        scores = sequence_sums(outputs.values, batch.cu_seqlens)[:num_sequences]
+        losses, metrics = losses_of(scores, batch.rewards[:num_sequences])
         return losses.sum() * 2 / max(denominators.num_sequences, 1), metrics
 
     return loss_fn
 
 
+def reward_model_losses(config: RewardModelLoss) -> Callable[[Tensor, Tensor], tuple[Tensor, Metrics]]:
+    """(scores, rewards of sequences [S]) -> losses of pairs [S / 2]. What the rewards of a pair differ by is its
+    margin."""
+    function: PairLossFn = (
+        _custom_pair_losses(config) if isinstance(config, Custom) else partial(bradley_terry, **config.arguments())
+    )
+
+    def pair_losses(scores: Tensor, rewards: Tensor) -> tuple[Tensor, Metrics]:
+        rewards = rewards.view(-1, 2)
+        return function(scores.view(-1, 2), rewards[:, 0] - rewards[:, 1])
+
+    return pair_losses
+
+
+def _custom_pair_losses(chosen: Custom) -> PairLossFn:
+    """Of a function of the user's own, whose first argument is [P, 2] and learns."""
+    own = CustomFunction.load(chosen, key="loss")
+
+    def pair_losses(learned: Tensor, *others: Tensor) -> tuple[Tensor, Metrics]:
+        return own.losses(own(learned, *others), like=learned[:, 0], each="pair")
+
+    return pair_losses
+
+
 def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:
     """(logprobs [T], old_logprobs [T], batch) -> losses [T] and metrics of the chosen function."""
     chosen = config.policy_loss
+    if isinstance(chosen, Custom):
+        return _custom_policy_losses(chosen)
     function: PolicyLossFn
     parameters: Mapping[str, Any] = chosen.arguments()
     match chosen.name:
@@ -243,48 +327,39 @@ def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBa
             function, parameters = clip_cov, {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
         case "kl_cov":
             function, parameters = kl_cov, {"coef": chosen.coef}
-        case "custom":
-            function, parameters = load_function(chosen.function, key="algorithm.policy_loss"), chosen.parameters
         case name:
             function = POLICY_LOSSES[name]
 
     def token_losses(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        assert batch.advantages is not None
-        tensors = (logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
         selected = () if batch.selected is None else (batch.selected,)
-        returned = function(*tensors, *selected, **parameters)
-        if chosen.name == "custom":
-            _check_token_losses(returned, logprobs, chosen.function)
-        losses, metrics = returned
-        return losses, dict(metrics)
+        return function(*_policy_tensors(logprobs, old_logprobs, batch), *selected, **parameters)
 
     return token_losses
 
 
-def _check_token_losses(returned: Any, logprobs: Tensor, function: str) -> None:
-    """Raises TrainingError unless a function of the user's own returned losses [T] with a graph, and metrics."""
-    kinds = [type(part).__name__ for part in returned] if isinstance(returned, tuple) else []
-    is_pair = len(kinds) == 2 and isinstance(returned[0], Tensor) and isinstance(returned[1], Mapping)
-    if not is_pair:
-        given = f"a tuple of {', '.join(kinds)}" if kinds else f"a {type(returned).__name__}"
-    elif returned[0].shape != logprobs.shape:
-        given = f"losses of shape {list(returned[0].shape)}"
-    elif logprobs.requires_grad and not returned[0].requires_grad:
-        given = "losses without a graph back to logprobs"
-    else:
-        return
-    raise TrainingError(
-        f"algorithm.policy_loss={function} returned {given}, expected (losses of shape {list(logprobs.shape)}, one for "
-        "each token, and a dict of metrics)"
-    )
+def _custom_policy_losses(chosen: Custom) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:
+    own = CustomFunction.load(chosen, key="algorithm.policy_loss")
+
+    def token_losses(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return own.losses(own(*_policy_tensors(logprobs, old_logprobs, batch)), like=logprobs, each="token")
+
+    return token_losses
 
 
-def _token_mean(losses: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
+def _policy_tensors(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, ...]:
+    """What every policy loss begins with."""
+    assert batch.advantages is not None
+    return logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens
+
+
+def _aggregate(
+    losses: Tensor, batch: TokenBatch, denominators: Denominators, *, mode: Aggregation, divisor: float | None = None
+) -> Tensor:
     return aggregate(
         losses,
         loss_mask=batch.loss_mask,
         cu_seqlens=batch.cu_seqlens,
         denominators=denominators,
-        mode="token-mean",
-        divisor=None,
+        mode=mode,
+        divisor=divisor,
     )

@@ -1,19 +1,12 @@
 """What can be checked in a second, before any rank starts."""
 
-import inspect
-
 import torch
 
-from shardwise.config import ConfigError, Custom, EvalConfig, RecipeConfig, RLConfig
+from shardwise.config import EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
+from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
-from shardwise.rewards import check_rewards, load_function
-
-CUSTOM_ARGUMENTS = {
-    "advantage": ("token_rewards", "loss_mask", "group_ids"),
-    "policy_loss": ("logprobs", "old_logprobs", "advantages", "loss_mask", "cu_seqlens"),
-}
-"""What functions of one's own are called with, before their parameters."""
+from shardwise.rewards import check_rewards
 
 
 def check_inputs(config: RecipeConfig) -> None:
@@ -28,21 +21,7 @@ def check_inputs(config: RecipeConfig) -> None:
         check_rewards(config.reward)
         if config.rollout.environment is not None:
             check_environment(config.rollout.environment)
-    if isinstance(config, RLConfig):
-        for key, arguments in CUSTOM_ARGUMENTS.items():
-            chosen = getattr(config.algorithm, key)
-            if isinstance(chosen, Custom):
-                _check_custom(chosen, f"algorithm.{key}", arguments)
-
-
-def _check_custom(chosen: Custom, key: str, arguments: tuple[str, ...]) -> None:
-    """Raises ConfigError if the function cannot be imported, or cannot be called as it will be."""
-    shown = f"({', '.join([*arguments, *chosen.parameters])})"
-    function = load_function(chosen.function, key=key, expected=f"a function of {shown}")
-    try:
-        inspect.signature(function).bind(*arguments, **chosen.parameters)
-    except TypeError as error:
-        raise ConfigError(f"{key}={chosen.function} cannot be called with {shown}: {error}") from None
+    require_callable(config)
 
 
 def default_num_ranks() -> int:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.algorithms import bradley_terry
 from shardwise.config import RewardModelConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import preference_pairs
 from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.losses import reward_model_losses
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
@@ -46,8 +46,8 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
 
 def validate(scorer: RemoteEngine, pairs: Sequence[Sample], config: RewardModelConfig) -> Metrics:
     """val/loss, val/accuracy and the loss's other metrics on held-out pairs."""
-    scores = torch.stack([values.sum() for values in scorer.score(pairs)]).view(-1, 2)
-    rewards = torch.tensor([sample.reward for sample in pairs]).view(-1, 2)
-    losses, metrics = bradley_terry(scores, rewards[:, 0] - rewards[:, 1], center_coef=config.loss.center_coef)
+    scores = torch.stack([values.sum() for values in scorer.score(pairs)])
+    rewards = torch.tensor([sample.reward for sample in pairs])
+    losses, metrics = reward_model_losses(config.loss)(scores, rewards)
     renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
     return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}

@@ -1,32 +1,46 @@
 """The functions of an algorithm, chosen by name."""
 
-from typing import get_args
-
 import pytest
 import yaml
 
-from shardwise.algorithms.kl import KLEstimator
-from shardwise.config import AlgorithmConfig, Config, ConfigError, Custom, DistillationConfig, PreferenceConfig
-from shardwise.config.algorithm import GROUP_ADVANTAGES, KlEstimator, RejectionConfig, WeightsConfig
+from shardwise.config import (
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    CriticConfig,
+    Custom,
+    DistillationConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RolloutCorrectionConfig,
+)
+from shardwise.config.algorithm import GROUP_ADVANTAGES
 from shardwise.config.base import groups_of, tag_of
+from shardwise.config.rollout_correction import MismatchRejection
 
 ROOM = {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
 FIELDS: list[tuple[type[Config], str, dict]] = [
     (AlgorithmConfig, "advantage", {}),
     (AlgorithmConfig, "policy_loss", {}),
+    (AlgorithmConfig, "aggregation", {}),
+    (AlgorithmConfig, "kl_estimator", {"kl_coef": 0.1}),
     (AlgorithmConfig, "kl_controller", {"kl_coef": 0.1}),
+    (RolloutCorrectionConfig, "weights", {}),
+    (RolloutCorrectionConfig, "rejection", {}),
+    (CriticConfig, "value_loss", {}),
     (PreferenceConfig, "loss", ROOM),
+    (RewardModelConfig, "loss", ROOM),
     (DistillationConfig, "divergence", {}),
 ]
 """Where a choice stands: the class, the key, and what must be beside it."""
 
 CHOICES = [
-    pytest.param(cls, key, beside, choice, id=f"{key}-{tag_of(choice)[1]}")
+    pytest.param(cls, key, beside, choice, id=f"{cls.__name__}-{key}-{tag_of(choice)[1]}")
     for cls, key, beside in FIELDS
     for choice in groups_of(cls.model_fields[key].annotation)
 ]
 
-REQUIRED = {"function": "rules.py:mine", "target": 0.05}
+REQUIRED = {"function": "rules.py:mine", "target": 0.05, "divisor": 8.0}
 OTHER = REQUIRED | {
     "scale": "none",
     "weights": {"format": 0.25},
@@ -52,8 +66,17 @@ OTHER = REQUIRED | {
     "label_smoothing": 0.2,
     "desirable_weight": 1.5,
     "undesirable_weight": 0.0,
+    "uses_reference": False,
+    "center_coef": 0.01,
+    "clip": None,
+    "mode": "mask",
+    "level": "sequence",
+    "low": 0.25,
+    "high": 5.0,
 }
 """For every key of a choice a value that is not its default."""
+OTHERWISE = {"estimator": "k1"}
+"""Its other values forbid the low bound."""
 
 
 def keys_of(choice):
@@ -88,9 +111,11 @@ def test_a_bare_name_stands_for_the_defaults_of_a_choice(cls, key, beside, choic
 
 @pytest.mark.parametrize(("cls", "key", "beside", "choice"), CHOICES)
 def test_every_key_of_a_choice_survives_a_round_trip_through_yaml(tmp_path, cls, key, beside, choice):
-    given = {leaf: OTHER[leaf] for leaf in keys_of(choice)}
-    for leaf, value in given.items():
-        assert choice.model_fields[leaf].get_default(call_default_factory=True) != value, "not a default"
+    given = {leaf: (OTHER | OTHERWISE)[leaf] for leaf in keys_of(choice)}
+    if choice is MismatchRejection:
+        given["level"] = "sequence-sum"
+    for leaf in given.keys() - OTHERWISE.keys():
+        assert choice.model_fields[leaf].get_default(call_default_factory=True) != given[leaf], "not a default"
     config = parse(cls, **beside, **{key: {"name": tag_of(choice)[1], **given}})
     assert getattr(config, key).arguments() == given
     path = tmp_path / "config.yaml"
@@ -109,8 +134,8 @@ def test_no_error_path_holds_the_name_of_a_choice(cls, key, beside, choice):
     unknown = message_of(cls, **beside, **{key: {"name": name, **required_of(choice), "nonsense": 1}})
     assert unknown == f"{key}.nonsense: name={name} has no such key; it has {has}"
     for leaf in keys_of(choice):
-        bad = message_of(cls, **beside, **{key: {"name": name, **required_of(choice), leaf: {"x": ["y"]} if leaf not in
-                                                 ("weights", "parameters") else 5}})  # fmt: skip
+        wrong = 5 if leaf == "parameters" else {"x": ["y"]}
+        bad = message_of(cls, **beside, **{key: {"name": name, **required_of(choice), leaf: wrong}})
         assert bad.startswith((f"{key}.{leaf}=", f"{key}.{leaf}.x=")), bad
 
 
@@ -165,19 +190,14 @@ def test_keys_without_a_name_belong_to_the_default_choice():
     assert (algorithm.advantage.name, algorithm.advantage.scale) == ("grpo", "none")
 
 
-@pytest.mark.parametrize("key", ["advantage", "policy_loss"])
+@pytest.mark.parametrize(("cls", "key", "beside"), FIELDS)
 @pytest.mark.parametrize("path", ["rules.py:mine", "/a b/rules.py:mine", "package.module:mine"])
-def test_an_import_path_is_a_function_of_ones_own(key, path):
-    chosen = getattr(parse(AlgorithmConfig, **{key: path}), key)
-    assert chosen == Custom(function=path, parameters={})
+def test_an_import_path_is_a_function_of_ones_own_wherever_one_is_chosen(cls, key, beside, path):
+    chosen = getattr(parse(cls, **beside, **{key: path}), key)
+    assert isinstance(chosen, Custom)
+    assert (chosen.function, chosen.parameters) == (path, {})
     longer = {"name": "custom", "function": path, "parameters": {"depth": 2}}
-    assert getattr(parse(AlgorithmConfig, **{key: longer}), key) == Custom(function=path, parameters={"depth": 2})
-
-
-def test_a_controller_of_ones_own_does_not_exist():
-    assert message_of(AlgorithmConfig, kl_coef=1, kl_controller="a.py:b") == (
-        "kl_controller=custom: use one of fixed, adaptive"
-    )
+    assert getattr(parse(cls, **beside, **{key: longer}), key) == type(chosen)(function=path, parameters={"depth": 2})
 
 
 def test_group_advantages_are_those_whose_baseline_is_of_the_group():
@@ -190,13 +210,20 @@ def test_group_advantages_are_those_whose_baseline_is_of_the_group():
     ("tree", "message"),
     [
         (
-            {"aggregation": "seq-mean-token-sum-norm"},
-            "aggregation=seq-mean-token-sum-norm with aggregation_divisor=None: the divisor belongs to "
-            "aggregation=seq-mean-token-sum-norm, which needs one (Dr.GRPO: rollout.max_response_tokens)",
+            {"aggregation": {"name": "token-mean", "divisor": 8}},
+            "aggregation.divisor: name=token-mean has no such key; it has none",
+        ),
+        *(
+            (
+                {"kl_controller": controller},
+                f"kl_controller={name} moves kl_coef, and kl_coef=0 builds no reference to measure from; set it, e.g. "
+                "to 0.001",
+            )
+            for name, controller in (("adaptive", {"name": "adaptive", "target": 0.1}), ("custom", "rules.py:mine"))
         ),
         (
-            {"kl_controller": {"name": "adaptive", "target": 0.1}},
-            "kl_controller=adaptive scales kl_coef, and kl_coef=0 stays 0; set it, e.g. to 0.001",
+            {"kl_estimator": "rules.py:mine"},
+            "kl_in=loss and kl_estimator=custom have no effect with kl_coef=0; set kl_coef, or remove them",
         ),
         *(
             (
@@ -228,59 +255,11 @@ def test_what_changes_the_sum_of_rewards_has_no_effect_where_it_is_not_read(adva
 
 
 def test_keys_that_fit_together_are_taken():
-    assert parse(AlgorithmConfig, kl_coef=0.1, kl_estimator="k3+", kl_in="loss").kl_estimator == "k3+"
+    assert parse(AlgorithmConfig, kl_coef=0.1, kl_estimator="k3+", kl_in="loss").kl_estimator.name == "k3+"
     assert (
         parse(AlgorithmConfig, kl_coef=0.1, kl_controller={"name": "adaptive", "target": 1}).kl_controller.target == 1
     )
     assert parse(AlgorithmConfig, kl_controller="fixed").kl_coef == 0
-
-
-def test_config_and_algorithms_know_the_same_estimators():
-    """k2+ is k2, so the config has no second name for it."""
-    assert {*get_args(KlEstimator), "k2+"} == set(get_args(KLEstimator))
-
-
-@pytest.mark.parametrize(
-    ("mode", "low"),
-    [("mask", None), ("truncate", 0.5)],
-)
-def test_the_lower_bound_belongs_to_masking_weights(mode, low):
-    assert message_of(WeightsConfig, mode=mode, low=low) == (
-        f"mode={mode} with low={low}: mask needs a lower bound, truncate has none"
-    )
-    assert parse(WeightsConfig, mode="mask", low=0.5).low == 0.5
-    assert parse(WeightsConfig).low is None
-
-
-@pytest.mark.parametrize("compares", [{"weights": {}}, {"rejection": {}}, {"weights": {}, "rejection": {}}])
-def test_bypass_leaves_nothing_to_compare(compares):
-    assert message_of(AlgorithmConfig, rollout_correction={"bypass": True, **compares}) == (
-        "rollout_correction: bypass=true makes old_logprobs the rollout's own, so weights and rejection would compare "
-        "them with themselves; remove bypass, or weights and rejection"
-    )
-    correction = parse(AlgorithmConfig, rollout_correction=compares).rollout_correction
-    assert correction.compares
-    assert not parse(AlgorithmConfig, rollout_correction={"bypass": True}).rollout_correction.compares
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"low": 0.5, "estimator": "k2"}, "low=0.5 with estimator=k2: small values of k2 and k3 are agreement; set "
-         "only high"),
-        ({"low": 0.5, "estimator": "k3"}, "low=0.5 with estimator=k3: small values of k2 and k3 are agreement; set "
-         "only high"),
-        ({"low": 3.0}, "low=3.0 is above high=2.0; swap them"),
-    ],
-)  # fmt: skip
-def test_bounds_of_rejection_that_cannot_be_are_refused(tree, message):
-    assert message_of(RejectionConfig, **tree) == message
-
-
-def test_bounds_of_weights_are_in_order():
-    assert message_of(WeightsConfig, mode="mask", low=3) == "low=3.0 is above high=2.0; swap them"
-    assert parse(RejectionConfig, low=0.5).low == 0.5
-    assert parse(RejectionConfig, low=2, high=2).high == 2
 
 
 @pytest.mark.parametrize(

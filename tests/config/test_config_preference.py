@@ -35,7 +35,7 @@ def test_value_out_of_range_is_refused(cls, key, value):
 
 def test_losses_without_a_reference_are_losses():
     names = {tag_of(choice)[1] for choice in groups_of(PreferenceConfig.model_fields["loss"].annotation)}
-    assert names - REFERENCE_FREE == {"dpo", "ipo", "kto"}
+    assert names - REFERENCE_FREE == {"dpo", "ipo", "kto", "custom"}
     assert names > REFERENCE_FREE
 
 

@@ -6,15 +6,17 @@ from shardwise.algorithms.masked import Aggregation
 from shardwise.config import AdaptiveKl, AlgorithmConfig, ClipCov, ConfigError, CriticConfig, Gae, KlCov, RolloutConfig
 from shardwise.config.algorithm import (
     Cispo,
+    ClippedValueLoss,
     Grpo,
     Gspo,
     OverlongConfig,
     PpoClip,
     ReinforcePlusPlus,
-    RejectionConfig,
-    WeightsConfig,
+    SeqMeanTokenSumNorm,
 )
+from shardwise.config.base import groups_of, tag_of
 from shardwise.config.rl import DynamicSamplingConfig
+from shardwise.config.rollout_correction import MismatchRejection, RatioWeights
 
 
 @pytest.mark.parametrize(
@@ -42,19 +44,17 @@ from shardwise.config.rl import DynamicSamplingConfig
         (KlCov, "fraction", 1.5),
         (KlCov, "coef", -1),
         (AdaptiveKl, "horizon", 0),
-        (WeightsConfig, "high", 0),
-        (WeightsConfig, "level", "sequence-sum"),
-        (RejectionConfig, "high", 0),
-        (RejectionConfig, "estimator", "k4"),
-        (RejectionConfig, "level", "sequence"),
+        (RatioWeights, "high", 0),
+        (RatioWeights, "level", "sequence-sum"),
+        (MismatchRejection, "high", 0),
+        (MismatchRejection, "estimator", "k4"),
+        (MismatchRejection, "level", "sequence"),
         (OverlongConfig, "factor", 0),
         (OverlongConfig, "buffer_tokens", 0),
-        (CriticConfig, "value_clip", 0),
+        (ClippedValueLoss, "clip", 0),
         (CriticConfig, "policy_waits_steps", -1),
-        (AlgorithmConfig, "aggregation", "mean"),
-        (AlgorithmConfig, "aggregation_divisor", 0),
+        (SeqMeanTokenSumNorm, "divisor", 0),
         (AlgorithmConfig, "kl_coef", -0.1),
-        (AlgorithmConfig, "kl_estimator", "k4"),
         (AlgorithmConfig, "kl_in", "both"),
         (AlgorithmConfig, "num_minibatches", 0),
         (AlgorithmConfig, "num_epochs", 0),
@@ -65,21 +65,9 @@ def test_value_out_of_range_is_refused(cls, key, value):
         cls.parse({key: value}, origin="test")
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "divisor"),
-    [("seq-mean-token-sum-norm", None), *((mode, 8) for mode in get_args(Aggregation) if not mode.endswith("norm"))],
-)
-def test_divisor_belongs_to_one_aggregation(aggregation, divisor):
-    tree = {"aggregation": aggregation, "aggregation_divisor": divisor}
-    with pytest.raises(ConfigError, match=rf"^test: aggregation={aggregation} with aggregation_divisor="):
-        AlgorithmConfig.parse(tree, origin="test")
-
-
 def test_config_and_algorithms_know_the_same_aggregations():
-    annotation = AlgorithmConfig.model_fields["aggregation"].annotation
-    assert set(get_args(annotation)) == set(get_args(Aggregation))
-    norm = AlgorithmConfig(aggregation="seq-mean-token-sum-norm", aggregation_divisor=256)
-    assert norm.aggregation_divisor == 256
+    names = {tag_of(choice)[1] for choice in groups_of(AlgorithmConfig.model_fields["aggregation"].annotation)}
+    assert names - {"custom"} == set(get_args(Aggregation))
 
 
 def test_an_empty_range_of_covariances_is_refused():

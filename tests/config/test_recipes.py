@@ -185,6 +185,25 @@ def test_preference_parts_that_do_not_fit_are_refused(options, message):
     assert message_of(PreferenceConfig, [*SFT, *options]) == message
 
 
+@pytest.mark.parametrize("uses_reference", [True, False])
+def test_a_preference_loss_of_ones_own_says_whether_it_uses_a_reference(uses_reference):
+    loss = f"loss={{name: custom, function: rules.py:mine, uses_reference: {uses_reference}}}"
+    config = PreferenceConfig.load(None, [*SFT, loss])
+    assert config.has_reference_engine is config.uses_reference is uses_reference
+    assert config.is_paired
+    assert PreferenceConfig.load(None, [*SFT, "loss=rules.py:mine"]).uses_reference
+    if not uses_reference:
+        assert message_of(PreferenceConfig, [*SFT, loss, "reference_logprobs=before_training"]) == (
+            "reference_logprobs=before_training: loss=custom has no reference policy; remove it"
+        )
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rules.py:mine"])
+def test_a_critic_stands_beside_gae_or_an_advantage_of_ones_own(advantage):
+    assert RLConfig.load(None, [*RL, f"algorithm.advantage={advantage}", "critic={}"]).critic is not None
+    assert RLConfig.load(None, [*RL, "algorithm.advantage=rules.py:mine"]).critic is None
+
+
 def test_offload_has_an_effect_in_preference_training_beside_a_reference():
     assert PreferenceConfig.load(None, [*SFT, "engine.param_offload=true"]).engine.param_offload
     assert message_of(RewardModelConfig, [*SFT, "engine.optimizer_offload=true"]).startswith(
@@ -201,13 +220,12 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
     [
         (
             [*RL, "algorithm.advantage=gae"],
-            "algorithm.advantage=gae needs a critic; critic and algorithm.advantage=gae belong together (critic: {} "
-            "takes every default)",
+            "algorithm.advantage=gae needs a critic; add one (critic: {} takes every default)",
         ),
         (
             [*RL, "critic={}"],
-            "algorithm.advantage=grpo has no use for the critic; critic and algorithm.advantage=gae belong together "
-            "(critic: {} takes every default)",
+            "algorithm.advantage=grpo has no use for the critic; remove it, or set algorithm.advantage to gae or to a "
+            "function of your own",
         ),
         (
             DISTILL,
@@ -276,7 +294,7 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
 
 
 def test_parts_of_reinforcement_learning_that_fit_are_taken():
-    assert RLConfig.load(None, GAE).critic.value_clip == 0.5
+    assert RLConfig.load(None, GAE).critic.value_loss.clip == 0.5
     teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
     assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
     assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty

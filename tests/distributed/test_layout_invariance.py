@@ -187,8 +187,7 @@ def batches_of_cells(cells, size):
 
 def algorithm(mode):
     return AlgorithmConfig(
-        aggregation=mode,
-        aggregation_divisor=DIVISOR if mode == "seq-mean-token-sum-norm" else None,
+        aggregation={"name": mode, "divisor": DIVISOR} if mode == "seq-mean-token-sum-norm" else mode,
         policy_loss={"clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.5},
         kl_coef=0.3,
         kl_estimator="k3",

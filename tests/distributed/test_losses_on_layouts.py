@@ -27,7 +27,7 @@ POLICY = {
     "gmpo": {"policy_loss": "gmpo", "aggregation": "seq-mean-token-sum"},
     "cispo": {"policy_loss": "cispo"},
     "sapo": {"policy_loss": "sapo"},
-    "reinforce": {"policy_loss": "reinforce", "aggregation": "seq-mean-token-sum-norm", "aggregation_divisor": 8},
+    "reinforce": {"policy_loss": "reinforce", "aggregation": {"name": "seq-mean-token-sum-norm", "divisor": 8}},
     "clip_cov": {"policy_loss": "clip_cov"},
     "kl_cov": {"policy_loss": "kl_cov"},
     "dppo_tv": {"policy_loss": "dppo_tv"},

@@ -29,10 +29,17 @@ PAIRS = {
     "qwen3 from llama": ("qwen3", {}, "llama", {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}),
     "llama from gemma2": ("llama", {"hidden_size": 28, "num_attention_heads": 4}, "gemma2", {"num_hidden_layers": 3}),
 }
+
+
+def own_reverse_kl(student_logprobs, teacher_logprobs):
+    return student_logprobs.exp() * (student_logprobs - teacher_logprobs)
+
+
 KINDS = {
     "forward": Divergence(kind="forward_kl", temperature=2.0),
     "reverse": Divergence(kind="reverse_kl"),
     "js": Divergence(kind="jensen_shannon", beta=0.3, temperature=0.7),
+    "own": Divergence(kind=own_reverse_kl, temperature=0.7),
 }
 
 
@@ -119,7 +126,7 @@ def reference(student, teacher, samples, divergence):
         teacher_logits = padded_logits(teacher, samples)
     q = (logits / divergence.temperature).log_softmax(-1)
     p = (teacher_logits / divergence.temperature).log_softmax(-1)
-    match divergence.kind:
+    match "reverse_kl" if divergence.kind is own_reverse_kl else divergence.kind:
         case "forward_kl":
             per_token = (p.exp() * (p - q)).sum(-1)
         case "reverse_kl":

@@ -190,13 +190,86 @@ def test_the_example_of_ones_own_reward_runs(rl):
     assert first["reward/mean"] == pytest.approx(first["reward_part/acc"], abs=0.2)
 
 
+EVERY_PART = """
+import torch
+from shardwise.algorithms import kl_divergence
+from shardwise.types import MetricValue
+
+def advantages(token_rewards, loss_mask, group_ids, *, values, lam):
+    total, following, carried = torch.zeros_like(values, dtype=torch.float64), 0, 0
+    for t in reversed(range(values.shape[1])):
+        value, trained = values[:, t].double(), loss_mask[:, t]
+        delta = token_rewards[:, t].double() + following - value
+        carried = torch.where(trained, delta + lam * carried, carried)
+        following = torch.where(trained, value, following)
+        total[:, t] = carried
+    return torch.where(loss_mask, total, 0.0), total + values.double()
+
+def aggregation(losses, loss_mask, cu_seqlens, denominators):
+    return losses.sum() / denominators.num_tokens
+
+def estimate(logprobs, ref_logprobs):
+    return kl_divergence(logprobs, ref_logprobs, estimator="k3")
+
+def controller(kl_coef, kl, num_samples, target, horizon):
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_samples / horizon)
+
+def value_loss(values, old_values, returns, loss_mask, clip):
+    values, old_values, returns = (torch.where(loss_mask, array, 0.0) for array in (values, old_values, returns))
+    near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    losses, held = (values - returns) ** 2, (near - returns) ** 2
+    def mean(of):
+        return MetricValue.mean(torch.where(loss_mask, of.detach(), 0).sum(), loss_mask.sum())
+    names = {"critic/value": values, "critic/return": returns, "critic/clip_fraction": held > losses}
+    return torch.maximum(losses, held) / 2, {name: mean(of) for name, of in names.items()}
+
+def ratios(old_logprobs, rollout_logprobs, loss_mask):
+    return (old_logprobs.double() - rollout_logprobs.double()).exp().clamp(max=2.0)
+
+def kept(old_logprobs, rollout_logprobs, loss_mask):
+    ratios = (old_logprobs.double() - rollout_logprobs.double()).exp()
+    return (0.5 <= ratios) & (ratios <= 2.0)
+"""
+
+
+def test_every_part_replaced_by_ones_own_that_equals_it_gives_the_same_bytes(assets, command, tmp_path):
+    (tmp_path / "parts.py").write_text(EVERY_PART)
+
+    def own(name, **parameters):
+        return {"name": "custom", "function": f"{tmp_path / 'parts.py'}:{name}", "parameters": parameters}
+
+    adaptive = {"target": 0.001, "horizon": 64}
+    parts = {
+        "algorithm.advantage": (own("advantages", lam=0.9), {"name": "gae", "lam": 0.9, "whiten": False}),
+        "algorithm.aggregation": (own("aggregation"), "token-mean"),
+        "algorithm.kl_estimator": (own("estimate"), "k3"),
+        "algorithm.kl_controller": (own("controller", **adaptive), {"name": "adaptive", **adaptive}),
+        "algorithm.rollout_correction.weights": (own("ratios"), "ratio"),
+        "algorithm.rollout_correction.rejection": (own("kept"), {"low": 0.5, "high": 2.0}),
+        "critic.value_loss": (own("value_loss", clip=0.1), {"name": "clipped", "clip": 0.1}),
+    }
+    beside = {"algorithm.kl_coef": 0.1, "algorithm.num_minibatches": 2, "trainer.total_steps": 3}
+    beside["critic.optimizer.learning_rate"] = 0.05
+    written = []
+    for place in range(2):
+        chosen = {key: alternatives[place] for key, alternatives in parts.items()}
+        done = command("rl", *options(assets, tmp_path / f"run {place}", **beside, **chosen))
+        assert done.code == 0, done.err
+        written.append((tmp_path / f"run {place}" / "metrics.jsonl").read_bytes())
+    assert written[0] == written[1]
+    last = json.loads(written[0].splitlines()[-1])
+    assert last["policy/ref_kl"] > 0
+    assert last["policy/kl_coef"] != 0.1
+    assert last["critic/clip_fraction"] > 0
+
+
 def test_a_function_of_ones_own_that_returns_the_wrong_shape_is_named(assets, command, tmp_path):
     (tmp_path / "wrong.py").write_text(
         "def per_sample(token_rewards, loss_mask, group_ids):\n    return token_rewards.sum(1)\n"
         "def mean(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):\n    return logprobs.mean(), {}\n"
     )
     for key, name, message in (
-        ("algorithm.advantage", "per_sample", "a tensor of shape [16], expected [16, "),
+        ("algorithm.advantage", "per_sample", "a tensor of shape [16], expected a tensor of shape [16, "),
         ("algorithm.policy_loss", "mean", "losses of shape [], expected (losses of shape ["),
     ):
         given = f"{tmp_path / 'wrong.py'}:{name}"

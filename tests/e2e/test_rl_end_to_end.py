@@ -122,8 +122,7 @@ VARIANTS = {
     "rloo": ["algorithm.advantage=rloo"],
     "dr grpo": [
         "algorithm.advantage={name: grpo, scale: none}",
-        "algorithm.aggregation=seq-mean-token-sum-norm",
-        "algorithm.aggregation_divisor=8",
+        "algorithm.aggregation={name: seq-mean-token-sum-norm, divisor: 8}",
     ],
     "minibatches": ["algorithm.num_minibatches=2", "algorithm.num_epochs=2"],
 }

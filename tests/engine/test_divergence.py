@@ -11,12 +11,29 @@ from shardwise.engine.divergence import vocabulary_divergence
 from shardwise.ops import LogitTransform
 
 NUM_SCORED, DIM, TEACHER_DIM, VOCAB = 5, 6, 9, 517
+
+
+def own_forward_kl(student_logprobs, teacher_logprobs):
+    return teacher_logprobs.exp() * (teacher_logprobs - student_logprobs)
+
+
+def own_reverse_kl(student_logprobs, teacher_logprobs):
+    return student_logprobs.exp() * (student_logprobs - teacher_logprobs)
+
+
+def squared_hellinger(student_logprobs, teacher_logprobs):
+    return ((student_logprobs / 2).exp() - (teacher_logprobs / 2).exp()).square()
+
+
 KINDS = {
     "forward": ("forward_kl", 0.5),
     "reverse": ("reverse_kl", 0.5),
     "js-0.5": ("jensen_shannon", 0.5),
     "js-0.1": ("jensen_shannon", 0.1),
     "js-0.9": ("jensen_shannon", 0.9),
+    "own-forward": (own_forward_kl, 0.5),
+    "own-reverse": (own_reverse_kl, 0.5),
+    "own-hellinger": (squared_hellinger, 0.5),
 }
 TRANSFORMS = {
     "plain": (LogitTransform(), LogitTransform()),
@@ -63,6 +80,8 @@ def reference(tensors, kind, beta, transforms=PLAIN, temperature=1.0):
     states, weight, teacher_states, teacher_weight = tensors
     student = log_probs(states, weight, temperature, transforms[0])
     teacher = log_probs(teacher_states, teacher_weight, temperature, transforms[1])
+    if callable(kind):
+        return kind(student, teacher).sum(dim=1)
     if kind == "forward_kl":
         return kl(teacher, student)
     if kind == "reverse_kl":
@@ -124,6 +143,28 @@ def test_the_gradient_is_the_slope_of_the_value(num_chunks, kind, beta):
             ends.append(divergence(moved, kind, beta).double().sum())
         slope = (ends[0] - ends[1]) / (2 * step)
         assert slope.item() == pytest.approx(tensors[place].grad.norm().item(), rel=5e-3)
+
+
+@pytest.mark.parametrize("transforms", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize(("own", "built_in"), [(own_forward_kl, "forward_kl"), (own_reverse_kl, "reverse_kl")])
+def test_terms_of_ones_own_that_sum_to_a_built_in_divergence_have_its_values_and_gradients(
+    num_chunks, own, built_in, transforms
+):
+    found, expected = ([*with_student_leaves(inputs())] for _ in range(2))
+    values = [divergence(t, kind, 0.5, transforms, 1.5) for t, kind in ((found, own), (expected, built_in))]
+    torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6)
+    for value in values:
+        (value * torch.linspace(-1.5, 2.0, NUM_SCORED)).sum().backward()
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max().clamp(min=1)
+
+
+def test_terms_of_a_frozen_student_are_evaluated_without_a_graph():
+    """Validation needs no derivatives, and a function that has none will do."""
+    tensors = inputs()
+    found = divergence(tensors, lambda student, teacher: (student > teacher).float(), 0.5)
+    student, teacher = (log_probs(*tensors[i : i + 2], 1.0, LogitTransform()) for i in (0, 2))
+    assert found.tolist() == (student > teacher).sum(1).tolist()
 
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS.values(), ids=KINDS.keys())

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from shardwise.config import DistillConfig
+from shardwise.data.synthetic import build_model_folder
 from shardwise.recipes.distill import train, validate
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.types import Sample
@@ -50,6 +52,22 @@ def test_cross_entropy_beside_the_divergence_adds_its_weight(group_of_one, model
     one, half = losses(tmp_path / "one" / "metrics.jsonl"), losses(tmp_path / "half" / "metrics.jsonl")
     assert one[0] > 1
     assert half[0] == pytest.approx(0.5 * one[0], rel=1e-5)
+
+
+def test_terms_of_ones_own_that_sum_to_reverse_kl_make_the_same_run(group_of_one, model_folder, rows, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    build_model_folder(tmp_path / "teacher", tokenizer=tokenizer, hidden_size=32, num_layers=1, seed=1)
+    (tmp_path / "rules.py").write_text(
+        "def mine(student_logprobs, teacher_logprobs, power=1):\n"
+        "    return student_logprobs.exp() ** power * (student_logprobs - teacher_logprobs)\n"
+    )
+    found = {}
+    for name, divergence in (("own", f"{tmp_path / 'rules.py'}:mine"), ("built in", "reverse_kl")):
+        train(config(model_folder, tmp_path / "teacher", rows, tmp_path / name, divergence=divergence), group_of_one)
+        group_of_one.call("close")
+        found[name] = losses(tmp_path / name / "metrics.jsonl")
+    assert found["own"] == pytest.approx(found["built in"], rel=1e-4)
+    assert found["own"][0] > 1e-3
 
 
 def test_validation_is_the_mean_over_trained_tokens(fake_group, model_folder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.algorithms import adaptive_kl_coef
-from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig
+from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig, TrainingError
 from shardwise.observability import Spans
 from shardwise.recipes.learner import Engines, Learner, minibatches, reward_columns
 from shardwise.recipes.sampler import Rollout
@@ -296,6 +296,64 @@ def test_an_adaptive_coefficient_is_bound_anew_and_used_from_the_next_step_on(le
     first, second = (trained_tokens(call, "advantages") for call in calls_of(group, "train"))
     moved = any(first[tokens].tolist() != second[tokens].tolist() for tokens in first)
     assert moved == (kl_in == "reward")
+
+
+CONTROLLERS = """
+def adaptive(kl_coef, kl, num_samples, target=0.1, horizon=60):
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return max(kl_coef * (1 + error * num_samples / horizon), 0.0)
+
+def below(kl_coef, kl, num_samples):
+    return -0.5
+
+def endless(kl_coef, kl, num_samples):
+    return kl / 1e-320
+
+def text(kl_coef, kl, num_samples):
+    return "0.1"
+
+def off(kl_coef, kl, num_samples):
+    return 0
+"""
+
+
+@pytest.fixture
+def controller(tmp_path):
+    (tmp_path / "controllers.py").write_text(CONTROLLERS)
+    return lambda name: f"{tmp_path / 'controllers.py'}:{name}"
+
+
+def test_a_controller_of_ones_own_moves_the_coefficient_as_the_built_in_one(learner_of, rollout, controller):
+    longer = {"name": "custom", "function": controller("adaptive"), "parameters": {"horizon": 30}}
+    for own, built_in in (
+        (controller("adaptive"), {"name": "adaptive", "target": 0.1, "horizon": 60}),
+        (longer, {"name": "adaptive", "target": 0.1, "horizon": 30}),
+    ):
+        coefs = []
+        for chosen in (own, built_in):
+            learner, group = learner_of(config(kl_coef=0.5, kl_controller=chosen), roles=REFERENCE, ref_kl=5.0)
+            for step in (1, 2):
+                learn(learner, rollout, step)
+            coefs.append([call[-1]["kl_coef"] for call in calls_of(group, "use_loss")])
+        assert coefs[0] == coefs[1]
+        assert len(set(coefs[0])) == 2
+
+
+def test_a_coefficient_of_zero_stays_bound(learner_of, rollout, controller):
+    learner, group = learner_of(config(kl_coef=0.5, kl_controller=controller("off")), roles=REFERENCE, ref_kl=5.0)
+    assert [learn(learner, rollout, step)["policy/kl_coef"] for step in (1, 2)] == [0.5, 0.0]
+    assert [call[-1] for call in calls_of(group, "use_loss")] == [{"kl_coef": 0.0}] * 2
+
+
+@pytest.mark.parametrize(("name", "returned"), [("below", "-0.5"), ("endless", "inf"), ("text", "a str")])
+def test_the_coefficient_of_a_controller_of_ones_own_is_checked(learner_of, rollout, controller, name, returned):
+    learner, _ = learner_of(config(kl_coef=0.5, kl_controller=controller(name)), roles=REFERENCE, ref_kl=5.0)
+    with pytest.raises(TrainingError) as error:
+        learn(learner, rollout)
+    assert str(error.value) == (
+        f"algorithm.kl_controller={controller(name)} returned {returned}, expected a finite number of at least 0, the "
+        "next kl_coef"
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.5}])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from shardwise.config import AlgorithmConfig, BradleyTerry, ConfigError, CriticConfig, PreferenceLoss, TrainingError
+from shardwise.config import AlgorithmConfig, BradleyTerry, CriticConfig, PreferenceLoss
 from shardwise.config.base import groups_of
 from shardwise.recipes import losses
 from shardwise.recipes.losses import (
@@ -96,8 +96,7 @@ def test_distill_loss_is_the_divergence_plus_a_share_of_the_cross_entropy(coef):
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_policy_loss_equals_a_loop_over_tokens(aggregation, divisor, kl_in):
     config = AlgorithmConfig(
-        aggregation=aggregation,
-        aggregation_divisor=divisor,
+        aggregation=aggregation if divisor is None else {"name": aggregation, "divisor": divisor},
         policy_loss={"clip_low": 0.1, "clip_high": 0.3},
         kl_coef=99.0,  # where it began; the loss is bound with what it is now
         kl_in=kl_in,
@@ -302,81 +301,11 @@ def test_selected_tokens_of_clip_cov_have_no_gradient():
     assert metrics["policy/selected_fraction"].result() == 0.5
 
 
-OWN = """
-import torch
-
-def mine(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, power=1):
-    return torch.where(loss_mask, -advantages * logprobs ** power, 0.0), {}
-
-def no_metrics(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs
-
-def scalar(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs.sum(), {}
-
-def a_list(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs.tolist(), {}
-
-def three(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs, {}, 1
-
-def detached(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs.detach(), {}
-
-def no_dict(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
-    return logprobs, 0.5
-"""
-
-
-@pytest.fixture
-def own(tmp_path):
-    (tmp_path / "rules.py").write_text(OWN)
-    return lambda name: f"{tmp_path / 'rules.py'}:{name}"
-
-
-def own_loss(chosen):
-    given = batch(advantages=ADVANTAGES, old_logprobs=OLD, rollout_logprobs=ROLLOUT)
-    return policy_loss(AlgorithmConfig(policy_loss=chosen), kl_coef=0)(outputs(), given, DENOMINATORS)
-
-
-def test_a_policy_loss_of_ones_own_takes_its_parameters(own):
-    for power in (1, 2):
-        loss, metrics = own_loss({"name": "custom", "function": own("mine"), "parameters": {"power": power}})
-        assert loss.item() == pytest.approx(-(ADVANTAGES * LOGPROBS**power).sum() / 10, rel=1e-5)
-        assert "policy/entropy" in metrics
-    assert own_loss(own("mine"))[0].item() == pytest.approx(-(ADVANTAGES * LOGPROBS).sum() / 10, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "returned"),
-    [
-        ("no_metrics", "a Tensor"),
-        ("scalar", "losses of shape []"),
-        ("a_list", "a tuple of list, dict"),
-        ("three", "a tuple of Tensor, dict, int"),
-        ("no_dict", "a tuple of Tensor, float"),
-        ("detached", "losses without a graph back to logprobs"),
-    ],
-)
-def test_what_a_policy_loss_of_ones_own_returns_is_checked(own, name, returned):
-    with pytest.raises(TrainingError) as error:
-        own_loss(own(name))
-    assert str(error.value) == (
-        f"algorithm.policy_loss={own(name)} returned {returned}, expected (losses of shape [9], one for each token, "
-        "and a dict of metrics)"
-    )
-
-
-def test_a_policy_loss_of_ones_own_that_is_not_there_is_named_before_the_first_step(own):
-    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss=.* has no 'mien'; did you mean mine\?"):
-        make_loss("policy", AlgorithmConfig(policy_loss=own("mien")).model_dump_json(), {"kl_coef": 0})
-
-
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_value_loss_equals_a_loop_over_tokens(clip):
     values, old, returns = (RNG.normal(size=9) for _ in range(3))
     scored = torch.tensor(values, dtype=torch.float32, requires_grad=True)
-    config = CriticConfig(value_clip=clip)
+    config = CriticConfig(value_loss={"clip": clip})
     loss, metrics = make_loss("value", config.model_dump_json(), {}).function(
         TokenOutputs(values=scored), batch(values=old, returns=returns), DENOMINATORS
     )

@@ -11,6 +11,7 @@ from shardwise.config import (
     RLConfig,
     SFTConfig,
 )
+from shardwise.recipes.custom import ARGUMENTS
 from shardwise.recipes.preflight import check_inputs
 
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
@@ -61,29 +62,78 @@ def test_a_reward_that_cannot_be_imported_is_named(data, recipe):
         check_inputs(configs(data, {"functions": "shardwise.rewards.math:exact_macth"})[recipe]())
 
 
-OWN = {
-    "advantage": "examples/custom_advantage/median.py:above_median",
-    "policy_loss": "examples/custom_loss/asymmetric.py:asymmetric",
-}
-
-
 def test_a_manager_that_cannot_be_imported_is_named(data):
     with pytest.raises(ConfigError, match=r"reward\.manager=nowhere\.py:M: there is no file"):
         check_inputs(configs(data, {"functions": [], "manager": "nowhere.py:M"})["rl"]())
 
 
-@pytest.mark.parametrize("key", ["advantage", "policy_loss"])
-def test_a_function_of_ones_own_that_cannot_be_imported_is_named(data, key):
+def placed(recipe, data, key, chosen):
+    """The config of a command with a function at a dotted key."""
+    tree = {"model": MODEL, "data": data}
+    tree |= {"rl": {"reward": REWARD, "algorithm": {"kl_coef": 0.1}}, "distill": {"teacher": {"model": MODEL}}}.get(
+        recipe, {}
+    )
+    if key.startswith("critic"):
+        tree["algorithm"] = {"advantage": "gae"}
+    *groups, leaf = key.split(".")
+    node = tree
+    for group in groups:
+        node = node.setdefault(group, {})
+    node[leaf] = chosen
+    return COMMANDS[recipe].parse(tree, origin="test")
+
+
+COMMANDS = {"rl": RLConfig, "preference": PreferenceConfig, "reward-model": RewardModelConfig, "distill": DistillConfig}
+PLACES = [(recipe, key) for recipe, cls in COMMANDS.items() for key in ARGUMENTS[cls]]
+
+
+@pytest.mark.parametrize(("recipe", "key"), PLACES)
+def test_a_function_of_ones_own_that_cannot_be_imported_or_called_is_named(data, tmp_path, recipe, key):
+    arguments = ", ".join(ARGUMENTS[COMMANDS[recipe]][key])
+    (tmp_path / "rules.py").write_text(
+        f"def fits({arguments}, power=1):\n    pass\n"
+        f"def needs_more({arguments}, power):\n    pass\n"
+        "def none():\n    pass\n"
+    )
+
+    def check(name, **parameters):
+        chosen = {"name": "custom", "function": f"{tmp_path / 'rules.py'}:{name}", "parameters": parameters}
+        check_inputs(placed(recipe, data, key, chosen))
+
+    check("fits")
+    check("needs_more", power=2)
+    at = rf"^{key}=.*rules\.py:"
+    with pytest.raises(ConfigError, match=rf"{at}fist: .* has no 'fist'; did you mean fits\?"):
+        check("fist")
+    for name, parameters, problem in (
+        ("fits", {"nonsense": 3}, "got an unexpected keyword argument 'nonsense'"),
+        ("needs_more", {}, "missing a required argument: 'power'"),
+        ("none", {}, "too many positional arguments"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check(name, **parameters)
+        shown = ", ".join([arguments, *parameters])
+        assert str(error.value) == f"{key}={tmp_path / 'rules.py'}:{name} cannot be called with ({shown}): {problem}"
+    with pytest.raises(ConfigError, match=rf"^{key}=os:sep: sep is a str, expected a function of \({arguments}\)"):
+        check_inputs(placed(recipe, data, key, "os:sep"))
+
+
+def test_an_advantage_of_ones_own_that_asks_for_what_the_run_has_not_is_named(data, tmp_path):
+    (tmp_path / "rules.py").write_text(
+        "def mine(token_rewards, loss_mask, group_ids, *, values, ref_logprobs):\n    pass\n"
+        "def maybe(token_rewards, loss_mask, group_ids, *, values=None):\n    pass\n"
+    )
     tree = {"model": MODEL, "data": data, "reward": REWARD}
-    good, typo = OWN[key], OWN[key].replace(":", ":x_")
 
-    def check(chosen):
-        check_inputs(RLConfig.parse(tree | {"algorithm": {key: chosen}}, origin="test"))
+    def check(name, *, kl_coef=0.0, parameters=None, **beside):
+        chosen = {"name": "custom", "function": f"{tmp_path / 'rules.py'}:{name}", "parameters": parameters or {}}
+        config = {"algorithm": {"advantage": chosen, "kl_coef": kl_coef}, **beside}
+        check_inputs(RLConfig.parse(tree | config, origin="test"))
 
-    check(good)
-    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* has no 'x_.*'; did you mean "):
-        check(typo)
-    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=.* cannot be called with \(.*, nonsense\): "):
-        check({"name": "custom", "function": good, "parameters": {"nonsense": 3}})
-    with pytest.raises(ConfigError, match=r"sep is a str, expected a function of \("):
-        check("os:sep")
+    check("mine", kl_coef=0.1, critic={})
+    check("mine", kl_coef=0.1, parameters={"values": 3})
+    check("maybe")
+    with pytest.raises(ConfigError, match="asks for values, which this run does not have; it has ref_logprobs, roll"):
+        check("mine", kl_coef=0.1)
+    with pytest.raises(ConfigError, match="asks for ref_logprobs, which this run does not have; it has values, roll"):
+        check("mine", critic={})

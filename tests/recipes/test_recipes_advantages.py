@@ -230,6 +230,50 @@ def nan(token_rewards, loss_mask, group_ids):
 
 def nan_elsewhere(token_rewards, loss_mask, group_ids):
     return torch.where(loss_mask, 2.0, float("nan"))
+
+def lambda_returns(token_rewards, loss_mask, group_ids, *, values, gamma, lam):
+    # GAE, unwhitened, as a loop over each row.
+    advantages = torch.zeros_like(values)
+    for row in range(len(values)):
+        following = carried = 0.0
+        for t in reversed(loss_mask[row].nonzero().flatten().tolist()):
+            delta = float(token_rewards[row, t]) + gamma * following - float(values[row, t])
+            carried = delta + gamma * lam * carried
+            following = float(values[row, t])
+            advantages[row, t] = carried
+    return advantages
+
+def with_returns(token_rewards, loss_mask, group_ids, values):
+    return 3 * values, torch.where(loss_mask, 2 * values, float("nan"))
+
+def wrong_returns(token_rewards, loss_mask, group_ids):
+    return token_rewards, token_rewards.sum(1)
+
+def nan_returns(token_rewards, loss_mask, group_ids):
+    return token_rewards, token_rewards / 0
+
+def of_parts(token_rewards, loss_mask, group_ids, reward_parts, rollout_logprobs, old_logprobs=None, ref_logprobs=None):
+    assert old_logprobs is None
+    of_sample = reward_parts["big"] - reward_parts["small"]
+    return of_sample[:, None] + rollout_logprobs + (0 if ref_logprobs is None else 10 * ref_logprobs)
+
+def truncated(old_logprobs, rollout_logprobs, loss_mask, high=2.0):
+    # The built-in truncation by other means; what it says about tokens that are not trained is not read.
+    ratio = (old_logprobs.double() - rollout_logprobs.double()).exp()
+    return torch.where(loss_mask, torch.minimum(ratio, torch.tensor(high)), float("nan"))
+
+def within(old_logprobs, rollout_logprobs, loss_mask, low, high):
+    ratio = (old_logprobs.double() - rollout_logprobs.double()).exp()
+    return (ratio >= low) & (ratio <= high) | ~loss_mask
+
+def no_mask(old_logprobs, rollout_logprobs, loss_mask):
+    return loss_mask.float()
+
+def half(old_logprobs, rollout_logprobs, loss_mask):
+    return 0.5
+
+def infinite(old_logprobs, rollout_logprobs, loss_mask):
+    return old_logprobs / 0
 """
 
 
@@ -251,16 +295,19 @@ def test_an_estimator_of_ones_own_gets_what_the_built_in_ones_get(make_group, ow
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "returned"),
     [
-        ("a_list", "a list, expected a tensor of shape [6, 6]"),
-        ("one_each", "a tensor of shape [6], expected [6, 6]: one number for each token of token_rewards"),
+        ("a_list", "a list"),
+        ("one_each", "a tensor of shape [6]"),
     ],
 )
-def test_what_an_estimator_of_ones_own_returns_is_checked(make_group, own, name, message):
+def test_what_an_estimator_of_ones_own_returns_is_checked(make_group, own, name, returned):
     with pytest.raises(TrainingError) as error:
         advantages_of(two_groups(make_group), {"advantage": own(name)})
-    assert str(error.value) == f"algorithm.advantage={own(name)} returned {message}"
+    assert str(error.value) == (
+        f"algorithm.advantage={own(name)} returned {returned}, expected a tensor of shape [6, 6], one advantage for "
+        "each token"
+    )
 
 
 def test_f37_what_is_not_finite_is_named_before_it_spreads(make_group, own):
@@ -273,6 +320,19 @@ def test_f37_what_is_not_finite_is_named_before_it_spreads(make_group, own):
         advantages_of(samples, {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"})
     with pytest.raises(TrainingError, match=r"algorithm\.advantage=custom gave nan"):
         advantages_of(two_groups(make_group), {"advantage": own("nan")})
+
+
+def test_an_estimator_of_the_kl_divergence_of_ones_own_works_in_the_reward(make_group, tmp_path):
+    """It gets tokens in one row, [T], in the reward too."""
+    (tmp_path / "kl.py").write_text(
+        "def k1(logprobs, ref_logprobs):\n    assert logprobs.dim() == 1\n    return logprobs - ref_logprobs\n"
+    )
+    samples = list(with_noise(two_groups(make_group), "ref_logprobs"))
+    found, expected = (
+        advantages_of(samples, {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": estimator})[0]
+        for estimator in (f"{tmp_path / 'kl.py'}:k1", "k1")
+    )
+    assert as_lists(found, "advantages") == as_lists(expected, "advantages")
 
 
 def test_kl_in_the_reward_takes_the_trainers_logprobs_where_they_are(make_group):
@@ -290,6 +350,73 @@ def test_kl_in_the_reward_takes_the_trainers_logprobs_where_they_are(make_group)
 def test_an_estimator_of_ones_own_that_is_not_there_is_named(make_group, own):
     with pytest.raises(ConfigError, match=r"algorithm\.advantage=.* has no 'by_rwo'; did you mean by_row\?"):
         advantages_of(two_groups(make_group), {"advantage": own("by_rwo")})
+
+
+def test_gae_of_ones_own_trains_the_critic_as_the_built_in_one(make_group, own):
+    samples = list(with_noise(two_groups(make_group), "values"))
+    parameters = {"gamma": 0.9, "lam": 0.75}
+    chosen = {"name": "custom", "function": own("lambda_returns"), "parameters": parameters}
+    found, metrics = advantages_of(samples, {"advantage": chosen})
+    expected, other = advantages_of(samples, {"advantage": {"name": "gae", "whiten": False, **parameters}})
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.advantages, b.advantages)
+        torch.testing.assert_close(a.returns, b.returns)
+    assert metrics.keys() == other.keys() == {"critic/explained_variance"}
+    name = "critic/explained_variance"
+    assert metrics[name].result() == pytest.approx(other[name].result(), rel=1e-5)
+
+
+def test_an_estimator_of_ones_own_may_give_returns_of_its_own(make_group, own):
+    """What it says about untrained tokens is ignored."""
+    samples = list(with_noise(two_groups(make_group), "values"))
+    for sample, found in zip(samples, advantages_of(samples, {"advantage": own("with_returns")})[0], strict=True):
+        torch.testing.assert_close(found.advantages, 3 * sample.values)
+        torch.testing.assert_close(found.returns, 2 * sample.values)
+
+
+def test_without_a_critic_there_are_no_returns(make_group, own):
+    samples = two_groups(make_group)
+    assert advantages_of(samples, {"advantage": own("by_row")})[0][0].returns is None
+    with pytest.raises(TrainingError, match="returned a tuple of Tensor, Tensor, expected a tensor of shape "):
+        advantages_of(samples, {"advantage": own("wrong_returns")})
+    with pytest.raises(ConfigError) as error:
+        advantages_of(samples, {"advantage": own("with_returns")})
+    assert str(error.value) == (
+        f"algorithm.advantage={own('with_returns')} asks for values, which this run does not have; it has "
+        "rollout_logprobs, reward_parts (values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several "
+        "optimizer steps for a rollout batch or algorithm.rollout_correction)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong_returns", "returned a tensor of shape [6], expected a tensor of shape [6, 6], one return for each "
+         "token"),
+        ("a_list", "returned a list, expected a tensor of shape [6, 6], one advantage for each token, or a pair of "
+         "advantages and returns"),
+    ],
+)  # fmt: skip
+def test_what_an_estimator_of_ones_own_returns_beside_a_critic_is_checked(make_group, own, name, message):
+    samples = list(with_noise(two_groups(make_group), "values"))
+    with pytest.raises(TrainingError) as error:
+        advantages_of(samples, {"advantage": own(name)})
+    assert str(error.value) == f"algorithm.advantage={own(name)} {message}"
+    with pytest.raises(TrainingError, match="gave nan for row r, token "):
+        advantages_of(samples, {"advantage": own("nan_returns")})
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_an_estimator_of_ones_own_gets_what_it_asks_for_by_name(make_group, own, has_reference):
+    """A parameter with a default is filled where the run has it."""
+    samples = list(with_noise(two_groups(make_group), *(["ref_logprobs"] if has_reference else [])))
+    parts = {"big": [3.0, 0, 1, 2, 5, 4], "small": [1.0, 1, 0, 0, 2, 0]}
+    scored, _ = advantages_of(samples, {"advantage": own("of_parts")}, reward_parts=parts)
+    for n, (sample, found) in enumerate(zip(samples, scored, strict=True)):
+        expected = parts["big"][n] - parts["small"][n] + sample.rollout_logprobs
+        if has_reference:
+            expected = expected + 10 * sample.ref_logprobs
+        torch.testing.assert_close(found.advantages, expected)
 
 
 def test_the_overlong_penalty_grows_over_the_buffer(make_group):
@@ -332,6 +459,45 @@ def test_weights_are_policy_over_rollout_probability(make_group, level, mode, lo
     assert metrics["rollout/weight"].result() == pytest.approx(np.mean(expected), rel=1e-5)
     if mode == "truncate":
         assert metrics["rollout/weight_truncated_fraction"].result() == pytest.approx(np.mean(bounded))
+
+
+def as_lists(samples, *names):
+    return [[getattr(sample, name).tolist() for name in names] for sample in samples]
+
+
+def test_weights_and_rejection_of_ones_own_correct_as_the_built_in_ones(make_group, own):
+    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
+    bounds = {"low": 0.6, "high": 1.6}
+    found, metrics = corrected(
+        samples,
+        weights={"name": "custom", "function": own("truncated"), "parameters": {"high": 1.5}},
+        rejection={"name": "custom", "function": own("within"), "parameters": bounds},
+    )
+    expected, others = corrected(samples, weights={"high": 1.5}, rejection=bounds)
+    assert as_lists(found, "weights", "loss_mask") == as_lists(expected, "weights", "loss_mask")
+    assert 0 < metrics["rollout/rejected_fraction"].result() < 1
+    bounded = "rollout/weight_truncated_fraction"
+    assert others.pop(bounded).result() > metrics.pop(bounded).result() == 0  # its bound is not known
+    assert {name: value.result() for name, value in metrics.items()} == {
+        name: value.result() for name, value in others.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("weights", "half", "a float, expected a tensor of shape [6, 6], one finite weight for each trained token"),
+        ("weights", "infinite", "a tensor with elements that are not finite, expected a tensor of shape [6, 6], one "
+         "finite weight for each trained token"),
+        ("rejection", "no_mask", "a tensor of torch.float32, expected a bool tensor of shape [6, 6], true for each "
+         "token that stays"),
+    ],
+)  # fmt: skip
+def test_what_a_correction_of_ones_own_returns_is_checked(make_group, own, key, name, message):
+    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
+    with pytest.raises(TrainingError) as error:
+        corrected(samples, **{key: own(name)})
+    assert str(error.value) == f"algorithm.rollout_correction.{key}={own(name)} returned {message}"
 
 
 def test_rejected_tokens_leave_the_loss_and_keep_weight_one(make_group):

@@ -229,6 +229,37 @@ def test_kto_begins_at_one_half_and_learns(run):
     assert (metrics[0]["data/num_rows"], metrics[0]["data/num_desirable"]) == (4, 2)
 
 
+OWN = """
+from shardwise.algorithms import dpo
+
+def mine(sums, ref_sums, lengths, beta=0.1):
+    return dpo(sums, ref_sums, lengths, beta=beta, label_smoothing=0.0)
+
+def without_rewards(sums, ref_sums, lengths):
+    return (sums[:, 1] - sums[:, 0]) / lengths.sum(1) + ref_sums.sum(1), {}
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "rules.py").write_text(OWN)
+    return lambda name, **keys: {"name": "custom", "function": f"{tmp_path / 'rules.py'}:{name}", **keys}
+
+
+def test_a_loss_of_ones_own_that_equals_dpo_makes_the_same_run(run, own):
+    found, expected = (run(ROWS, loss=loss) for loss in (own("mine"), "dpo"))
+    assert found == expected
+    other = run(ROWS, loss=own("mine", parameters={"beta": 0.5}))
+    assert other[1]["train/loss"] != expected[1]["train/loss"]
+
+
+def test_a_loss_of_ones_own_without_a_reference_builds_none_and_needs_no_metrics(run, own):
+    metrics = run(ROWS, loss=own("without_rewards", uses_reference=False))
+    assert metrics[2]["train/loss"] < metrics[0]["train/loss"]
+    assert metrics[0]["val/loss"] == pytest.approx(metrics[1]["train/loss"], rel=1e-4)
+    assert not any(name.startswith("preference/") for name in metrics[0])
+
+
 def test_a_margin_needs_both_kinds_of_answers():
     both = {
         "preference/chosen_reward": MetricValue.mean(4.0, 2),
@@ -236,3 +267,4 @@ def test_a_margin_needs_both_kinds_of_answers():
     }
     assert with_margin(both)["preference/margin"].result() == 1.5
     assert "preference/margin" not in with_margin(both | {"preference/rejected_reward": MetricValue.mean(0.0, 0)})
+    assert with_margin({}) == {}

@@ -21,9 +21,18 @@ def config(**tree) -> RewardModelConfig:
     return RewardModelConfig.parse({"model": {"path": "m"}, "data": {"train_files": "t"}} | tree, origin="test")
 
 
+OWN = """
+from shardwise.algorithms import bradley_terry
+
+def mine(scores, margins, center_coef):
+    return bradley_terry(scores, margins, center_coef=center_coef)
+"""
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("center_coef", [0.0, 0.5])
-def test_validation_is_the_mean_loss_of_the_pairs(fake_group, remote, size, center_coef):
+@pytest.mark.parametrize("is_own", [False, True])
+def test_validation_is_the_mean_loss_of_the_pairs(fake_group, remote, tmp_path, size, center_coef, is_own):
     """The score stands at the last token, and is the only output that is not 0."""
     lengths, scores, margins = [5, 3, 4, 6, 2, 7], [0.5, 1.5, -1.0, -2.0, 3.0, 0.0], [0.7, 0.0, 1.2]
     samples = [
@@ -47,7 +56,11 @@ def test_validation_is_the_mean_loss_of_the_pairs(fake_group, remote, size, cent
         return found
 
     engine = remote(fake_group(size, score=score), "reward model", max_tokens_per_micro_batch=11)
-    found = validate(engine, samples, config(loss={"center_coef": center_coef}))
+    (tmp_path / "rules.py").write_text(OWN)
+    loss = {"center_coef": center_coef}
+    if is_own:
+        loss = {"name": "custom", "function": f"{tmp_path / 'rules.py'}:mine", "parameters": loss}
+    found = validate(engine, samples, config(loss=loss))
     expected = [
         math.log1p(math.exp(-(scores[n] - scores[n + 1] - margins[n // 2])))
         + center_coef * (scores[n] + scores[n + 1]) ** 2

@@ -126,14 +126,14 @@ def test_the_critic_has_a_head_an_optimizer_and_a_layout_of_its_own(built):
         "model": {"path": "c"},
         "optimizer": {"learning_rate": 0.5},
         "engine": {"max_tokens_per_micro_batch": 700},
-        "value_clip": 0.25,
+        "value_loss": {"clip": 0.25},
     }
     _, group = built(config(advantage="gae", tree={"critic": critic}))
     model, layout, head, optimizer, *_ = engines_of(group)["critic"]
     assert (model, head, layout["max_tokens_per_micro_batch"]) == ("opened c", "token_values", 700)
     assert optimizer == OptimizerConfig(learning_rate=0.5)
     (bound,) = [call for call in group.calls if call[:2] == ("use_loss", "critic")]
-    assert (bound[2], CriticConfig.model_validate_json(bound[3]).value_clip, bound[4]) == ("value", 0.25, {})
+    assert (bound[2], CriticConfig.model_validate_json(bound[3]).value_loss.clip, bound[4]) == ("value", 0.25, {})
 
 
 def test_a_critic_beside_adapters_has_none_itself(built):

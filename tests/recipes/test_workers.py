@@ -381,7 +381,7 @@ def test_a_loss_is_that_of_one_role(everyone):
     worker = Worker(torch.device("cpu"))
     for role, head in (("policy", "logprobs"), ("critic", "token_values")):
         build_one(worker, role, everyone, EngineConfig(), optimizer=OPTIMIZER, head=head)
-    worker.use_loss("critic", "value", CriticConfig(value_clip=None).model_dump_json(), {})
+    worker.use_loss("critic", "value", CriticConfig(value_loss={"clip": None}).model_dump_json(), {})
     samples = with_values(worker, supervised_samples())
     logprobs = torch.cat(score(worker, samples))
     assert train(worker, samples)["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)

@@ -14,8 +14,10 @@ from typing import Any, get_args
 import pytest
 
 from shardwise.algorithms import (
+    bradley_terry,
     clip_cov,
     clip_cov_selection,
+    clipped_value_loss,
     gae,
     gdpo,
     kl_cov,
@@ -23,8 +25,21 @@ from shardwise.algorithms import (
     kto,
     remax,
     reverse_kl_advantages,
+    rollout_rejection,
+    rollout_weights,
 )
-from shardwise.config import AlgorithmConfig, Choice, Config, PreferenceConfig, RecipeConfig, RLConfig, key_paths
+from shardwise.config import (
+    AlgorithmConfig,
+    Choice,
+    Config,
+    CriticConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    RLConfig,
+    RolloutCorrectionConfig,
+    key_paths,
+)
 from shardwise.config.base import groups_of, tag_of
 from shardwise.recipes.advantages import ADVANTAGES
 from shardwise.recipes.losses import POLICY_LOSSES, PREFERENCE_LOSSES
@@ -39,7 +54,13 @@ UNIONS: dict[type[Config], dict[str, dict[str, tuple[Callable[..., Any], ...]]]]
         "policy_loss": {name: (function,) for name, function in POLICY_LOSSES.items()}
         | {"clip_cov": (clip_cov, clip_cov_selection), "kl_cov": (kl_cov, kl_cov_selection)},
     },
+    RolloutCorrectionConfig: {
+        "weights": {"ratio": (rollout_weights,)},
+        "rejection": {"mismatch": (rollout_rejection,)},
+    },
+    CriticConfig: {"value_loss": {"clipped": (clipped_value_loss,)}},
     PreferenceConfig: {"loss": {name: (function,) for name, function in PREFERENCE_LOSSES.items()} | {"kto": (kto,)}},
+    RewardModelConfig: {"loss": {"bradley_terry": (bradley_terry,)}},
 }
 """Where functions are chosen by name: the class, the key, and by name the functions whose parameters the keys are."""
 
@@ -132,9 +153,10 @@ def test_choices_that_are_no_functions_are_read_by_name():
     choices = set().union(*map(choices_in, get_args(RecipeConfig)))
     assert choices >= set(FUNCTIONS)
     assert {choice.__name__ for choice in choices - set(FUNCTIONS)} == {
-        *("Custom", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward", "EnvironmentReward"),
-        *("CustomEnvironment", "ToolsEnvironment"),
-        *("ForwardKl", "ReverseKl", "JensenShannon"),
+        *("Custom", "CustomPreference", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward"),
+        *("EnvironmentReward", "CustomEnvironment", "ToolsEnvironment"),
+        *("ForwardKl", "ReverseKl", "JensenShannon", "K1", "Abs", "K2", "K3", "K1Plus", "AbsPlus", "K3Plus"),
+        *("TokenMean", "SeqMeanTokenMean", "SeqMeanTokenSum", "SeqMeanTokenSumNorm", "TokenSum"),
     }
 
 

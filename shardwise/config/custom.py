@@ -1,0 +1,29 @@
+"""How a function is chosen: by its name, which alone stands for its defaults (`advantage: rloo`), or by the import path
+of one's own (`advantage: rules.py:my_advantage`)."""
+
+from typing import Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from shardwise.config.base import Choice
+
+
+def named(default: str) -> BeforeValidator:
+    """Reads a name, or an import path, as the choice with that name; keys without a name belong to the default one."""
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": "custom", "function": value} if ":" in value else {"name": value}
+        return {"name": default, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(expand)
+
+
+class Custom(Choice):
+    """A function of one's own."""
+
+    name: Literal["custom"] = "custom"
+    function: str
+    """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Passed by keyword."""

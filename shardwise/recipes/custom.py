@@ -1,0 +1,213 @@
+"""Functions of the user's own in the place of built-in ones: where they may stand, and what they are held to.
+
+Shape letters: those of the built-in functions, and P pairs, V' words of a vocabulary chunk.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.config import (
+    Config,
+    ConfigError,
+    Custom,
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    TrainingError,
+)
+from shardwise.rewards import load_function
+from shardwise.types import Metrics, MetricValue
+
+_CORRECTION = ("old_logprobs", "rollout_logprobs", "loss_mask")
+
+ARGUMENTS: Mapping[type[Config], Mapping[str, tuple[str, ...]]] = {
+    RLConfig: {
+        "algorithm.advantage": ("token_rewards", "loss_mask", "group_ids"),
+        "algorithm.policy_loss": ("logprobs", "old_logprobs", "advantages", "loss_mask", "cu_seqlens"),
+        "algorithm.aggregation": ("losses", "loss_mask", "cu_seqlens", "denominators"),
+        "algorithm.kl_estimator": ("logprobs", "ref_logprobs"),
+        "algorithm.kl_controller": ("kl_coef", "kl", "num_samples"),
+        "algorithm.rollout_correction.weights": _CORRECTION,
+        "algorithm.rollout_correction.rejection": _CORRECTION,
+        "critic.value_loss": ("values", "old_values", "returns", "loss_mask"),
+    },
+    PreferenceConfig: {"loss": ("sums", "ref_sums", "lengths")},
+    RewardModelConfig: {"loss": ("scores", "margins")},
+    DistillConfig: {"distillation.divergence": ("student_logprobs", "teacher_logprobs")},
+}
+"""By command every key that takes an import path, and what the function is called with before its parameters."""
+
+EXTRAS = ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts")
+"""What an advantage of one's own gets by keyword where its signature names it and the run has it."""
+
+_HOW = (
+    "values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several optimizer steps for a rollout batch or "
+    "algorithm.rollout_correction"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomFunction:
+    """A function of the user's own, bound to its parameters. What it returns goes through one of the checks below.
+
+    Example: `CustomFunction.load(Custom(function="rules.py:mine"), key="algorithm.advantage")`
+    """
+
+    key: str
+    """Where it stands in the config."""
+    spec: str
+    """Its import path."""
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, chosen: Custom, *, key: str, expected: str = "a function") -> Self:
+        """Imports it; raises ConfigError as `load_function` does."""
+        function = load_function(chosen.function, key=key, expected=expected)
+        return cls(key, chosen.function, function, chosen.parameters)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.function(*arguments, **named, **self.parameters)
+
+    def asked(self, there: Collection[str]) -> list[str]:
+        """Which of `EXTRAS` its signature names, without those that are not there and have a default, or that the
+        config gives.
+
+        Args:
+            there: those that this run has.
+        Raises:
+            ConfigError: it needs one that is not there.
+        """
+        try:
+            signature = inspect.signature(self.function).parameters
+        except ValueError:  # a function of C without a signature asks for nothing
+            return []
+        named = [name for name in EXTRAS if name in signature and name not in self.parameters]
+        for name in named:
+            if name not in there and signature[name].default is inspect.Parameter.empty:
+                raise ConfigError(
+                    f"{self.key}={self.spec} asks for {name}, which this run does not have; it has "
+                    f"{', '.join(extra for extra in EXTRAS if extra in there)} ({_HOW})"
+                )
+        return [name for name in named if name in there]
+
+    def tensor(
+        self,
+        returned: Any,
+        shape: torch.Size,
+        *,
+        meaning: str,
+        is_mask: bool = False,
+        graph_of: Tensor | None = None,
+        finite_at: Tensor | None = None,
+    ) -> Tensor:
+        """What was returned, if it is a tensor of that shape.
+
+        Args:
+            meaning: of its elements, for errors.
+            is_mask: it is bool.
+            graph_of: where this has a graph, the returned tensor has one too.
+            finite_at: bool of that shape, where its elements are finite.
+        Raises:
+            TrainingError: it is something else.
+        """
+        expected = f"a {'bool ' if is_mask else ''}tensor of shape {list(shape)}, {meaning}"
+        if not isinstance(returned, Tensor):
+            raise self._error(_kind(returned), expected)
+        if returned.shape != shape:
+            raise self._error(f"a tensor of shape {list(returned.shape)}", expected)
+        if is_mask and returned.dtype != torch.bool:
+            raise self._error(f"a tensor of {returned.dtype}", expected)
+        if graph_of is not None and graph_of.requires_grad and not returned.requires_grad:
+            raise self._error("a tensor without a graph back to what it was given", expected)
+        if finite_at is not None and not returned[finite_at].isfinite().all():
+            raise self._error("a tensor with elements that are not finite", expected)
+        return returned
+
+    def losses(self, returned: Any, *, like: Tensor, each: str) -> tuple[Tensor, Metrics]:
+        """What was returned, if it is losses of the shape of `like`, [T] or [P], and metrics.
+
+        Args:
+            like: what the losses are of; where it has a graph, they have one too.
+            each: what a loss is of, for errors.
+        Raises:
+            TrainingError: it is something else.
+        """
+        expected = f"(losses of shape {list(like.shape)}, one for each {each}, and a dict of MetricValues by name)"
+        match returned:
+            case tuple((losses, metrics)) if isinstance(losses, Tensor) and isinstance(metrics, Mapping):
+                pass
+            case _:
+                raise self._error(_kind(returned), expected)
+        if losses.shape != like.shape:
+            raise self._error(f"losses of shape {list(losses.shape)}", expected)
+        if like.requires_grad and not losses.requires_grad:
+            raise self._error("losses without a graph back to what they were given", expected)
+        for name, value in metrics.items():
+            if not isinstance(value, MetricValue):
+                raise self._error(f"the metric {name} as {_kind(value)}", expected)
+        return losses, dict(metrics)
+
+    def number(self, returned: Any, *, meaning: str) -> float:
+        """What was returned, if it is a finite number of at least 0; raises TrainingError if it is something else."""
+        if not isinstance(returned, Real) or isinstance(returned, bool):
+            raise self._error(_kind(returned), f"a finite number of at least 0, {meaning}")
+        number = float(returned)
+        if not (math.isfinite(number) and number >= 0):
+            raise self._error(str(number), f"a finite number of at least 0, {meaning}")
+        return number
+
+    def _error(self, given: str, expected: str) -> TrainingError:
+        return TrainingError(f"{self.key}={self.spec} returned {given}, expected {expected}")
+
+
+def require_callable(config: Config) -> None:
+    """Every function of the user's own in the config of a command can be imported, and called as it will be.
+
+    Raises:
+        ConfigError: names the first that cannot.
+    """
+    for key, arguments in ARGUMENTS.get(type(config), {}).items():
+        chosen = _at(config, key)
+        if not isinstance(chosen, Custom):
+            continue
+        shown = f"({', '.join([*arguments, *chosen.parameters])})"
+        own = CustomFunction.load(chosen, key=key, expected=f"a function of {shown}")
+        asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) and key == "algorithm.advantage" else []
+        try:
+            inspect.signature(own.function).bind(*arguments, **dict.fromkeys(asked), **chosen.parameters)
+        except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
+            raise ConfigError(f"{key}={chosen.function} cannot be called with {shown}: {error}") from None
+
+
+def extras_of(config: RLConfig) -> set[str]:
+    """Which of `EXTRAS` the samples of a step have in this run."""
+    algorithm = config.algorithm
+    has = {
+        "values": config.critic is not None,
+        "ref_logprobs": algorithm.kl_coef > 0,
+        "old_logprobs": algorithm.needs_old_logprobs or algorithm.rollout_correction.bypass,
+    }
+    return {name for name in EXTRAS if has.get(name, True)}
+
+
+def _at(config: Config, key: str) -> Any:
+    """What stands at a dotted key; None where a group above it is absent."""
+    value: Any = config
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
+    return f"a {type(value).__name__}"

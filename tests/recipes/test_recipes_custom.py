@@ -1,0 +1,346 @@
+"""Functions of one's own: those that equal built-in ones make the same step, and what they return is checked."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from shardwise.config import (
+    AlgorithmConfig,
+    ConfigError,
+    CriticConfig,
+    Custom,
+    DistillationConfig,
+    PreferenceLoss,
+    RecipeConfig,
+    RewardModelLoss,
+    RLConfig,
+    TrainingError,
+)
+from shardwise.config.base import groups_of, tag_of
+from shardwise.recipes.custom import ARGUMENTS, EXTRAS, extras_of
+from shardwise.recipes.losses import make_loss
+from shardwise.types import Denominators, TokenBatch, TokenOutputs
+
+PREFERENCE: TypeAdapter[PreferenceLoss] = TypeAdapter(PreferenceLoss)
+REWARD_MODEL: TypeAdapter[RewardModelLoss] = TypeAdapter(RewardModelLoss)
+STEP = Denominators(num_tokens=17, num_sequences=6)
+
+OWN = """
+import torch
+from shardwise.algorithms import bradley_terry, clipped_value_loss, dpo, kl_divergence
+from shardwise.types import MetricValue
+
+def policy(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, power=1):
+    return torch.where(loss_mask, -advantages * logprobs ** power, 0.0), {"policy/own": MetricValue.mean(3.0, 1)}
+
+def seq_mean(losses, loss_mask, cu_seqlens, denominators, factor=1.0):
+    parts = losses.split(cu_seqlens.diff().tolist())
+    counts = [max(int(mask.sum()), 1) for mask in loss_mask.split(cu_seqlens.diff().tolist())]
+    return factor * sum(part.sum() / n for part, n in zip(parts, counts)) / denominators.num_sequences
+
+def k3(logprobs, ref_logprobs, scale=1.0):
+    return scale * kl_divergence(logprobs, ref_logprobs, estimator="k3")
+
+def value(values, old_values, returns, loss_mask, clip=0.5):
+    return clipped_value_loss(values, old_values, returns, loss_mask, clip=clip)
+
+def pairs(sums, ref_sums, lengths, beta=0.1):
+    return dpo(sums, ref_sums, lengths, beta=beta, label_smoothing=0.0)
+
+def scores(scores, margins, center_coef=0.0):
+    return bradley_terry(scores, margins, center_coef=center_coef)
+
+def no_metrics(first, *others):
+    return first
+
+def scalar(first, *others):
+    return first.sum(), {}
+
+def a_list(first, *others):
+    return first.tolist(), {}
+
+def three(first, *others):
+    return first, {}, 1
+
+def detached(first, *others):
+    return (first if first.dim() == 1 else first[:, 0]).detach(), {}
+
+def no_dict(first, *others):
+    return first, 0.5
+
+def plain_metric(first, *others):
+    return (first if first.dim() == 1 else first[:, 0]) * 1, {"own/share": 0.5}
+
+def a_float(*arguments):
+    return 0.5
+
+def per_token(first, *others):
+    return first
+
+def loose(first, *others):
+    return first.detach()
+
+def loose_sum(first, *others):
+    return first.sum().detach()
+
+def short(first, *others):
+    return first[:-1]
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "rules.py"
+    path.write_text(OWN)
+    return lambda name, **parameters: {"name": "custom", "function": f"{path}:{name}", "parameters": parameters}
+
+
+def batch(lengths=(5, 4, 2, 6)):
+    """Sequences whose first token is not trained, with every array that a loss may read."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")
+    arrays = {name: torch.randn(num_tokens, generator=generator) - 1 for name in names}
+    return TokenBatch(
+        input_ids=torch.arange(num_tokens),
+        position_ids=positions,
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        loss_mask=positions > 0,
+        sample_index=list(range(len(lengths))),
+        rewards=torch.tensor([0.5, 0.0, 0.25, 0.0]),
+        **arrays,
+    )
+
+
+def empty():
+    """What a rank without samples works on."""
+    whole = batch((1,))
+    return replace(whole, loss_mask=torch.zeros(1, dtype=torch.bool), sample_index=[])
+
+
+def result_of(kind, config, given, numbers=None):
+    """Loss, gradient and metrics."""
+    loss_fn = make_loss(kind, config.model_dump_json(), numbers or {}).function
+    generator = torch.Generator().manual_seed(1)
+    scored = (torch.randn(len(given.input_ids), generator=generator) - 1).requires_grad_()
+    name = "values" if kind in ("value", "reward_model") else "logprobs"
+    loss, metrics = loss_fn(TokenOutputs(**{name: scored}, entropy=torch.zeros_like(scored)), given, STEP)
+    loss.backward()
+    return loss.item(), scored.grad.tolist(), {key: value.result() for key, value in metrics.items()}
+
+
+def algorithm(**tree):
+    return AlgorithmConfig.parse({"kl_coef": 0.3, **tree}, origin="test")
+
+
+def critic(chosen):
+    return CriticConfig.parse({"value_loss": chosen}, origin="test")
+
+
+def of_policy(key):
+    return lambda chosen: ("policy", algorithm(**{key: chosen}), {"kl_coef": 0.3})
+
+
+KINDS = {
+    "algorithm.aggregation": of_policy("aggregation"),
+    "algorithm.kl_estimator": of_policy("kl_estimator"),
+    "algorithm.policy_loss": of_policy("policy_loss"),
+    "critic.value_loss": lambda chosen: ("value", critic(chosen), {}),
+    "loss of preference": lambda chosen: ("preference", PREFERENCE.validate_python(chosen), {"kl": 0.0}),
+    "loss of reward-model": lambda chosen: ("reward_model", REWARD_MODEL.validate_python(chosen), {}),
+}
+SAME = [
+    ("algorithm.aggregation", "seq_mean", {}, "seq-mean-token-mean"),
+    ("algorithm.kl_estimator", "k3", {}, "k3"),
+    ("critic.value_loss", "value", {}, "clipped"),
+    ("critic.value_loss", "value", {"clip": 0.1}, {"name": "clipped", "clip": 0.1}),
+    ("loss of preference", "pairs", {}, "dpo"),
+    ("loss of preference", "pairs", {"beta": 0.7}, {"name": "dpo", "beta": 0.7}),
+    ("loss of reward-model", "scores", {"center_coef": 0.2}, {"center_coef": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "parameters", "built_in"), SAME)
+def test_a_function_that_equals_a_built_in_one_has_its_loss_gradient_and_metrics(own, key, name, parameters, built_in):
+    found, expected = (
+        result_of(kind, config, batch(), numbers)
+        for kind, config, numbers in (KINDS[key](own(name, **parameters)), KINDS[key](built_in))
+    )
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6, abs=1e-8)
+    assert any(found[1])
+    assert found[2] == expected[2]
+
+
+@pytest.mark.parametrize(("key", "name", "parameters", "built_in"), SAME)
+def test_a_micro_batch_without_samples_has_loss_zero_and_a_graph(own, key, name, parameters, built_in):
+    kind, config, numbers = KINDS[key](own(name, **parameters))
+    loss, gradient, _ = result_of(kind, config, empty(), numbers)
+    assert (loss, gradient) == (0.0, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "parameter"),
+    [
+        ("algorithm.aggregation", "seq_mean", {"factor": 2.0}),
+        ("algorithm.kl_estimator", "k3", {"scale": 2.0}),
+        ("algorithm.policy_loss", "policy", {"power": 2}),
+        ("critic.value_loss", "value", {"clip": 0.01}),
+        ("loss of preference", "pairs", {"beta": 0.9}),
+        ("loss of reward-model", "scores", {"center_coef": 0.9}),
+    ],
+)
+def test_parameters_reach_the_function(own, key, name, parameter):
+    plain, other = (
+        result_of(kind, config, batch(), numbers)[0]
+        for kind, config, numbers in (KINDS[key](own(name)), KINDS[key](own(name, **parameter)))
+    )
+    assert other != plain
+
+
+def test_a_policy_loss_of_ones_own_is_summed_and_divided_as_the_built_in_ones(own):
+    given = batch()
+    loss, gradient, metrics = result_of("policy", algorithm(kl_coef=0, policy_loss=own("policy")), given,
+                                        {"kl_coef": 0.0})  # fmt: skip
+    assert gradient == pytest.approx(torch.where(given.loss_mask, -given.advantages / 17, 0.0).tolist(), rel=1e-6)
+    assert metrics["policy/own"] == 3.0
+    assert "policy/entropy" in metrics
+    assert loss != 0
+
+
+LOSSES = "losses of shape [{}], one for each {}, and a dict of MetricValues by name)"
+WRONG = [
+    *(
+        (key, name, f"{returned}, expected (" + LOSSES.format(size, each))
+        for key, size, each in (
+            ("algorithm.policy_loss", 17, "token"),
+            ("critic.value_loss", 17, "token"),
+            ("loss of preference", 2, "pair"),
+            ("loss of reward-model", 2, "pair"),
+        )
+        for name, returned in (
+            ("no_metrics", "a Tensor"),
+            ("scalar", "losses of shape []"),
+            ("a_list", "a tuple of list, dict"),
+            ("three", "a tuple of Tensor, dict, int"),
+            ("no_dict", "a tuple of Tensor, float"),
+            ("detached", "losses without a graph back to what they were given"),
+            ("plain_metric", "the metric own/share as a float"),
+        )
+    ),
+    *(
+        ("algorithm.aggregation", name, f"{returned}, expected a tensor of shape [], this micro-batch's part of a sum "
+         "over the step")
+        for name, returned in (
+            ("a_float", "a float"),
+            ("per_token", "a tensor of shape [17]"),
+            ("loose_sum", "a tensor without a graph back to what it was given"),
+        )
+    ),
+    *(
+        ("algorithm.kl_estimator", name, f"{returned}, expected a tensor of shape [17], one estimate for each token")
+        for name, returned in (
+            ("a_float", "a float"),
+            ("short", "a tensor of shape [16]"),
+            ("loose", "a tensor without a graph back to what it was given"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "name", "message"), WRONG)
+def test_what_a_function_of_ones_own_returns_is_checked(own, key, name, message):
+    kind, config, numbers = KINDS[key](own(name))
+    with pytest.raises(TrainingError) as error:
+        result_of(kind, config, batch(), numbers)
+    shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
+    assert str(error.value) == f"{shown}={own(name)['function']} returned {message}"
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_a_function_that_is_not_there_is_named_before_the_first_step(own, key):
+    kind, config, numbers = KINDS[key](own("pairz"))
+    with pytest.raises(ConfigError, match=r"rules\.py:pairz: .* has no 'pairz'; did you mean pairs\?"):
+        make_loss(kind, config.model_dump_json(), numbers)
+
+
+def test_an_estimate_that_is_only_logged_needs_no_graph(own):
+    _, _, metrics = result_of("policy", algorithm(kl_in="reward", kl_estimator=own("loose")), batch(),
+                              {"kl_coef": 0.3})  # fmt: skip
+    assert math.isfinite(metrics["policy/ref_kl"])
+
+
+def test_terms_of_a_divergence_are_checked(own):
+    def divergence_of(name):
+        config = DistillationConfig.parse({"divergence": own(name), "temperature": 2.0}, origin="test")
+        return make_loss("distillation", config.model_dump_json(), {}).divergence
+
+    student, teacher = torch.linspace(-2, -1, 15).view(3, 5).requires_grad_(), torch.linspace(-1, -3, 15).view(3, 5)
+    assert divergence_of("k3").temperature == 2.0
+    terms = divergence_of("k3").kind(student, teacher)
+    torch.testing.assert_close(terms, torch.expm1(teacher - student) - (teacher - student))
+    for name, returned in (
+        ("a_float", "a float"),
+        ("short", "a tensor of shape [2, 5]"),
+        ("loose", "a tensor without a graph back to what it was given"),
+    ):
+        with pytest.raises(TrainingError) as error:
+            divergence_of(name).kind(student, teacher)
+        assert str(error.value) == (
+            f"distillation.divergence={own(name)['function']} returned {returned}, expected a tensor of shape [3, 5], "
+            "one term for each token and word"
+        )
+
+
+def places_of(cls, prefix=""):
+    for name, field in cls.model_fields.items():
+        groups = groups_of(field.annotation)
+        if any(issubclass(group, Custom) for group in groups):
+            yield prefix + name
+        for group in groups:
+            if tag_of(group) is None:
+                yield from places_of(group, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("cls", get_args(RecipeConfig))
+def test_every_key_that_takes_an_import_path_says_how_the_function_is_called(cls):
+    assert set(places_of(cls)) == set(ARGUMENTS.get(cls, {}))
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [(key, arguments) for keys in ARGUMENTS.values() for key, arguments in keys.items()],
+)
+def test_the_page_in_docs_shows_how_every_function_is_called(key, arguments):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in page.splitlines() if row.startswith(f"| `{key}`")]
+    shown = [tuple(re.sub(r" \[[^]]*\]", "", row[2]).strip(" `").split(", ")) for row in rows]
+    assert arguments in shown
+
+
+@pytest.mark.parametrize(
+    ("tree", "there"),
+    [
+        ({}, {"rollout_logprobs", "reward_parts"}),
+        ({"algorithm": {"kl_coef": 0.1}}, {"rollout_logprobs", "reward_parts", "ref_logprobs"}),
+        ({"algorithm": {"num_epochs": 2}}, {"rollout_logprobs", "reward_parts", "old_logprobs"}),
+        (
+            {"algorithm": {"rollout_correction": {"bypass": True}}},
+            {"rollout_logprobs", "reward_parts", "old_logprobs"},
+        ),
+        (
+            {"critic": {}, "algorithm": {"advantage": "rules.py:mine", "kl_coef": 1, "num_epochs": 2}},
+            set(EXTRAS),
+        ),
+    ],
+)
+def test_what_a_run_has_for_an_advantage_follows_from_its_config(tree, there):
+    base = {"model": {"path": "m"}, "data": {"train_files": "t"}, "reward": {"functions": "a:b"}}
+    assert extras_of(RLConfig.parse(base | tree, origin="test")) == there
