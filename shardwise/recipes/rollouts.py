@@ -18,8 +18,11 @@ class Rollouter:
         group: WorkerGroup,
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
-        rewards: Rewards | CustomRewards,
+        rewards: Rewards | CustomRewards | None,
     ) -> None:
+        """Args:
+        rewards: None judges nothing; every reward is 0.
+        """
         self._group = group
         self._tokenizer = tokenizer
         self._config = config
@@ -71,6 +74,8 @@ class Rollouter:
     def _judge(
         self, examples: Sequence[Example], completions: list[list[Completion]], texts: list[list[str]]
     ) -> list[list[RewardResult]]:
+        if self._rewards is None:
+            return [[RewardResult(score=0.0) for _ in group] for group in texts]
         jobs = [
             RewardJob(
                 uid=example.uid,

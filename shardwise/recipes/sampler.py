@@ -65,7 +65,7 @@ class Sampler:
         if self._config.algorithm.advantage.name != "remax":
             return Rollout(groups=kept, greedy_rewards=None, metrics=metrics)
         greedy = self._greedy(kept, step)
-        if self._config.reward.masks_failed:  # without a baseline a group is left out as a whole
+        if self._config.masks_failed:  # without a baseline a group is left out as a whole
             pairs = zip(kept, greedy, strict=True)
             kept = [replace(g, failed=[True] * len(g.failed)) if base.failed[0] else g for g, base in pairs]
         return Rollout(groups=kept, greedy_rewards=self._rewards_of(greedy), metrics=metrics)
@@ -86,9 +86,13 @@ class Sampler:
         return groups
 
     def _verdicts(self, group: RolloutGroup) -> list[bool | None]:
-        """Whether each completion is correct; None where its reward failed, which says nothing about the prompt."""
+        """Whether each completion is correct; None where it was not judged or its reward failed, which says nothing
+        about the prompt."""
+        reward = self._config.reward
+        if reward is None:
+            return [None] * len(group.rewards)
         judged = zip(group.rewards, group.reward_parts, group.failed, strict=True)
-        return [None if failed else is_correct(r, parts, self._config.reward) for r, parts, failed in judged]
+        return [None if failed else is_correct(r, parts, reward) for r, parts, failed in judged]
 
     def _teaches(self, group: RolloutGroup) -> bool:
         """Whether its completions differ in what rollout.dynamic_sampling.by names. Under gdpo in the rewards of some
@@ -96,10 +100,10 @@ class Sampler:
         dynamic = self._config.rollout.dynamic_sampling
         if dynamic is not None and dynamic.by == "correct":
             return len({verdict for verdict in self._verdicts(group) if verdict is not None}) > 1
-        masks = self._config.reward.masks_failed
+        masks = self._config.masks_failed
         kept = [place for place, failed in enumerate(group.failed) if not (masks and failed)]
         columns = [group.rewards]
-        if self._config.algorithm.advantage.name == "gdpo":
+        if self._config.algorithm.advantage.name == "gdpo" and self._config.reward is not None:
             columns = list(reward_columns([group], self._config.reward).values())
         return any(len({column[place] for place in kept}) > 1 for column in columns)
 

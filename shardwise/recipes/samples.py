@@ -41,8 +41,19 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
     return samples
 
 
-def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
-    """Rewards, over all sources and for each of several, their named parts, and the shape of the completions.
+def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
+    """The shape of the completions."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
+        "rollout/response_tokens_max": MetricValue.max(max(lengths)),
+        "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
+    }
+
+
+def reward_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
+    """Rewards, over all sources and for each of several, and their named parts.
 
     Args:
         mask_failed: rewards that failed count in reward/failed alone.
@@ -53,15 +64,10 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
         kept = [r for r, failed in zip(group.rewards, group.failed, strict=True) if not (mask_failed and failed)]
         by_source.setdefault(group.example.data_source, []).extend(kept)
     rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
         "reward/max": MetricValue.max(float(rewards.max())),
         "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
-        "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
-        "rollout/response_tokens_max": MetricValue.max(max(lengths)),
-        "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
     }
     if len(by_source) > 1:
         metrics |= {
@@ -74,8 +80,8 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
     return metrics
 
 
-def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]]:
-    """The first completions of a step as samples.jsonl keeps them."""
+def sample_rows(groups: list[RolloutGroup], step: int, *, judged: bool = True) -> list[Mapping[str, Any]]:
+    """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged."""
     rows = (
         {
             "step": step,
@@ -84,9 +90,7 @@ def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]
             "prompt": group.example.prompt,
             "completion": text,
             "ground_truth": group.example.ground_truth,
-            "reward": reward,
-            "reward_parts": parts,
-            "reward_failed": failed,
+            **({"reward": reward, "reward_parts": parts, "reward_failed": failed} if judged else {}),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "token_ids": completion.token_ids,

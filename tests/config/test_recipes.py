@@ -192,6 +192,8 @@ def test_offload_has_an_effect_in_preference_training_beside_a_reference():
     )
 
 
+TEACHER = "teachers=[{model: {path: t}}]"
+UNJUDGED = [*(option for option in RL if not option.startswith("reward.")), "algorithm.advantage=distill", TEACHER]
 GAE = [*RL, "algorithm.advantage=gae", "critic={}"]
 DISTILL = [*RL, "algorithm.advantage=distill"]
 
@@ -254,6 +256,21 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "remove it",
         ),
         (
+            [*UNJUDGED, "algorithm.advantage=grpo", "teachers=[]"],
+            "reward is missing, which algorithm.advantage=grpo needs; name what judges a completion, e.g. "
+            "reward.functions=rules.py:compute_score",
+        ),
+        (
+            [*UNJUDGED, "data.validation_files=v.jsonl"],
+            "data.validation_files goes by what is correct, which nothing says without reward; give it or remove "
+            "data.validation_files",
+        ),
+        (
+            [*UNJUDGED, "data.difficulty.max_pass_rate=0.9"],
+            "data.difficulty goes by what is correct, which nothing says without reward; give it or remove "
+            "data.difficulty",
+        ),
+        (
             [*RL, "algorithm.kl_coef=0.1", "engine.lora={adapter_path: a}"],
             "algorithm.kl_coef compares with the policy at its start, and that is the model with the adapter of "
             "engine.lora.adapter_path, which the policy without its adapters is not; merge it first "
@@ -277,6 +294,7 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
 
 def test_parts_of_reinforcement_learning_that_fit_are_taken():
     assert RLConfig.load(None, GAE).critic.value_clip == 0.5
+    assert RLConfig.load(None, UNJUDGED).reward is None
     teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
     assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
     assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty
