@@ -1,6 +1,7 @@
 """From prompts to judged completions: what reinforcement learning and evaluation share."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
@@ -64,6 +65,10 @@ class Rollouter:
             )
             for example, group, group_texts, judged in zip(examples, completions, texts, results, strict=True)
         ]
+
+    def counting_failures(self, max_completions: int) -> AbstractContextManager[None]:
+        """All calls of `collect` inside count as one batch for reward.max_failure_rate, at most of so many."""
+        return nullcontext() if self._rewards is None else self._rewards.counting_failures(max_completions)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Every rank takes each size-th request, so that neighbours of one length spread evenly."""

@@ -1,5 +1,7 @@
 """Prompts drawn, completions sampled and judged, groups that teach nothing replaced."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from shardwise.config import RLConfig
@@ -32,6 +34,13 @@ class FakeRollouter:
         self._make_group, self._failed = make_group, failed or {}
         self._rewards = {row: list(groups) for row, groups in rewards.items()}
         self.calls = []
+        self.counted = []
+
+    @contextmanager
+    def counting_failures(self, max_completions):
+        before = len(self.calls)
+        yield
+        self.counted.append((max_completions, len(self.calls) - before))
 
     def collect(self, examples, *, num_completions, temperature, seed, stream):
         rows = [int(example.prompt) for example in examples]
@@ -121,6 +130,8 @@ def test_greedy_rewards_are_in_the_order_of_the_groups_that_were_kept(make_group
     assert rows_of(found) == [1, 2]
     assert found.greedy_rewards == [10.0, 20.0]
     assert rollouter.calls[-1] == ([1, 2], 1, 0.0, 5, "step 3 greedy")
+    # Ten rounds of two groups of two and two greedy completions at most; two rounds and the greedy ones happened.
+    assert rollouter.counted == [(10 * 2 * 2 + 2, 3)]
 
 
 @pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])
