@@ -60,18 +60,20 @@ class Sampler:
         dynamic, num_prompts = self._config.rollout.dynamic_sampling, self._config.rollout.num_prompts
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
         kept: list[RolloutGroup] = []
-        num_sampled = num_rounds = 0
+        sampled: list[RolloutGroup] = []
+        num_rounds = 0
         while len(kept) < num_prompts and num_rounds < max_rounds:
             groups = self._sample(num_prompts - len(kept), step=step, round=num_rounds)
             num_rounds += 1
-            num_sampled += len(groups)
+            sampled += groups
             kept += groups if dynamic is None else filter(self._teaches, groups)
         metrics: Metrics = {}
         if dynamic is not None:
             metrics = {
                 "rollout/num_rounds": MetricValue.max(num_rounds),
-                "rollout/num_dropped_groups": MetricValue.sum(num_sampled - len(kept)),
+                "rollout/num_dropped_groups": MetricValue.sum(len(sampled) - len(kept)),
                 "rollout/num_missing_groups": MetricValue.sum(num_prompts - len(kept)),
+                **self._sampled_metrics(sampled),
             }
         kept = kept or groups
         if self._config.algorithm.advantage.name != "remax":
@@ -96,6 +98,16 @@ class Sampler:
             if verdicts:
                 self._stream.record(row, sum(verdicts) / len(verdicts))
         return groups
+
+    def _sampled_metrics(self, sampled: Sequence[RolloutGroup]) -> Metrics:
+        """Of all rounds: the groups that are kept are neither the easy nor the hard ones."""
+        masks = self._config.masks_failed
+        rewards = [r for g in sampled for r, failed in zip(g.rewards, g.failed, strict=True) if not (masks and failed)]
+        verdicts = [verdict for group in sampled for verdict in self._verdicts(group) if verdict is not None]
+        return {
+            "rollout/sampled_reward": MetricValue.mean(sum(rewards), len(rewards)),
+            "rollout/sampled_accuracy": MetricValue.mean(sum(verdicts), len(verdicts)),
+        }
 
     def _verdicts(self, group: RolloutGroup) -> list[bool | None]:
         """Whether each completion is correct; None where it was not judged or its reward failed, which says nothing

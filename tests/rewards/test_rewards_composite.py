@@ -172,29 +172,30 @@ def test_a_manager_that_cannot_be_made_is_a_config_error():
         make_rewards(RewardConfig(functions=[], manager="rules.py:Nothing"))
 
 
-def test_calls_that_belong_together_share_one_rate():
+def step(rewards, max_jobs, *calls):
+    """The failures of every call of a step of at most so many jobs."""
+    with rewards.counting_failures(max_jobs):
+        return [[result.failure is not None for result in rewards.score(jobs(*texts))] for texts in calls]
+
+
+def test_calls_of_a_step_share_one_rate():
     """A small late call may fail as a whole where the step does not; the end of the step counts all of them."""
     config = RewardConfig(functions=TWO[0], num_workers=1, on_failure="mask", max_failure_rate=0.4)
     with Rewards(config) as rewards:
-        with rewards.counting_failures(6):
-            rewards.score(jobs("1", "1", "1"))
-            assert [result.failure is None for result in rewards.score(jobs("x", "y"))] == [False, False]
-        with pytest.raises(RewardError, match="^2 of 4 reward calls failed"), rewards.counting_failures(100):
-            for text in ("x", "1", "1", "y"):
-                rewards.score(jobs(text))
-        rewards.score(jobs("1", "1", "x"))  # a step of its own again
+        assert step(rewards, 6, ["1", "1", "1"], ["x", "y"]) == [[False] * 3, [True] * 2]
+        assert step(rewards, 3, ["1", "1", "x"]) == [[False, False, True]]  # counted anew
+        with pytest.raises(RewardError, match=r"^2 of 4 reward calls failed"):
+            step(rewards, 100, ["x"], ["1"], ["1"], ["y"])
 
 
-def test_what_the_rest_of_the_calls_cannot_make_good_stops_at_once():
+def test_what_the_rest_of_a_step_cannot_make_good_stops_at_once():
     config = RewardConfig(functions=TWO[0], num_workers=1, on_failure="mask", max_failure_rate=0.5)
-    # At the end it would be 3 of 4.
-    with Rewards(config) as rewards, pytest.raises(RewardError, match="^3 of 5"), rewards.counting_failures(5):
-        rewards.score(jobs("x", "x", "1"))
-        rewards.score(jobs("x"))
+    with Rewards(config) as rewards, pytest.raises(RewardError, match=r"^3 of 5 reward calls"):  # at the end: 3 of 4
+        step(rewards, 5, ["x", "x", "1"], ["x"])
 
 
 def test_a_managers_failures_are_counted_over_a_step_too():
-    with custom(lambda given: [RewardResult(score=0.0, failure="no") for _ in given], on_failure="mask") as rewards:
-        with pytest.raises(RewardError, match="^2 of 3 reward calls"), rewards.counting_failures(3):
-            rewards.score(jobs("x"))
-            rewards.score(jobs("x"))
+    failed = RewardResult(score=0.0, failure="no")
+    rewards = custom(lambda given: [failed] * len(given), on_failure="mask")
+    with pytest.raises(RewardError, match=r"^2 of 3 reward calls"):
+        step(rewards, 3, ["x"], ["x"])
