@@ -116,6 +116,7 @@ class Learner:
             samples=samples,
             reward_parts={} if reward is None else reward_columns(rollout.groups, reward),
             reward_weights={} if reward is None else {entry.name: entry.weight for entry in reward.functions},
+            outcome_rewards=[own for group in rollout.groups for own in group.rewards],
             greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
             teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
         )
