@@ -91,13 +91,13 @@ class Opo(Choice):
 
 
 class Gpg(Choice):
-    """(Reward - group mean) x samples / samples with a non-zero reward."""
+    """(Reward - group mean) x samples / samples with a non-zero reward before penalties."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class Maxrl(Choice):
-    """(Reward - group mean) / group mean."""
+    """(Reward - group mean) / group mean before penalties."""
 
     name: Literal["maxrl"] = "maxrl"
 
@@ -278,6 +278,10 @@ PolicyLoss = Annotated[
 ]
 
 
+SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "topr", "kimi"})
+"""Those whose ratio is that of a whole sequence."""
+
+
 class FixedKl(Choice):
     """kl_coef stays as it is."""
 
@@ -431,6 +435,17 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f"kl_estimator={self.kl_estimator} differs from {self.kl_estimator[:-1]} in its gradient only, which "
                 "kl_in=reward has none of; remove the +"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_stay_whole(self) -> Self:
+        rejection = self.rollout_correction.rejection
+        if rejection is not None and rejection.level == "token" and self.policy_loss.name in SEQUENCE_LOSSES:
+            raise ValueError(
+                "rollout_correction.rejection.level=token takes tokens out of sequences whose ratio "
+                f"policy_loss={self.policy_loss.name} takes as a whole; reject whole sequences with "
+                "level=sequence-mean, sequence-sum or sequence-max"
             )
         return self
 

@@ -7,7 +7,7 @@ import yaml
 
 from shardwise.algorithms.kl import KLEstimator
 from shardwise.config import AlgorithmConfig, Config, ConfigError, Custom, DistillationConfig, PreferenceConfig
-from shardwise.config.algorithm import GROUP_ADVANTAGES, KlEstimator, RejectionConfig, WeightsConfig
+from shardwise.config.algorithm import GROUP_ADVANTAGES, SEQUENCE_LOSSES, KlEstimator, RejectionConfig, WeightsConfig
 from shardwise.config.base import groups_of, tag_of
 
 ROOM = {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
@@ -250,6 +250,20 @@ def test_the_lower_bound_belongs_to_masking_weights(mode, low):
     )
     assert parse(WeightsConfig, mode="mask", low=0.5).low == 0.5
     assert parse(WeightsConfig).low is None
+
+
+@pytest.mark.parametrize("policy_loss", sorted(SEQUENCE_LOSSES))
+def test_a_sequence_whose_ratio_counts_as_a_whole_loses_no_tokens(policy_loss):
+    def tree(**rejection):
+        return {"policy_loss": policy_loss, "rollout_correction": {"rejection": rejection}}
+
+    assert message_of(AlgorithmConfig, **tree()) == (
+        f"rollout_correction.rejection.level=token takes tokens out of sequences whose ratio policy_loss={policy_loss} "
+        "takes as a whole; reject whole sequences with level=sequence-mean, sequence-sum or sequence-max"
+    )
+    for level in ("sequence-mean", "sequence-sum", "sequence-max"):
+        assert parse(AlgorithmConfig, **tree(level=level)).rollout_correction.rejection.level == level
+    assert parse(AlgorithmConfig, **tree() | {"policy_loss": "ppo_clip"}).rollout_correction.compares
 
 
 @pytest.mark.parametrize("compares", [{"weights": {}}, {"rejection": {}}, {"weights": {}, "rejection": {}}])
