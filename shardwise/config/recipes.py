@@ -121,7 +121,9 @@ class PreferenceConfig(Config):
             )
         if self.reference_logprobs == "before_training" and self.loss.name in {*REFERENCE_FREE, "kto"}:
             why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
-            raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
+            raise ValueError(
+                f"reference_logprobs=before_training: loss={self.loss.name} {why}; set reference_logprobs=each_step"
+            )
         lora = self.engine.lora
         starts_adapted = lora is not None and lora.adapter_path is not None
         if starts_adapted and self.uses_reference and self.reference_logprobs == "each_step":

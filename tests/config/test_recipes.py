@@ -160,11 +160,12 @@ def test_a_reference_engine_is_there_where_the_reference_is_another_model(loss, 
         ),
         (
             ["loss=orpo", "reference_logprobs=before_training"],
-            "reference_logprobs=before_training: loss=orpo has no reference policy; remove it",
+            "reference_logprobs=before_training: loss=orpo has no reference policy; set reference_logprobs=each_step",
         ),
         (
             ["loss=kto", "reference_logprobs=before_training"],
-            "reference_logprobs=before_training: loss=kto compares new combinations in every step; remove it",
+            "reference_logprobs=before_training: loss=kto compares new combinations in every step; set "
+            "reference_logprobs=each_step",
         ),
         (
             ["loss=simpo", "engine.param_offload=true"],
