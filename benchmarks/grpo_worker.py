@@ -17,7 +17,7 @@ from shardwise.recipes.learner import Learner
 from shardwise.recipes.rl import build_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.sampler import Sampler
-from shardwise.recipes.samples import rollout_metrics
+from shardwise.recipes.samples import reward_metrics, rollout_metrics
 from shardwise.recipes.workers import Worker
 from shardwise.rewards import make_rewards
 from shardwise.types import Completion, GenerateRequest
@@ -77,6 +77,7 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     examples = prompt_examples(config.data, config.data.train_files, model.tokenizer, max_rows=None).rows
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
     engines = build_engines(config, model, group, 1_000_000)
+    assert config.reward is not None
     with make_rewards(config.reward) as rewards:
         sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)
         learner = Learner(engines, config)
@@ -90,7 +91,8 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
             if sync:
                 with spans("sync"):
                     group.call("sync_weights", step)
-            metrics |= rollout_metrics(rollout.groups, mask_failed=config.reward.masks_failed)
+            metrics |= rollout_metrics(rollout.groups)
+            metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             values = {name: value.result() for name, value in metrics.items()}
             figures = {name: values[metric] for name, metric in FIGURES.items()}
             figures |= {"completion_tokens": values["rollout/response_tokens"]} | spans.take()

@@ -9,10 +9,13 @@ occupies it for the deadline, reward.timeout_seconds. With S the sum of both ove
 so everything else counts against the pool: pipes, JSON, idle slots, killing and replacing processes, the tail of the
 run. `share_of_nominal` takes 1 ms for every call instead of what was measured. Queueing is, for every call that
 returned, the time until it began, minus what a queue that moves evenly gives it (call i of n begins at i / n of the
-run). Its 99th percentile tells whether calls waited behind a hang.
+run). Its 99th percentile tells whether calls waited behind a hang. `children_cpu_seconds` is the CPU time of all
+processes of a round but the caller's, imports and user code included; what hangs add to it, divided by their number, is
+`cpu_ms_per_replacement`.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -40,6 +43,8 @@ def spin(data_source, solution_str, ground_truth, extra_info):
     return {"score": time.monotonic() - began, "began": began}
 """
 
+KINDS = ("without_hangs", "one_percent_hang")
+
 
 def measure(
     *, kind: str, num_jobs: int, num_hangs: int, num_workers: int, timeout_seconds: float
@@ -56,6 +61,7 @@ def measure(
         timeout_seconds=timeout_seconds,
         on_failure="mask",
     )
+    children_before = children_cpu_seconds()
     with Rewards(config) as rewards:
         rewards.score(jobs[: min(every - 1, 100 * num_workers)])  # all processes have imported the function
         cpu_before, began = time.process_time(), time.monotonic()
@@ -76,7 +82,14 @@ def measure(
         "queueing_p99_ms": round(1000 * late[int(0.99 * len(late))], 1),
         "queueing_max_ms": round(1000 * late[-1], 1),
         "pool_cpu_ms_per_call": round(1000 * cpu_seconds / num_jobs, 3),
+        "children_cpu_seconds": round(children_cpu_seconds() - children_before, 3),
     }
+
+
+def children_cpu_seconds() -> float:
+    """Of those that have ended and been waited for, and of theirs."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> None:
@@ -99,7 +112,7 @@ def main() -> None:
     }
     ratios = {}
     for num_workers in args.workers:
-        for name, num_hangs in (("without_hangs", 0), ("one_percent_hang", args.jobs // 100)):
+        for name, num_hangs in zip(KINDS, (0, args.jobs // 100), strict=True):
             rounds = [
                 measure(
                     kind=args.kind,
@@ -119,12 +132,12 @@ def main() -> None:
             }
             ratios[key] = statistics.median(shares)
             print(key, values[key], flush=True)
+        cost = [values[f"{name}/{num_workers}_workers"]["children_cpu_seconds"] for name in KINDS]
+        values[f"cpu_ms_per_replacement/{num_workers}_workers"] = round(1000 * (cost[1] - cost[0]) / num_hangs, 1)
     report("rewards", ratios=ratios, memory_ratios={}, values=values, write=not args.no_write)
 
 
 if __name__ == "__main__":
-    import os
-
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rules.py").write_text(RULES, encoding="utf-8")
         os.chdir(folder)

@@ -125,6 +125,7 @@ class RolloutGroup:
     completions: list[Completion]
     texts: list[str]
     rewards: list[float]
+    """0 where nothing judges."""
     reward_parts: list[dict[str, float]]
     """What the reward function returned beside the score, by name."""
     failed: list[bool]

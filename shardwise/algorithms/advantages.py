@@ -197,42 +197,48 @@ def opo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
     return spread_over_tokens(torch.where(has_baseline(counted, group_ids), outcomes - baseline, 0.0), loss_mask)
 
 
-def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(R - mean) alpha, with alpha = number of samples / number of samples with a reward other than 0, over the step.
+def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_rewards: Tensor) -> Tensor:
+    """(R - mean) alpha, with alpha = number of samples / number of samples with an outcome reward other than 0, over
+    the step. Penalties belong to R and not to alpha: next to no sample that has one would be exactly 0.
 
     Args:
         token_rewards: [N, L] float32; rewards where not trained are ignored.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
+        outcome_rewards: [N] float32, before a KL term and penalties were subtracted.
     Returns:
         [N, L] float32, 0 where not trained.
-    Source: Chu et al. 2025 (GPG). Differs: a group of one gets 0, and samples without a trained token do not
-        count, neither in the mean nor in alpha.
+    Source: Chu et al. 2025 (GPG), which has neither KL term nor penalties. Differs: a group of one gets 0, and samples
+        without a trained token do not count, neither in the mean nor in alpha.
     """
     outcomes, counted = sample_outcomes(token_rewards, loss_mask)
     deviations, _ = group_deviations(outcomes, counted, group_ids)
-    alpha = counted.sum() / (outcomes != 0).sum().clamp(min=1)
+    alpha = counted.sum() / (counted & (outcome_rewards != 0)).sum().clamp(min=1)
     return spread_over_tokens(alpha * deviations, loss_mask)
 
 
-def maxrl(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(R - mean) / mean over the group: prompts that are rarely solved weigh more, as in maximum likelihood.
+def maxrl(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_rewards: Tensor) -> Tensor:
+    """(R - mean R) / mean outcome reward over the group: prompts that are rarely solved weigh more, as in maximum
+    likelihood.
 
-    For rewards of 0 and 1 the mean is the estimated chance of success p, and the gradient is that of log p, expanded to
-    as many terms as the group has samples.
+    For outcome rewards of 0 and 1 their mean is the estimated chance of success p, and the gradient is that of log p,
+    expanded to as many terms as the group has samples. Penalties belong to R: they weigh 1 / p too, and p stays what
+    it is.
 
     Args:
-        token_rewards: [N, L] float32, not negative; rewards where not trained are ignored.
+        token_rewards: [N, L] float32; rewards where not trained are ignored.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
+        outcome_rewards: [N] float32, before a KL term and penalties were subtracted; not negative.
     Returns:
         [N, L] float32, 0 where not trained.
-    Source: Tajwar et al. 2026 (Maximum Likelihood Reinforcement Learning). Differs: a group whose mean is
-        not positive gets 0 (below 0 the division would reward the worst), and so does a group of one.
+    Source: Tajwar et al. 2026 (Maximum Likelihood Reinforcement Learning), which has no penalties. Differs: a group
+        whose mean outcome is not positive gets 0 (below 0 the division would reward the worst), and so does a group of
+        one.
     """
     outcomes, counted = sample_outcomes(token_rewards, loss_mask)
     deviations, _ = group_deviations(outcomes, counted, group_ids)
-    means = group_means(outcomes, counted, group_ids)
+    means = group_means(outcome_rewards.double(), counted, group_ids)
     return spread_over_tokens(torch.where(counted & (means > 0), deviations / means, 0.0), loss_mask)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from shardwise.config.base import Choice, Config
 from shardwise.config.custom import Custom, named
 from shardwise.config.kl import K3, FixedKl, KlController, KlEstimator
-from shardwise.config.rollout_correction import RolloutCorrectionConfig
+from shardwise.config.rollout_correction import MismatchRejection, RolloutCorrectionConfig
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -69,13 +69,13 @@ class Opo(Choice):
 
 
 class Gpg(Choice):
-    """(Reward - group mean) x samples / samples with a non-zero reward."""
+    """(Reward - group mean) x samples / samples with a non-zero reward before penalties."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class Maxrl(Choice):
-    """(Reward - group mean) / group mean."""
+    """(Reward - group mean) / group mean before penalties."""
 
     name: Literal["maxrl"] = "maxrl"
 
@@ -256,6 +256,10 @@ PolicyLoss = Annotated[
 ]
 
 
+SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "topr", "kimi"})
+"""Those whose ratio is that of a whole sequence."""
+
+
 class TokenMean(Choice):
     """The sum over tokens / trained tokens."""
 
@@ -359,6 +363,21 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f"kl_estimator={estimator} differs from {estimator[:-1]} in its gradient only, which kl_in=reward has "
                 "none of; remove the +"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_stay_whole(self) -> Self:
+        rejection = self.rollout_correction.rejection
+        if (
+            isinstance(rejection, MismatchRejection)
+            and rejection.level == "token"
+            and self.policy_loss.name in SEQUENCE_LOSSES
+        ):
+            raise ValueError(
+                "rollout_correction.rejection.level=token takes tokens out of sequences whose ratio "
+                f"policy_loss={self.policy_loss.name} takes as a whole; reject whole sequences with "
+                "level=sequence-mean, sequence-sum or sequence-max"
             )
         return self
 

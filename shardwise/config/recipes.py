@@ -132,7 +132,9 @@ class PreferenceConfig(Config):
             )
         if self.reference_logprobs == "before_training" and (not self.uses_reference or self.loss.name == "kto"):
             why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
-            raise ValueError(f"reference_logprobs=before_training: loss={self.loss.name} {why}; remove it")
+            raise ValueError(
+                f"reference_logprobs=before_training: loss={self.loss.name} {why}; set reference_logprobs=each_step"
+            )
         lora = self.engine.lora
         starts_adapted = lora is not None and lora.adapter_path is not None
         if starts_adapted and self.uses_reference and self.reference_logprobs == "each_step":
@@ -238,7 +240,8 @@ class RLConfig(Config):
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
     """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
+    reward: RewardConfig | None = None
+    """How a completion is judged; null, which only algorithm.advantage=distill allows, judges none."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
 
@@ -248,7 +251,10 @@ class RLConfig(Config):
         self._require_room_for_sequences()
         self._require_parts_of_the_algorithm()
         self._require_fit_for_sampling()
-        _require_environment(self.reward, self.rollout, self.data)
+        if self.reward is None:
+            self._require_no_use_of_rewards()
+        else:
+            _require_environment(self.reward, self.rollout, self.data)
         num_samples = self.rollout.num_prompts * self.rollout.group_size
         if self.algorithm.num_minibatches > num_samples:
             raise ValueError(
@@ -260,6 +266,11 @@ class RLConfig(Config):
             critic = {"engine": "critic.engine", "optimizer": "critic.optimizer"}
             _require_states_on_device(self.critic.engine, self.critic.optimizer, **critic)
         return self
+
+    @property
+    def masks_failed(self) -> bool:
+        """Whether a completion whose reward failed is left out of training."""
+        return self.reward is not None and self.reward.masks_failed
 
     def layouts(self) -> dict[str, LayoutConfig]:
         """The layout of every engine that works on samples, by its key."""
@@ -324,6 +335,21 @@ class RLConfig(Config):
             raise ValueError(
                 f"algorithm.overlong_penalty.buffer_tokens={overlong.buffer_tokens} is more than "
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
+            )
+
+    def _require_no_use_of_rewards(self) -> None:
+        if self.algorithm.advantage.name != "distill":
+            raise ValueError(
+                f"reward is missing, which algorithm.advantage={self.algorithm.advantage.name} needs; name what judges "
+                "a completion, e.g. reward.functions=rules.py:compute_score"
+            )
+        readers = {
+            "data.validation_files": self.data.validation_files,
+            "data.difficulty": self.data.difficulty is not None,
+        }
+        for key in [key for key, is_given in readers.items() if is_given]:
+            raise ValueError(
+                f"{key} goes by what is correct, which nothing says without reward; give it or remove {key}"
             )
 
     def _require_fit_for_sampling(self) -> None:

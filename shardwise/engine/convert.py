@@ -39,7 +39,13 @@ def convert_folder(
     if adapter is not None:
         from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
 
-        inject_lora(model, stored_lora(adapter))
+        lora = stored_lora(adapter)
+        if "score" in lora.modules_to_save and model.get_output_embeddings() is not None:
+            raise ModelError(
+                f"{adapter} is the adapter of a critic or reward model, and {source} is a language model, which has no "
+                "head to merge its head into; train with engine.lora.save_merged=true"
+            )
+        inject_lora(model, lora)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
     model.requires_grad_(False).to_empty(device=device)

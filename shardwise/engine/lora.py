@@ -4,7 +4,7 @@ peft puts the adapters into the module tree before the model is sharded, so an a
 layer and is sharded like it. What is drawn, merged, read and written is in adapters.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
+from shardwise.engine.heads import HeadName
 from shardwise.engine.names import is_within, plain_name
 
 ADAPTER = "default"
@@ -25,7 +26,15 @@ FILE_PREFIX = "base_model.model."
 """What a PeftModel puts before the base model's names, and so in front of every name in an adapter file."""
 
 
-def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
+TASK_TYPES: Mapping[HeadName, str] = {
+    "logprobs": "CAUSAL_LM",
+    "token_values": "TOKEN_CLS",
+    "sequence_scores": "SEQ_CLS",
+}
+"""By which peft knows the class of the base model that an adapter file belongs to."""
+
+
+def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "logprobs") -> None:
     """Puts adapters into a model on the meta device, before it is sharded. Nothing else is trained afterwards.
 
     The base then is kept in the compute dtype and the adapters are masters, like any frozen and trained parameters.
@@ -40,7 +49,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
     targets = _target_modules(model, config.target_modules, saved)
     peft_config = PeftLoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=TASK_TYPES[head],
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,

@@ -143,7 +143,7 @@ def build_unloaded(
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
     backend = AttentionBackend(config.attention_implementation, ulysses)
-    _choose_trained(hf_model, config)
+    _choose_trained(hf_model, config, head_name)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
     units = Units(hf_model, config, precision)  # paths as they are before anything is wrapped
@@ -165,13 +165,13 @@ def build_unloaded(
     return ShardedModel(model, sharded, backend, num_bytes_read=0)
 
 
-def _choose_trained(model: PreTrainedModel, config: LayoutConfig) -> None:
+def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: HeadName) -> None:
     if not isinstance(config, EngineConfig):
         model.requires_grad_(False)
     elif config.lora is not None:
         from shardwise.engine.lora import inject_lora  # importing peft takes seconds
 
-        inject_lora(model, config.lora)
+        inject_lora(model, config.lora, head_name)
     else:
         freeze(model, config.freeze_module_prefix)
 

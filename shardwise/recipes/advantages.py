@@ -47,8 +47,6 @@ ADVANTAGES: Mapping[str, AdvantageFn] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "opo": opo,
-    "gpg": gpg,
-    "maxrl": maxrl,
 }
 """(token_rewards [N, L], loss_mask [N, L], group_ids [N], parameters by keyword) -> advantages [N, L]."""
 
@@ -62,6 +60,8 @@ class Scored:
     """Of every reward function its scores."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Of every reward function its weight."""
+    outcome_rewards: Sequence[float] | None = None
+    """Of every sample its reward before penalties, for gpg and maxrl."""
     greedy_rewards: Sequence[float] | None = None
     """Of every sample the reward of its prompt's greedy completion, for remax."""
     teacher_logprobs: Sequence[Tensor] | None = None
@@ -99,6 +99,10 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
         case "remax":
             assert scored.greedy_rewards is not None
             advantages = remax(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.greedy_rewards)))
+        case "gpg" | "maxrl":
+            assert scored.outcome_rewards is not None
+            estimator = gpg if chosen.name == "gpg" else maxrl
+            advantages = estimator(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.outcome_rewards)))
         case "distill":
             assert scored.teacher_logprobs is not None
             advantages = reverse_kl_advantages(policy_logprobs, padded(scored.teacher_logprobs), loss_mask)

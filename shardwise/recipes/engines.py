@@ -31,9 +31,9 @@ class RemoteEngine:
     @property
     def size(self) -> str:
         """For people: how many parameters it has, and how many of them are trained."""
-        size = f"{self.num_parameters / 1e6:,.1f}M parameters"
+        size = f"{_shown(self.num_parameters, decimals=1)} parameters"
         if self.num_trained_parameters < self.num_parameters:
-            size += f" ({self.num_trained_parameters / 1e6:,.2f}M trained)"
+            size += f" ({_shown(self.num_trained_parameters, decimals=2)} trained)"
         return size
 
     def score(self, samples: Sequence[Sample], *, with_adapters: bool = True) -> list[Tensor]:
@@ -135,3 +135,8 @@ def build_engine(
 def load_metrics(*engines: RemoteEngine) -> Metrics:
     """load/bytes_read, over all engines."""
     return {"load/bytes_read": MetricValue.max(sum(engine.num_bytes_read for engine in engines))}
+
+
+def _shown(number: int, *, decimals: int) -> str:
+    """In millions, or thousands where these would be a fraction of one."""
+    return f"{number / 1e6:,.{decimals}f}M" if number >= 1e5 else f"{number / 1e3:,.{decimals}f}K"

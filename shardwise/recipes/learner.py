@@ -65,7 +65,7 @@ class Learner:
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
         """Makes all optimizer steps of a step of the run."""
         algorithm = self._algorithm
-        samples = to_samples(rollout.groups, mask_failed=self._config.reward.masks_failed)
+        samples = to_samples(rollout.groups, mask_failed=self._config.masks_failed)
         samples = with_overlong_penalty(samples, algorithm, max_tokens=self._config.rollout.max_response_tokens)
         with spans("logprobs"):
             scored = self._score(samples, rollout)
@@ -112,11 +112,12 @@ class Learner:
             samples = _with_scores(samples, "ref_logprobs", reference.score(samples, with_adapters=not own))
         if engines.critic is not None:
             samples = _with_scores(samples, "values", engines.critic.score(samples))
-        greedy = rollout.greedy_rewards
+        greedy, reward = rollout.greedy_rewards, self._config.reward
         return Scored(
             samples=samples,
-            reward_parts=reward_columns(rollout.groups, self._config.reward),
-            reward_weights={entry.name: entry.weight for entry in self._config.reward.functions},
+            reward_parts={} if reward is None else reward_columns(rollout.groups, reward),
+            reward_weights={} if reward is None else {entry.name: entry.weight for entry in reward.functions},
+            outcome_rewards=[own for group in rollout.groups for own in group.rewards],
             greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
             teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
         )

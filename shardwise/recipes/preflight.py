@@ -17,7 +17,7 @@ def check_inputs(config: RecipeConfig) -> None:
     """
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
-    if isinstance(config, RLConfig | EvalConfig):
+    if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:
         check_rewards(config.reward)
         if config.rollout.environment is not None:
             check_environment(config.rollout.environment)

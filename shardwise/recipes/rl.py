@@ -1,6 +1,7 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
@@ -16,7 +17,7 @@ from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
-from shardwise.recipes.samples import rollout_metrics, sample_rows
+from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows
 from shardwise.rewards import make_rewards
 from shardwise.types import MetricValue
 
@@ -40,11 +41,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model, group, total_steps)
-    reward_models = build_reward_engines(config.reward, group)
+    reward_models = {} if config.reward is None else build_reward_engines(config.reward, group)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
-        make_rewards(config.reward, reward_models) as rewards,
+        nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
         Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps) as run,
         SampleLog(run.output_dir) as sample_log,
     ):
@@ -57,15 +58,14 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
             with run.spans("sync"):
                 group.call("sync_weights", step)
-            if held_out is not None and run.should_validate(step):
+            if held_out is not None and config.reward is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-            sample_log.append(sample_rows(rollout.groups, step))
-            run.report(
-                step,
-                metrics | rollout_metrics(rollout.groups, mask_failed=config.reward.masks_failed) | counts,
-                num_tokens=rollout.num_tokens,
-            )
+            sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
+            metrics |= rollout_metrics(rollout.groups) | counts
+            if config.reward is not None:
+                metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
+            run.report(step, metrics, num_tokens=rollout.num_tokens)
 
 
 def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """From prompts to judged completions: what reinforcement learning and evaluation share."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +21,14 @@ class Rollouter:
         group: WorkerGroup,
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
-        rewards: Rewards | CustomRewards,
+        rewards: Rewards | CustomRewards | None,
     ) -> None:
-        """Raises ConfigError if rollout.environment cannot be used."""
+        """
+        Args:
+            rewards: None judges nothing; every reward is 0.
+        Raises:
+            ConfigError: rollout.environment cannot be used.
+        """
         self._group = group
         self._tokenizer = tokenizer
         self._config = config
@@ -81,6 +87,10 @@ class Rollouter:
     def _text(self, episode: Episode) -> str:
         return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
+    def counting_failures(self, max_completions: int) -> AbstractContextManager[None]:
+        """All calls of `collect` inside count as one batch for reward.max_failure_rate, at most of so many."""
+        return nullcontext() if self._rewards is None else self._rewards.counting_failures(max_completions)
+
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Every rank takes each size-th request, so that neighbours of one length spread evenly."""
         size = self._group.size
@@ -88,6 +98,8 @@ class Rollouter:
         return [shards[index % size][index // size] for index in range(len(requests))]
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
+        if self._rewards is None:
+            return [[RewardResult(score=0.0) for _ in group] for group in groups]
         results = iter(self._rewards.score([_job(episode) for group in groups for episode in group]))
         return [[next(results) for _ in group] for group in groups]
 

@@ -54,9 +54,11 @@ class Run:
         with ExitStack() as stack:
             self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
             model = self._engines[""]
+            ranks = "rank" if model.group.size == 1 else "ranks"
+            steps = "step" if self._total_steps == 1 else "steps"
             print(
-                f"{self._title}: {model.size} on {model.group.size} "
-                f"{'rank' if model.group.size == 1 else 'ranks'}, {self._total_steps} steps, into {self.output_dir}",
+                f"{self._title}: {model.size} on {model.group.size} {ranks}, {self._total_steps} {steps}, "
+                f"into {self.output_dir}",
                 flush=True,
             )
             self._progress = stack.enter_context(Progress(self._title, self._total_steps))

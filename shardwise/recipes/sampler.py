@@ -45,27 +45,41 @@ class Sampler:
     def collect(self, step: int) -> Rollout:
         """The groups of a step: as many as rollout.num_prompts, or fewer where rollout.dynamic_sampling ran out of
         rounds. Where no round found a group that teaches something, those of the last."""
+        with self._rollouter.counting_failures(self._max_completions):
+            return self._collect(step)
+
+    @property
+    def _max_completions(self) -> int:
+        """Of one step."""
+        rollout = self._config.rollout
+        num_greedy = rollout.num_prompts if self._config.algorithm.advantage.name == "remax" else 0
+        max_rounds = 1 if rollout.dynamic_sampling is None else rollout.dynamic_sampling.max_rounds
+        return max_rounds * rollout.num_prompts * rollout.group_size + num_greedy
+
+    def _collect(self, step: int) -> Rollout:
         dynamic, num_prompts = self._config.rollout.dynamic_sampling, self._config.rollout.num_prompts
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
         kept: list[RolloutGroup] = []
-        num_sampled = num_rounds = 0
+        sampled: list[RolloutGroup] = []
+        num_rounds = 0
         while len(kept) < num_prompts and num_rounds < max_rounds:
             groups = self._sample(num_prompts - len(kept), step=step, round=num_rounds)
             num_rounds += 1
-            num_sampled += len(groups)
+            sampled += groups
             kept += groups if dynamic is None else filter(self._teaches, groups)
         metrics: Metrics = {}
         if dynamic is not None:
             metrics = {
                 "rollout/num_rounds": MetricValue.max(num_rounds),
-                "rollout/num_dropped_groups": MetricValue.sum(num_sampled - len(kept)),
+                "rollout/num_dropped_groups": MetricValue.sum(len(sampled) - len(kept)),
                 "rollout/num_missing_groups": MetricValue.sum(num_prompts - len(kept)),
+                **self._sampled_metrics(sampled),
             }
         kept = kept or groups
         if self._config.algorithm.advantage.name != "remax":
             return Rollout(groups=kept, greedy_rewards=None, metrics=metrics)
         greedy = self._greedy(kept, step)
-        if self._config.reward.masks_failed:  # without a baseline a group is left out as a whole
+        if self._config.masks_failed:  # without a baseline a group is left out as a whole
             pairs = zip(kept, greedy, strict=True)
             kept = [replace(g, failed=[True] * len(g.failed)) if base.failed[0] else g for g, base in pairs]
         return Rollout(groups=kept, greedy_rewards=self._rewards_of(greedy), metrics=metrics)
@@ -85,10 +99,24 @@ class Sampler:
                 self._stream.record(row, sum(verdicts) / len(verdicts))
         return groups
 
+    def _sampled_metrics(self, sampled: Sequence[RolloutGroup]) -> Metrics:
+        """Of all rounds: the groups that are kept are neither the easy nor the hard ones."""
+        masks = self._config.masks_failed
+        rewards = [r for g in sampled for r, failed in zip(g.rewards, g.failed, strict=True) if not (masks and failed)]
+        verdicts = [verdict for group in sampled for verdict in self._verdicts(group) if verdict is not None]
+        return {
+            "rollout/sampled_reward": MetricValue.mean(sum(rewards), len(rewards)),
+            "rollout/sampled_accuracy": MetricValue.mean(sum(verdicts), len(verdicts)),
+        }
+
     def _verdicts(self, group: RolloutGroup) -> list[bool | None]:
-        """Whether each completion is correct; None where its reward failed, which says nothing about the prompt."""
+        """Whether each completion is correct; None where it was not judged or its reward failed, which says nothing
+        about the prompt."""
+        reward = self._config.reward
+        if reward is None:
+            return [None] * len(group.rewards)
         judged = zip(group.rewards, group.reward_parts, group.failed, strict=True)
-        return [None if failed else is_correct(r, parts, self._config.reward) for r, parts, failed in judged]
+        return [None if failed else is_correct(r, parts, reward) for r, parts, failed in judged]
 
     def _teaches(self, group: RolloutGroup) -> bool:
         """Whether its completions differ in what rollout.dynamic_sampling.by names. Under gdpo in the rewards of some
@@ -96,10 +124,10 @@ class Sampler:
         dynamic = self._config.rollout.dynamic_sampling
         if dynamic is not None and dynamic.by == "correct":
             return len({verdict for verdict in self._verdicts(group) if verdict is not None}) > 1
-        masks = self._config.reward.masks_failed
+        masks = self._config.masks_failed
         kept = [place for place, failed in enumerate(group.failed) if not (masks and failed)]
         columns = [group.rewards]
-        if self._config.algorithm.advantage.name == "gdpo":
+        if self._config.algorithm.advantage.name == "gdpo" and self._config.reward is not None:
             columns = list(reward_columns([group], self._config.reward).values())
         return any(len({column[place] for place in kept}) > 1 for column in columns)
 

@@ -44,24 +44,11 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
     return samples
 
 
-def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
-    """Rewards, over all sources and for each of several, their named parts, and the shape of the completions.
-
-    Args:
-        mask_failed: rewards that failed count in reward/failed alone.
-    """
-    all_failed = [failed for group in groups for failed in group.failed]
-    by_source: dict[str, list[float]] = {}
-    for group in groups:
-        kept = [r for r, failed in zip(group.rewards, group.failed, strict=True) if not (mask_failed and failed)]
-        by_source.setdefault(group.example.data_source, []).extend(kept)
-    rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
+def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
+    """The shape of the completions."""
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.num_sampled for completion in completions]
     metrics: Metrics = {
-        "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
-        "reward/max": MetricValue.max(float(rewards.max())),
-        "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
         "rollout/response_tokens": MetricValue.mean(sum(lengths), len(lengths)),
         "rollout/response_tokens_max": MetricValue.max(max(lengths)),
         "rollout/truncated": MetricValue.mean(sum(c.finish_reason == "length" for c in completions), len(completions)),
@@ -73,6 +60,26 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
             "rollout/num_turns": MetricValue.mean(sum(num_turns), len(num_turns)),
             "rollout/observed_tokens": MetricValue.mean(sum(num_observed), len(num_observed)),
         }
+    return metrics
+
+
+def reward_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
+    """Rewards, over all sources and for each of several, and their named parts.
+
+    Args:
+        mask_failed: rewards that failed count in reward/failed alone.
+    """
+    all_failed = [failed for group in groups for failed in group.failed]
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        kept = [r for r, failed in zip(group.rewards, group.failed, strict=True) if not (mask_failed and failed)]
+        by_source.setdefault(group.example.data_source, []).extend(kept)
+    rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
+    metrics: Metrics = {
+        "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
+        "reward/max": MetricValue.max(float(rewards.max())),
+        "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
+    }
     if len(by_source) > 1:
         metrics |= {
             f"reward/mean/{name}": MetricValue.mean(sum(values), len(values)) for name, values in by_source.items()
@@ -84,8 +91,8 @@ def rollout_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) ->
     return metrics
 
 
-def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]]:
-    """The first completions of a step as samples.jsonl keeps them."""
+def sample_rows(groups: list[RolloutGroup], step: int, *, judged: bool = True) -> list[Mapping[str, Any]]:
+    """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged."""
     rows = (
         {
             "step": step,
@@ -94,9 +101,7 @@ def sample_rows(groups: list[RolloutGroup], step: int) -> list[Mapping[str, Any]
             "prompt": group.example.prompt,
             "completion": text,
             "ground_truth": group.example.ground_truth,
-            "reward": reward,
-            "reward_parts": parts,
-            "reward_failed": failed,
+            **({"reward": reward, "reward_parts": parts, "reward_failed": failed} if judged else {}),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "num_turns": completion.num_turns,

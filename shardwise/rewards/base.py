@@ -147,7 +147,7 @@ def one_line(text: str) -> str:
 _NOT_USER_CODE = (
     "<",
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    *(str(Path(__file__).with_name(name)) for name in ("base.py", "worker.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("base.py", "fork_server.py", "worker.py")),
 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 from shardwise.config import (
@@ -43,6 +44,7 @@ class Rewards:
             else f"reward {entry.type} {entry.name}"
             for entry in config.functions
         }
+        self._failures = FailurePolicy(config)
         self._judges = [Judge(entry) for entry in config.functions if isinstance(entry, JudgeReward)]
         self._pool = (
             RewardPool(functions, num_workers=config.num_workers, timeout_seconds=config.timeout_seconds)
@@ -63,6 +65,10 @@ class Rewards:
         for judge in self._judges:
             judge.close()
 
+    def counting_failures(self, max_jobs: int) -> AbstractContextManager[None]:
+        """All calls of `score` inside count as one batch, of at most so many jobs, for reward.max_failure_rate."""
+        return self._failures.counting(max_jobs * len(self._config.functions))
+
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         """Judges are asked while the processes work.
 
@@ -76,13 +82,14 @@ class Rewards:
             ConfigError: a function cannot be loaded, or cannot work in this place. Closes.
         """
         answers: list[dict[str, Answer]] = [{} for _ in jobs]
-        failures = FailurePolicy(self._config, num_calls=len(jobs) * len(self._config.functions))
         try:
-            for number, name, answer in self._answers(jobs):
-                if answer.failure is not None:
-                    who = self._who[name] if jobs[number].failure is None else "the environment"
-                    failures.add(jobs[number].uid, who, answer.failure)
-                answers[number][name] = answer
+            with self.counting_failures(len(jobs)):
+                self._failures.expect(len(jobs) * len(self._config.functions))
+                for number, name, answer in self._answers(jobs):
+                    if answer.failure is not None:
+                        who = self._who[name] if jobs[number].failure is None else "the environment"
+                        self._failures.add(jobs[number].uid, who, answer.failure)
+                    answers[number][name] = answer
         except BaseException:
             self.close()
             raise
@@ -129,6 +136,7 @@ class CustomRewards:
             raise
         except Exception as error:
             raise ConfigError(f"reward.manager={config.manager}: {describe_error(error)}") from error
+        self._failures = FailurePolicy(config)
         absent = [name for name in ("score", "close") if not callable(getattr(self._manager, name, None))]
         if absent:
             raise ConfigError(f"reward.manager={config.manager} has no method {absent[0]}; it needs score and close")
@@ -143,6 +151,10 @@ class CustomRewards:
         """Calls the manager's own close."""
         self._manager.close()
 
+    def counting_failures(self, max_jobs: int) -> AbstractContextManager[None]:
+        """All calls of `score` inside count as one batch, of at most so many jobs, for reward.max_failure_rate."""
+        return self._failures.counting(max_jobs)
+
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         """One result per job, in the order of the jobs. A result without a finite score is a failure of its row.
 
@@ -150,32 +162,34 @@ class CustomRewards:
             RewardError: the manager raised, returned something else than one RewardResult for each job, or reported
                 failures that reward.on_failure or reward.max_failure_rate do not let pass.
         """
-        failures = FailurePolicy(self._config, num_calls=len(jobs))
-        for job in jobs:
-            if job.failure is not None:
-                failures.add(job.uid, "the environment", job.failure)
-        judged = iter(self._judge([job for job in jobs if job.failure is None], failures))
-        failed = RewardResult(score=self._config.failure_value, failure="the environment failed")
-        return [next(judged) if job.failure is None else failed for job in jobs]
+        judged = iter(self._judge([job for job in jobs if job.failure is None]))
+        value = self._config.failure_value
+        results = [
+            next(judged) if job.failure is None else RewardResult(score=value, failure=job.failure) for job in jobs
+        ]
+        with self.counting_failures(len(jobs)):
+            self._failures.expect(len(jobs))
+            for job, result in zip(jobs, results, strict=True):
+                if result.failure is not None:
+                    who = self._name if job.failure is None else "the environment"
+                    self._failures.add(job.uid, who, result.failure)
+        return results
 
-    def _judge(self, jobs: Sequence[RewardJob], failures: "FailurePolicy") -> list[RewardResult]:
-        name = f"reward.manager={self._config.manager}"
+    @property
+    def _name(self) -> str:
+        return f"reward.manager={self._config.manager}"
+
+    def _judge(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         try:
             returned = self._manager.score(jobs)
         except Exception as error:
-            raise RewardError(f"{name} failed for rows {_rows(jobs)}: {describe_error(error)}") from error
+            raise RewardError(f"{self._name} failed for rows {_rows(jobs)}: {describe_error(error)}") from error
         if not isinstance(returned, list | tuple):
             kind = type(returned).__name__
-            raise RewardError(f"{name} returned a {kind}, expected a list of RewardResult (rows {_rows(jobs)})")
+            raise RewardError(f"{self._name} returned a {kind}, expected a list of RewardResult (rows {_rows(jobs)})")
         if len(returned) != len(jobs):
-            raise RewardError(f"{name} returned {len(returned)} for {len(jobs)} completions (rows {_rows(jobs)})")
-        results = []
-        for job, value in zip(jobs, returned, strict=True):
-            result = self._checked(value)
-            if result.failure is not None:
-                failures.add(job.uid, name, result.failure)
-            results.append(result)
-        return results
+            raise RewardError(f"{self._name} returned {len(returned)} for {len(jobs)} completions (rows {_rows(jobs)})")
+        return [self._checked(value) for value in returned]
 
     def _checked(self, value: Any) -> RewardResult:
         if not isinstance(value, RewardResult):
@@ -192,11 +206,33 @@ class CustomRewards:
 class FailurePolicy:
     """Stops the run where a call failed that may not, or too many have."""
 
-    def __init__(self, config: RewardConfig, *, num_calls: int) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._num_calls = num_calls
-        self._num_failed = 0
+        self._max_calls: int | None = None
+        self._num_calls = self._num_failed = 0
         self._first = ""
+
+    @contextmanager
+    def counting(self, max_calls: int) -> Iterator[None]:
+        """Holds the share of failures against reward.max_failure_rate over all calls that are made inside: as soon as
+        the rest of `max_calls` could not lower it enough, else at the end. Inside of another such block nothing.
+
+        Raises:
+            RewardError: at the end, too many calls failed.
+        """
+        if self._max_calls is not None:
+            yield
+            return
+        self._max_calls, self._num_calls, self._num_failed, self._first = max_calls, 0, 0, ""
+        try:
+            yield
+            self._hold_against(self._num_calls)
+        finally:
+            self._max_calls = None
+
+    def expect(self, num_calls: int) -> None:
+        """Counts calls that are made now."""
+        self._num_calls += num_calls
 
     def add(self, uid: str, who: str, failure: str) -> None:
         """Counts a failure.
@@ -204,6 +240,7 @@ class FailurePolicy:
         Raises:
             RewardError: names the first one with its row, and what can be done.
         """
+        assert self._max_calls is not None
         config = self._config
         self._first = self._first or f"{who} failed for row {uid}: {failure}"
         self._num_failed += 1
@@ -212,10 +249,13 @@ class FailurePolicy:
                 f"{self._first}. Fix the function, or set reward.on_failure=value to score such rows "
                 f"reward.failure_value={config.failure_value:g}, or =mask to leave them out"
             )
-        if self._num_failed > config.max_failure_rate * self._num_calls:
+        self._hold_against(self._max_calls)
+
+    def _hold_against(self, num_calls: int) -> None:
+        if self._num_failed > self._config.max_failure_rate * num_calls:
             raise RewardError(
-                f"{self._num_failed} of {self._num_calls} reward calls failed, more than "
-                f"reward.max_failure_rate={config.max_failure_rate:g} allows. The first: {self._first}"
+                f"{self._num_failed} of {num_calls} reward calls failed, more than "
+                f"reward.max_failure_rate={self._config.max_failure_rate:g} allows. The first: {self._first}"
             )
 
 

@@ -5,28 +5,27 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardwise.config import ConfigError, FunctionReward, RewardError
+from shardwise.config import FunctionReward, RewardError
 from shardwise.rewards.base import Answer, RewardJob
-from shardwise.rewards.process import MAX_AHEAD, RewardProcess, WorkerLost, wait_for_any
+from shardwise.rewards.process import MAX_AHEAD, ForkServer, RewardProcess, WorkerLost, wait_for_any
 
 
 class RewardPool:
     """`num_workers` processes that call reward functions; every process knows all of them. `close` leaves none behind.
 
-    A call that hangs or dies costs its own job and process: the process is replaced, from the second time on by one
-    that was started beforehand, and jobs that were waiting behind the call go to other ones. A child of user code
-    that starts a session of its own is out of reach.
+    The functions are imported once, by a fork server, so a process starts in milliseconds. A call that hangs or dies
+    costs its own job and process: the process is replaced, and jobs that were waiting behind the call go to other
+    ones. A child of user code that starts a session of its own is out of reach.
 
     Example: `for number, function, answer in pool.score(jobs): ...`
     """
 
     def __init__(self, functions: Sequence[FunctionReward], *, num_workers: int, timeout_seconds: float) -> None:
-        """Starts the processes and returns at once; they import the functions while the caller does other things."""
+        """Returns at once; the functions are imported while the caller does other things."""
         self._functions = list(functions)
         self._timeout_seconds = timeout_seconds
         self._workers: list[RewardProcess] = []
-        self._spares: list[RewardProcess] = []
-        self._num_spares = 0
+        self._server = ForkServer(self._functions)
         try:
             for _ in range(num_workers):
                 self._workers.append(self._start())
@@ -37,13 +36,13 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes that live now."""
-        return [process.pid for process in (*self._workers, *self._spares)]
+        return [self._server.pid, *(worker.pid for worker in self._workers if worker.pid is not None)]
 
     def close(self) -> None:
         """Ends all processes. A closed pool scores no more."""
-        for processes in (self._workers, self._spares):
-            while processes:
-                processes.pop().kill()
+        while self._workers:
+            self._workers.pop().kill()
+        self._server.close()
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, int, Answer]]:
         """Calls every function on every job, on whichever processes are idle; (job, function, answer) as they arrive.
@@ -72,7 +71,7 @@ class RewardPool:
         arrived = list(self._collect(pending))
         while num_open:
             self._hand_out(pending, messages)
-            wait_for_any([*self._workers, *self._spares])
+            wait_for_any([self._server, *self._workers])
             for call, answer in self._collect(pending):
                 arrived.append((call, answer))
             # Processes get new work before the caller gets the answers: it may take its time with them.
@@ -83,43 +82,18 @@ class RewardPool:
             arrived = []
 
     def _collect(self, pending: deque[int]) -> Iterator[tuple[int, Answer]]:
-        for place, worker in enumerate(self._workers):
+        self._server.receive()
+        for place, worker in enumerate(self._workers if self._server.ready else ()):
             try:
                 for message in worker.receive():
                     call = message.pop("job")
                     yield call, Answer(**message)
             except WorkerLost as loss:
-                self._workers[place] = self._replacement(worker, loss)
+                worker.kill()
+                self._workers[place] = self._start()
                 if worker.jobs:
                     yield worker.jobs.popleft(), Answer(failure=str(loss))
                 pending.extendleft(reversed(worker.jobs))
-
-        self._check_spares()
-
-    def _replacement(self, lost: RewardProcess, loss: WorkerLost) -> RewardProcess:
-        if not lost.ready:
-            raise ConfigError(_import_failure(self._functions, str(loss))) from None
-        lost.kill()
-        # Nobody pays for spares whose functions never hang.
-        self._num_spares = max(1, len(self._workers) // 4)
-        spare = next((spare for spare in self._spares if spare.ready), None)
-        if spare is None:
-            return self._start()
-        self._spares.remove(spare)
-        return spare
-
-    def _check_spares(self) -> None:
-        """Hears that they are ready, or gone; starts those that are missing."""
-        for spare in list(self._spares):
-            try:
-                list(spare.receive())
-            except WorkerLost as loss:
-                if not spare.ready:
-                    raise ConfigError(_import_failure(self._functions, str(loss))) from None
-                spare.kill()
-                self._spares.remove(spare)
-        while len(self._spares) < self._num_spares:
-            self._spares.append(self._start())
 
     def _hand_out(self, pending: deque[int], messages: list[str]) -> None:
         for worker in self._workers:
@@ -132,7 +106,10 @@ class RewardPool:
                     worker.send(call, messages[job], function=function)
 
     def _start(self) -> RewardProcess:
-        return RewardProcess(self._functions, timeout_seconds=self._timeout_seconds)
+        if self._server.is_gone and self._server.ready:  # one that has not been ready cannot import the functions
+            self._server.close()
+            self._server = ForkServer(self._functions)
+        return RewardProcess(self._server, timeout_seconds=self._timeout_seconds)
 
 
 def check_functions(functions: Sequence[FunctionReward]) -> None:
@@ -143,21 +120,13 @@ def check_functions(functions: Sequence[FunctionReward]) -> None:
     Raises:
         ConfigError: as `load_function`, a parameter does not fit, or the child died or hung while importing.
     """
-    process = RewardProcess(functions, timeout_seconds=0)
+    server = ForkServer(functions)
     try:
-        while not process.ready:
-            wait_for_any([process])
-            list(process.receive())
-    except WorkerLost as loss:
-        raise ConfigError(_import_failure(functions, str(loss))) from None
+        while not server.ready:
+            wait_for_any([server])
+            server.receive()
     finally:
-        process.kill()
-
-
-def _import_failure(functions: Sequence[FunctionReward], reason: str) -> str:
-    specs = ", ".join(entry.function for entry in functions)
-    whose = "the function" if len(functions) == 1 else "one of the functions"
-    return f"reward.functions={specs}: importing {whose} {reason}; it must import in a fresh Python process"
+        server.close()
 
 
 def _arguments(job: RewardJob) -> str:

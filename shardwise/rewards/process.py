@@ -1,9 +1,11 @@
-"""The parent's side of one reward process: pipes, deadlines and the end of it."""
+"""The parent's side of reward processes, and of the one that forks them: pipes, deadlines and the end of them."""
 
 import json
 import os
+import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from typing import Any
 from shardwise.config import ConfigError, FunctionReward
 
 START_SECONDS = 300.0
-"""How long a process may take to import the reward function; it may import torch on a busy, slow disk."""
+"""How long importing the reward functions may take; they may import torch on a busy, slow disk."""
 POLL_SECONDS = 0.2
 """The longest sleep between looks at processes and deadlines."""
 AHEAD_SECONDS = 0.05
@@ -25,6 +27,7 @@ way back and forth would cost as much as the call, and on a busy machine much mo
 MAX_AHEAD = 32
 LONG_SECONDS = 0.2
 """Jobs that wait behind a call that has run longer are taken back: the call may hang."""
+_END_SECONDS = 5.0
 _READ_BYTES = 1 << 18
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,17 +36,129 @@ class WorkerLost(Exception):
     """The process is gone or must go; the message says why, as what it did."""
 
 
+class ForkServer:
+    """A child that imports the reward functions, in a process group of its own, and forks the processes that call them.
+
+    No method blocks, apart from `close`, which takes milliseconds.
+    """
+
+    def __init__(self, functions: Sequence[FunctionReward]) -> None:
+        self.ready = False
+        """Whether the functions are loaded."""
+        self._functions = functions
+        self._since = time.monotonic()
+        self._unread = b""
+        self._control, theirs = socket.socketpair()
+        lifeline_read, self._lifeline_fd = os.pipe()
+        try:
+            # It starts where this package lies, so that it finds the package whatever the working directory is.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardwise.rewards.fork_server", str(theirs.fileno()), str(lifeline_read)],
+                cwd=_PACKAGE_ROOT,
+                # A pool of threads does not survive a fork, and the processes share the cores as they are.
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                pass_fds=(theirs.fileno(), lifeline_read),
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:
+            self._control.close()
+            os.close(self._lifeline_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+        entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
+        setup = json.dumps({"folder": os.getcwd(), "functions": entries}).encode()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # its end shows on the socket too
+            stdin.write(setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def fork(self, pipes: Sequence[int]) -> None:
+        """Asks for a process that reads jobs from, answers on and dies with `pipes`, copies of which are sent.
+
+        Where the server is gone, so are the copies: what the pipes connect comes to its end.
+        """
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._control, [b"f"], pipes)
+
+    def receive(self) -> None:
+        """Hears whether the functions are loaded.
+
+        Raises:
+            ConfigError: a function cannot be loaded, or the process died or hung while importing.
+        """
+        if self.ready:
+            return
+        try:
+            data = self._control.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if time.monotonic() - self._since > START_SECONDS:
+                raise ConfigError(self._import_failure(f"did not end within {START_SECONDS:g} s")) from None
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise ConfigError(self._import_failure(self._how_it_ended()))
+        self._unread += data
+        if not self._unread.endswith(b"\n"):
+            return
+        message = json.loads(self._unread)
+        if "error" in message:
+            raise ConfigError(str(message["error"]))
+        self.ready = True
+
+    def close(self) -> None:
+        """Ends the process, what it forked, and what importing has started."""
+        if self._control.fileno() < 0:
+            return
+        self._control.close()
+        if not self.ready:  # it is in the middle of user code, or died of it
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
+        os.close(self._lifeline_fd)
+
+    def wait_targets(self) -> list[tuple[int, int]]:
+        """(file descriptor, selector events) that make `receive` worth calling."""
+        return [] if self.ready else [(self._control.fileno(), selectors.EVENT_READ)]
+
+    def _how_it_ended(self) -> str:
+        try:
+            return _end(self._process.wait(timeout=1))
+        except subprocess.TimeoutExpired:
+            return "closed a socket that belongs to Shardwise"
+
+    def _import_failure(self, reason: str) -> str:
+        specs = ", ".join(entry.function for entry in self._functions)
+        whose = "the function" if len(self._functions) == 1 else "one of the functions"
+        return f"reward.functions={specs}: importing {whose} {reason}; it must import in a fresh Python process"
+
+
 class RewardProcess:
-    """A child that calls reward functions on one job after the other, in a process group of its own.
+    """A process that calls reward functions on one job after the other, in a process group of its own.
 
     No method blocks, apart from `kill`, which takes milliseconds.
     """
 
-    def __init__(self, functions: Sequence[FunctionReward], *, timeout_seconds: float) -> None:
+    def __init__(self, server: ForkServer, *, timeout_seconds: float) -> None:
         self.jobs: deque[int] = deque()
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
-        self.ready = False
-        """Whether the functions are loaded."""
+        self.pid: int | None = None
+        """None until it is there."""
         self._last_seconds = float("inf")
         # Numbers in the order of sending: a job that was taken back may be sent to this process again.
         self._tickets: deque[int] = deque()
@@ -51,36 +166,22 @@ class RewardProcess:
         self._taken_back: set[int] = set()
         self._timeout_seconds = timeout_seconds
         self._head_since = time.monotonic()
-        entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
-        self._unsent = json.dumps({"folder": os.getcwd(), "functions": entries}).encode() + b"\n"
+        self._unsent = b""
         self._unread = b""
         job_read, self._job_fd = os.pipe()
         self._result_fd, result_write = os.pipe()
         lifeline_read, self._lifeline_fd = os.pipe()
         theirs = (job_read, result_write, lifeline_read)
-        try:
-            # It starts where this package lies, so that it finds the package whatever the working directory is.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardwise.rewards.worker", *map(str, theirs)],
-                cwd=_PACKAGE_ROOT,
-                pass_fds=theirs,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError:
-            self._close_pipes()
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
+        server.fork(theirs)
+        for fd in theirs:
+            os.close(fd)
         os.set_blocking(self._job_fd, False)
         os.set_blocking(self._result_fd, False)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def ready(self) -> bool:
+        """Whether it can be given jobs."""
+        return self.pid is not None
 
     @property
     def wants_more(self) -> bool:
@@ -125,20 +226,16 @@ class RewardProcess:
 
         Raises:
             WorkerLost: the process died, broke the protocol, or has passed a deadline.
-            ConfigError: a function cannot be loaded, or cannot work in this place.
+            ConfigError: a function cannot work in this place.
         """
         self._flush()
-        has_exited = self._process.poll() is not None
         try:
             data = os.read(self._result_fd, _READ_BYTES)
         except BlockingIOError:
-            # A forked grandchild may hold the pipe of a dead process open; then there is no end of file.
-            if has_exited:
-                raise WorkerLost(self._how_it_ended()) from None
             self._check_deadline()
             return
         if not data:
-            raise WorkerLost(self._how_it_ended())
+            raise WorkerLost("ended with the process that had forked it")
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             if (answer := self._read_message(line)) is not None:
@@ -146,13 +243,26 @@ class RewardProcess:
         self._check_deadline()
 
     def kill(self) -> None:
-        """Ends the process and everything in its process group, and waits until it is gone."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Ends the process and everything in its process group, and waits until it is gone.
+
+        One that is not there yet will end by itself: it will find its pipe of jobs at its end.
+        """
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._wait_for_end()
+        for fd in (self._job_fd, self._result_fd, self._lifeline_fd):
+            os.close(fd)
+
+    def _wait_for_end(self) -> None:
+        deadline = time.monotonic() + _END_SECONDS
         # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        self._close_pipes()
+        while (seconds := deadline - time.monotonic()) > 0 and b'{"exit": ' not in self._unread:
+            if select.select([self._result_fd], [], [], seconds)[0]:
+                data = os.read(self._result_fd, _READ_BYTES)
+                if not data:
+                    return
+                self._unread += data
 
     def wait_targets(self) -> list[tuple[int, int]]:
         """(file descriptor, selector events) that make `receive` worth calling."""
@@ -175,8 +285,11 @@ class RewardProcess:
             if "error" in message:
                 raise ConfigError(str(message["error"]))
             if "ready" in message:
-                self.ready = True
+                self.pid = message["ready"]
                 return None
+            if "exit" in message:
+                self.pid = None  # the number may belong to another process by now; the server has ended the group
+                raise WorkerLost(_end(message["exit"]))
             if message["job"] in self._taken_back:
                 return None
             expected = bool(self.jobs) and message["job"] == self._tickets[0]
@@ -194,31 +307,21 @@ class RewardProcess:
         return time.monotonic() - self._head_since
 
     def _check_deadline(self) -> None:
-        waited = self._head_seconds()
-        if not self.ready and waited > START_SECONDS:
-            raise WorkerLost(f"was not imported within {START_SECONDS:g} s")
-        if self.jobs and waited > self._timeout_seconds:
+        if self.jobs and self._head_seconds() > self._timeout_seconds:
             raise WorkerLost(f"did not return within {self._timeout_seconds:g} s")
 
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return "closed a pipe that belongs to Shardwise"
-        if code >= 0:
-            return f"ended its process with exit code {code}"
-        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        return f"ended its process by {signal.Signals(-code).name}{hint}"
 
-    def _close_pipes(self) -> None:
-        for fd in (self._job_fd, self._result_fd, self._lifeline_fd):
-            os.close(fd)
-
-
-def wait_for_any(processes: Iterable[RewardProcess]) -> None:
+def wait_for_any(processes: Iterable[ForkServer | RewardProcess]) -> None:
     """Sleeps until a process has an answer or takes more of a job; at most `POLL_SECONDS`, for deadlines and deaths."""
     with selectors.PollSelector() as selector:
         for process in processes:
             for fd, events in process.wait_targets():
                 selector.register(fd, events)
         selector.select(POLL_SECONDS)
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"ended its process with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"ended its process by {signal.Signals(-code).name}{hint}"

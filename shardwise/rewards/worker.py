@@ -1,15 +1,14 @@
-"""The main of a reward process: reads jobs from one pipe, answers on another, one JSON object per line.
+"""What a reward process does: reads jobs from one pipe, answers on another, one JSON object per line.
 
-    {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}]}  ->  {"ready": true}
+    nothing  ->  {"ready": its process id}
     {"skip": 4}  ->  nothing, where job 4 has not begun
     {"job": 3, "function": 0, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
                                                           {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
 
-Where a function cannot be loaded, or cannot work in this place at all, it says {"error": "why"} and ends. Standard
-output is not part of the protocol, so whatever user code prints can neither break nor block it.
+Where a function cannot work in this place at all, it says {"error": "why"} and ends. Standard output is not part of
+the protocol, so whatever user code prints can neither break nor block it.
 """
 
-import fcntl
 import functools
 import inspect
 import io
@@ -19,9 +18,7 @@ import numbers
 import os
 import reprlib
 import select
-import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.config import ConfigError
@@ -32,31 +29,22 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every function is called with."""
 
 
-def main(job_fd: int, result_fd: int, lifeline_fd: int) -> None:
+def work(functions: Sequence[RewardFunction], job_fd: int, result_fd: int) -> None:
     """Serves jobs until the job pipe ends.
 
-    Consumes: job lines. Waits for: the next one. Unblocked by: the parent closing the pipe, or its death.
+    Consumes: job lines. Waits for: the next one. Unblocked by: the parent closing the pipe.
 
     Args:
         job_fd, result_fd: the pipes to read from and to write to.
-        lifeline_fd: a pipe nobody writes to, which ends when the parent does.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent(lifeline_fd)
-    for fd in (job_fd, result_fd, lifeline_fd):
-        os.set_inheritable(fd, False)
     with os.fdopen(job_fd, "rb", buffering=0) as jobs, os.fdopen(result_fd, "wb") as results:
 
         def send(message: dict[str, Any]) -> None:
             results.write(json.dumps(message).encode() + b"\n")
             results.flush()
 
+        send({"ready": os.getpid()})
         try:
-            setup = json.loads(jobs.readline())
-            os.chdir(setup["folder"])
-            sys.path[0] = setup["folder"]
-            functions = [load_with_parameters(entry["function"], entry["parameters"]) for entry in setup["functions"]]
-            send({"ready": True})
             for message in _messages(jobs):
                 send({"job": message["job"], **judge(functions[message["function"]], message["arguments"])})
         except ConfigError as error:
@@ -158,17 +146,3 @@ def _messages(jobs: io.FileIO) -> Iterator[dict[str, Any]]:
                 else:
                     waiting.append(message)
         yield waiting.pop(0)
-
-
-def _die_with_parent(lifeline_fd: int) -> None:
-    """Has the kernel signal this process group (SIGIO ends a process) when the parent's end of the pipe closes.
-
-    Reading the job pipe to its end is not enough: a call that hangs does not read, and one that spins in C would
-    not let a watching thread run either.
-    """
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -27,8 +27,17 @@ def gdpo_of(token_rewards, loss_mask, group_ids):
     return gdpo(token_rewards, loss_mask, group_ids, parts_of(token_rewards), weights={"first": -0.5})
 
 
+def gpg_of(token_rewards, loss_mask, group_ids):
+    return gpg(token_rewards, loss_mask, group_ids, outcomes_of(token_rewards, loss_mask))
+
+
 def maxrl_of(token_rewards, loss_mask, group_ids):
-    return maxrl(token_rewards.abs(), loss_mask, group_ids)
+    rewards = token_rewards.abs()
+    return maxrl(rewards, loss_mask, group_ids, outcomes_of(rewards, loss_mask))
+
+
+def outcomes_of(token_rewards, loss_mask):
+    return torch.where(loss_mask, token_rewards.double(), 0.0).sum(1)
 
 
 ESTIMATORS = {
@@ -38,7 +47,7 @@ ESTIMATORS = {
     "passk_unscaled": lambda *arrays: grpo_passk(*arrays, scale="none"),
     "rloo": rloo,
     "opo": opo,
-    "gpg": gpg,
+    "gpg": gpg_of,
     "maxrl": maxrl_of,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gdpo": gdpo_of,
@@ -236,15 +245,36 @@ def test_opo_weighs_by_length():
 
 def test_gpg_by_hand():
     # one of four samples has a reward: alpha 4, and mean 1/2 in its group
-    assert gpg(*step_of([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1]))[:, 1].tolist() == [2.0, -2.0, 0.0, 0.0]
-    assert not gpg(*step_of([0.0, 0.0], [0, 0])).any()
+    assert gpg_of(*step_of([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1]))[:, 1].tolist() == [2.0, -2.0, 0.0, 0.0]
+    assert not gpg_of(*step_of([0.0, 0.0], [0, 0])).any()
+
+
+def test_gpg_counts_outcomes_and_not_penalties():
+    # Outcomes 1, 0, 0, 0 less 0.5, 0.25, 0, 0: still one of four, alpha 4; the group's mean is 0.125.
+    step = step_of([0.5, -0.25, 0.0, 0.0], [0, 0, 1, 1])
+    advantages = gpg(*step, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert advantages[:, 1].tolist() == [4 * 0.375, 4 * -0.375, 0.0, 0.0]
+    # A correct answer whose penalty takes all of its reward is a correct answer.
+    assert gpg(*step_of([0.0, 1.0], [0, 0]), torch.tensor([1.0, 1.0]))[:, 1].tolist() == [-0.5, 0.5]
 
 
 def test_maxrl_by_hand():
     # solved once in four: (1 - 1/4) / (1/4); never solved, or a mean below 0: 0
-    assert maxrl(*step_of([1.0, 0.0, 0.0, 0.0], [0] * 4))[:, 1].tolist() == [3.0, -1.0, -1.0, -1.0]
-    assert not maxrl(*step_of([0.0, 0.0], [0, 0])).any()
-    assert not maxrl(*step_of([-1.0, -3.0], [0, 0])).any()
+    step = step_of([1.0, 0.0, 0.0, 0.0], [0] * 4)
+    assert maxrl(*step, torch.tensor([1.0, 0.0, 0.0, 0.0]))[:, 1].tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert not maxrl(*step_of([0.0, 0.0], [0, 0]), torch.zeros(2)).any()
+    assert not maxrl(*step_of([-1.0, -3.0], [0, 0]), torch.tensor([-1.0, -3.0])).any()
+
+
+def test_maxrl_divides_by_the_outcomes_and_not_by_what_penalties_leave():
+    # Solved once in four, less 0.5 for the correct one: R = 0.5, 0, 0, 0, their mean 0.125, the chance of success 1/4.
+    solved = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    penalised = step_of([0.5, 0.0, 0.0, 0.0], [0] * 4)
+    assert maxrl(*penalised, solved)[:, 1].tolist() == [1.5, -0.5, -0.5, -0.5]
+    # Penalties of 1 for the wrong ones make the mean of R negative; the chance of success is 1/4 all the same.
+    punished = step_of([1.0, -1.0, -1.0, -1.0], [0] * 4)
+    assert maxrl(*punished, solved)[:, 1].tolist() == [6.0, -2.0, -2.0, -2.0]
+    assert not maxrl(*step_of([0.0, -1.0], [0, 0]), torch.zeros(2)).any()
 
 
 def test_reinforce_plus_plus_baseline_by_hand():

@@ -14,7 +14,7 @@ from shardwise.config import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
-from shardwise.config.algorithm import GROUP_ADVANTAGES
+from shardwise.config.algorithm import GROUP_ADVANTAGES, SEQUENCE_LOSSES
 from shardwise.config.base import groups_of, tag_of
 from shardwise.config.rollout_correction import MismatchRejection
 
@@ -260,6 +260,20 @@ def test_keys_that_fit_together_are_taken():
         parse(AlgorithmConfig, kl_coef=0.1, kl_controller={"name": "adaptive", "target": 1}).kl_controller.target == 1
     )
     assert parse(AlgorithmConfig, kl_controller="fixed").kl_coef == 0
+
+
+@pytest.mark.parametrize("policy_loss", sorted(SEQUENCE_LOSSES))
+def test_a_sequence_whose_ratio_counts_as_a_whole_loses_no_tokens(policy_loss):
+    def tree(**rejection):
+        return {"policy_loss": policy_loss, "rollout_correction": {"rejection": rejection}}
+
+    assert message_of(AlgorithmConfig, **tree()) == (
+        f"rollout_correction.rejection.level=token takes tokens out of sequences whose ratio policy_loss={policy_loss} "
+        "takes as a whole; reject whole sequences with level=sequence-mean, sequence-sum or sequence-max"
+    )
+    for level in ("sequence-mean", "sequence-sum", "sequence-max"):
+        assert parse(AlgorithmConfig, **tree(level=level)).rollout_correction.rejection.level == level
+    assert parse(AlgorithmConfig, **tree() | {"policy_loss": "ppo_clip"}).rollout_correction.compares
 
 
 @pytest.mark.parametrize(

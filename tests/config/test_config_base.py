@@ -218,7 +218,7 @@ def test_error_in_a_union_a_list_or_an_optional_group_names_keys_that_exist(tmp_
 
 
 def test_missing_group_is_reported_by_the_keys_it_needs():
-    assert error_of(RLConfig.load, None).split("\n  ")[1:] == [
+    assert error_of(EvalConfig.load, None).split("\n  ")[1:] == [
         "model.path: required, but not given; set it in the file or as an override model.path=...",
         "reward.functions: required, but not given; set it in the file or as an override reward.functions=...",
     ]

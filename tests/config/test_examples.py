@@ -1,5 +1,7 @@
-"""Every example is a config that its command takes."""
+"""Every example is a config that its command takes, and so is every command of the README and of an example's head."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from shardwise.config import (
     SFTConfig,
 )
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+COMMAND = re.compile(r"(?:^|# +|-m )shardwise +(?:sft|rl|eval|preference|reward-model|distill) +-c examples/(.*)", re.M)
 CLASSES = {
     "gsm8k_sft.yaml": SFTConfig,
     "gsm8k_sft_lora.yaml": SFTConfig,
@@ -40,3 +44,22 @@ def test_an_example_is_valid_and_what_it_sets_is_kept(name):
     config = CLASSES[name].load(EXAMPLES / name)
     assert f"path: {config.model.path}\n" in text
     assert f"param_dtype: {config.engine.param_dtype}\n" in text
+
+
+def commands():
+    """(example, its overrides) of every command that a reader is told to type."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *EXAMPLES.glob("*.yaml"))]
+    for line in COMMAND.findall("\n".join(texts).replace("\\\n", " ")):
+        example, *words = shlex.split(line, comments=True)
+        yield example, tuple(word for word in words if "=" in word)
+
+
+@pytest.mark.parametrize(("example", "overrides"), sorted(set(commands())))
+def test_a_command_that_a_reader_is_told_to_type_is_valid(example, overrides):
+    CLASSES[example].load(EXAMPLES / example, list(overrides))
+
+
+def test_commands_are_found_with_their_overrides():
+    found = list(commands())
+    assert {example for example, _ in found} == set(CLASSES)
+    assert ("gsm8k_dapo.yaml", ("algorithm.advantage=rloo", "algorithm.policy_loss=gspo")) in found

@@ -160,11 +160,12 @@ def test_a_reference_engine_is_there_where_the_reference_is_another_model(loss, 
         ),
         (
             ["loss=orpo", "reference_logprobs=before_training"],
-            "reference_logprobs=before_training: loss=orpo has no reference policy; remove it",
+            "reference_logprobs=before_training: loss=orpo has no reference policy; set reference_logprobs=each_step",
         ),
         (
             ["loss=kto", "reference_logprobs=before_training"],
-            "reference_logprobs=before_training: loss=kto compares new combinations in every step; remove it",
+            "reference_logprobs=before_training: loss=kto compares new combinations in every step; set "
+            "reference_logprobs=each_step",
         ),
         (
             ["loss=simpo", "engine.param_offload=true"],
@@ -194,7 +195,7 @@ def test_a_preference_loss_of_ones_own_says_whether_it_uses_a_reference(uses_ref
     assert PreferenceConfig.load(None, [*SFT, "loss=rules.py:mine"]).uses_reference
     if not uses_reference:
         assert message_of(PreferenceConfig, [*SFT, loss, "reference_logprobs=before_training"]) == (
-            "reference_logprobs=before_training: loss=custom has no reference policy; remove it"
+            "reference_logprobs=before_training: loss=custom has no reference policy; set reference_logprobs=each_step"
         )
 
 
@@ -211,6 +212,8 @@ def test_offload_has_an_effect_in_preference_training_beside_a_reference():
     )
 
 
+TEACHER = "teachers=[{model: {path: t}}]"
+UNJUDGED = [*(option for option in RL if not option.startswith("reward.")), "algorithm.advantage=distill", TEACHER]
 GAE = [*RL, "algorithm.advantage=gae", "critic={}"]
 DISTILL = [*RL, "algorithm.advantage=distill"]
 
@@ -272,6 +275,21 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "remove it",
         ),
         (
+            [*UNJUDGED, "algorithm.advantage=grpo", "teachers=[]"],
+            "reward is missing, which algorithm.advantage=grpo needs; name what judges a completion, e.g. "
+            "reward.functions=rules.py:compute_score",
+        ),
+        (
+            [*UNJUDGED, "data.validation_files=v.jsonl"],
+            "data.validation_files goes by what is correct, which nothing says without reward; give it or remove "
+            "data.validation_files",
+        ),
+        (
+            [*UNJUDGED, "data.difficulty.max_pass_rate=0.9"],
+            "data.difficulty goes by what is correct, which nothing says without reward; give it or remove "
+            "data.difficulty",
+        ),
+        (
             [*RL, "algorithm.kl_coef=0.1", "engine.lora={adapter_path: a}"],
             "algorithm.kl_coef compares with the policy at its start, and that is the model with the adapter of "
             "engine.lora.adapter_path, which the policy without its adapters is not; merge it first "
@@ -295,6 +313,7 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
 
 def test_parts_of_reinforcement_learning_that_fit_are_taken():
     assert RLConfig.load(None, GAE).critic.value_loss.clip == 0.5
+    assert RLConfig.load(None, UNJUDGED).reward is None
     teachers = RLConfig.load(None, [*DISTILL, "teachers=[{model: {path: t}}, {model: {path: u}, data_source: a}]"])
     assert [teacher.data_source for teacher in teachers.teachers] == [None, "a"]
     assert RLConfig.load(None, [*RL, "algorithm.overlong_penalty.buffer_tokens=256"]).algorithm.overlong_penalty

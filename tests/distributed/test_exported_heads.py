@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, random_samples, tiny_folder
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
@@ -58,6 +59,8 @@ def train_and_export(folder, out, head, keys):
         engine.forward_backward(step.shards[dist.get_rank() // num_sharing], push_up, step.denominators)
         engine.optim_step()
     engine.export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
+    if "lora" in keys:
+        engine.export_adapter(Path(out) / "adapter", str(folder))
     return values_of(engine, num_sharing)
 
 
@@ -65,10 +68,14 @@ def freeze_and_score(folder, head):
     return values_of(TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU, head=head), 1)
 
 
-@torch.no_grad()
 def classified(folder, head, dtype=torch.float32):
     """[L] of every sample by transformers, all of them in one batch padded at the right, laid out as the engine's."""
     model = CLASSES[head].from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return values_by(model, head)
+
+
+@torch.no_grad()
+def values_by(model, head):
     found = samples()
     width = max(len(sample.token_ids) for sample in found)
     input_ids = torch.full((len(found), width), PAD)
@@ -129,6 +136,18 @@ def test_heads_beside_adapters_and_on_shared_sequences_are_exported_too(run_rank
     first, second = run_ranks(train_and_export, 2, str(folder), str(out), head, keys)
     torch.testing.assert_close(first, second, atol=0, rtol=0)
     assert_values(first, classified(out, head), atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("head", CLASSES)
+def test_peft_puts_an_exported_adapter_with_its_head_onto_the_base_model(run_ranks, tmp_path, head, variant):
+    """The head of the base is drawn anew, and the adapter's takes its place."""
+    folder, out = tiny_folder("qwen3", tmp_path / "in"), tmp_path / "out"
+    found, _ = run_ranks(train_and_export, 2, str(folder), str(out), head, {"lora": {"rank": 4} | variant})
+    base = CLASSES[head].from_pretrained(folder, num_labels=1, pad_token_id=PAD, attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, out / "adapter").eval()
+    assert type(model).__name__ == CLASSES[head].__name__.replace("AutoModel", "PeftModel")
+    assert_values(found, values_by(model, head), atol=1e-5)
 
 
 @pytest.mark.parametrize("head", CLASSES)

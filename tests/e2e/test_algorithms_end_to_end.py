@@ -164,12 +164,15 @@ def test_a_teacher_pulls_the_policy_towards_itself(rl, assets, command, tmp_path
             "algorithm.advantage": "distill",
             "teachers": teachers,
             "data.train_files": str(assets.rl),
-            "reward.functions": "shardwise.rewards.math:number_match",
+            "reward": None,
             "rollout.num_prompts": 32,
             "trainer.total_steps": 20,
             "trainer.learning_rate": 3e-3,
         }
     )
+    assert not [name for name in rows[0] if name.startswith("reward")]
+    (first, *_) = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert not [name for name in json.loads(first) if name.startswith("reward")]
     assert rows[-1]["policy/teacher_kl"] < 0.7 * rows[0]["policy/teacher_kl"]
 
 

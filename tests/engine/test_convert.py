@@ -78,3 +78,14 @@ def test_a_folder_without_an_adapter_is_refused(run_ranks, tmp_path):
     source = tiny_folder("llama", tmp_path / "source")
     with pytest.raises(RankError, match=r"ModelError: .*source cannot be read as a LoRA adapter"):
         run_ranks(convert, 2, str(source), str(tmp_path / "out"), "float32", "20KB", str(source))
+
+
+def test_a_critics_adapter_is_not_merged_into_a_language_model(run_ranks, tmp_path):
+    from peft import LoraConfig
+
+    source = tiny_folder("llama", tmp_path / "source")
+    LoraConfig(task_type="TOKEN_CLS", target_modules=["q_proj"], modules_to_save=["score"]).save_pretrained(
+        str(tmp_path / "adapter")
+    )
+    with pytest.raises(RankError, match=r"is the adapter of a critic or reward model, and .* has no head to merge"):
+        run_ranks(convert, 1, str(source), str(tmp_path / "out"), "float32", "20KB", str(tmp_path / "adapter"))

@@ -76,6 +76,10 @@ def test_size_is_in_millions_and_names_the_trained_part_if_it_is_one(fake_group,
     assert engine.size == "7.0M parameters (0.50M trained)"
     group = fake_group(1, build_engine=lambda *_: (1_234_500_000, 1_234_500_000, 0))
     assert build_engine(group, "policy", ModelConfig(path="m"), EngineConfig()).size == "1,234.5M parameters"
+    group = fake_group(1, build_engine=lambda *_: (41_260, 1_230, 0))
+    assert build_engine(group, "policy", ModelConfig(path="m"), EngineConfig()).size == (
+        "41.3K parameters (1.23K trained)"
+    )
 
 
 @pytest.mark.parametrize("frozen", [True, False])

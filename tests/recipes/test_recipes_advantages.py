@@ -82,6 +82,18 @@ def test_advantages_with_the_kl_term_in_the_reward_equal_a_numpy_loop(make_group
     assert metrics["advantage/num_zero_variance_groups"].result() == 0
 
 
+@pytest.mark.parametrize("advantage", ["gpg", "maxrl"])
+def test_statistics_of_outcomes_know_no_penalties(make_group, advantage):
+    """Outcomes 1 and 0, less a penalty of 0.5 for each and a KL term of 2 x 0.25 for the wrong one: R = 0.5 and -1,
+    which deviate by 0.75 from their mean; alpha is 2 / 1, and 1 / p is 2."""
+    samples = to_samples([make_group([1.0, 0.0])])
+    samples = [replace(s, reward=s.reward - 0.5, ref_logprobs=s.rollout_logprobs.clone()) for s in samples]
+    samples[1].ref_logprobs[-2:] -= 0.25
+    algorithm = {"advantage": advantage, "kl_coef": 1.0, "kl_in": "reward", "kl_estimator": "k1"}
+    scored, _ = advantages_of(samples, algorithm, outcome_rewards=[1.0, 0.0])
+    assert [sample.advantages[-1].item() for sample in scored] == pytest.approx([2 * 0.75, 2 * -0.75])
+
+
 def test_a_kl_term_in_the_loss_leaves_rewards_alone(make_group):
     samples = list(with_noise(to_samples([make_group([1.0, 0.0, 1.0])]), "ref_logprobs"))
     plain, _ = advantages_of(samples, {"advantage": {"scale": "none"}})

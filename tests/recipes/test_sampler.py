@@ -1,5 +1,7 @@
 """Prompts drawn, completions sampled and judged, groups that teach nothing replaced."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from shardwise.config import RLConfig
@@ -32,6 +34,13 @@ class FakeRollouter:
         self._make_group, self._failed = make_group, failed or {}
         self._rewards = {row: list(groups) for row, groups in rewards.items()}
         self.calls = []
+        self.counted = []
+
+    @contextmanager
+    def counting_failures(self, max_completions):
+        before = len(self.calls)
+        yield
+        self.counted.append((max_completions, len(self.calls) - before))
 
     def collect(self, examples, *, num_completions, temperature, seed, stream):
         rows = [int(example.prompt) for example in examples]
@@ -56,7 +65,8 @@ def rows_of(rollout):
 
 
 def counts_of(rollout):
-    return {name.removeprefix("rollout/num_"): value.result() for name, value in rollout.metrics.items()}
+    prefix = "rollout/num_"
+    return {name[len(prefix) :]: value.result() for name, value in rollout.metrics.items() if name.startswith(prefix)}
 
 
 def test_a_step_samples_its_prompts_once_and_keeps_every_group(make_group):
@@ -78,6 +88,21 @@ def test_dynamic_sampling_replaces_what_teaches_nothing_until_the_batch_is_full(
         ([0, 1], "step 1"), ([2], "step 1 round 1"), ([3], "step 1 round 2")
     ]  # fmt: skip
     assert counts_of(found) == {"rounds": 3, "dropped_groups": 2, "missing_groups": 0}
+
+
+@pytest.mark.parametrize(("on_failure", "mean"), [("mask", 4.5 / 6), ("value", 6.5 / 7)])
+def test_rewards_and_accuracy_of_everything_that_was_sampled(make_group, on_failure, mean):
+    """Kept are [1, 0] and [1, 0.5]; dropped are [1, 1], and a group of one whose call failed and gave 2."""
+    rewards = {0: [SAME], 1: [DIFFERENT], 2: [[2.0]], 3: [[1.0, 0.5]]}
+    settings = config(dynamic_sampling={}, reward={"on_failure": on_failure, "correct_at": 0.5})
+    sampler, _, _ = sampler_of(make_group, settings, rewards, {2: [True]})
+    found = sampler.collect(1)
+    assert rows_of(found) == [1, 3]
+    means = {name: value.result() for name, value in found.metrics.items() if "sampled" in name}
+    assert means == {
+        "rollout/sampled_reward": pytest.approx(mean),
+        "rollout/sampled_accuracy": pytest.approx(5 / 6),
+    }
 
 
 def test_dynamic_sampling_ends_after_its_rounds_and_says_what_is_missing(make_group):
@@ -121,6 +146,8 @@ def test_greedy_rewards_are_in_the_order_of_the_groups_that_were_kept(make_group
     assert rows_of(found) == [1, 2]
     assert found.greedy_rewards == [10.0, 20.0]
     assert rollouter.calls[-1] == ([1, 2], 1, 0.0, 5, "step 3 greedy")
+    # Ten rounds of two groups of two and two greedy completions at most; two rounds and the greedy ones happened.
+    assert rollouter.counted == [(10 * 2 * 2 + 2, 3)]
 
 
 @pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])

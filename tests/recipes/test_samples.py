@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.recipes.samples import rollout_metrics, sample_rows, to_samples
+from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, to_samples
 
 
 def test_samples_are_prompt_then_completion_with_the_completion_trained(make_group):
@@ -32,7 +32,7 @@ def test_rollout_metrics_by_hand(make_group):
         ),
         make_group([0.75], lengths=[10], reasons=["length"], parts=[{}], failed=[False]),
     ]
-    found = {name: value.result() for name, value in rollout_metrics(groups).items()}
+    found = {name: value.result() for name, value in (rollout_metrics(groups) | reward_metrics(groups)).items()}
     assert found == {
         "reward/mean": 0.5,
         "reward/max": 1.0,
@@ -51,12 +51,12 @@ def test_rewards_of_several_sources_are_means_of_their_own(make_group):
         make_group([0.5], source="b"),
         make_group([0.0, 9.0], source="a", failed=[False, True]),
     ]
-    found = {name: value.result() for name, value in rollout_metrics(groups, mask_failed=True).items()}
+    found = {name: value.result() for name, value in reward_metrics(groups, mask_failed=True).items()}
     assert found["reward/mean"] == pytest.approx(1.5 / 4)
     assert found["reward/mean/a"] == pytest.approx(1.0 / 3)
     assert found["reward/mean/b"] == 0.5
     assert found["reward/failed"] == 0.2
-    alone = rollout_metrics(groups[:1])
+    alone = reward_metrics(groups[:1])
     assert "reward/mean/a" not in alone
 
 
@@ -66,9 +66,9 @@ def test_f41_masked_failures_are_neither_trained_nor_in_the_metrics(make_group):
     masked, unmasked = to_samples([group], mask_failed=True), to_samples([group])
     assert [int(sample.loss_mask.sum()) for sample in masked] == [2, 2, 0]
     assert [int(sample.loss_mask.sum()) for sample in unmasked] == [2, 2, 2]
-    found = {name: value.result() for name, value in rollout_metrics([group], mask_failed=True).items()}
+    found = {name: value.result() for name, value in reward_metrics([group], mask_failed=True).items()}
     assert (found["reward/mean"], found["reward/max"], found["reward/failed"]) == (0.5, 1.0, pytest.approx(1 / 3))
-    nothing = rollout_metrics([make_group([1.0], failed=[True])], mask_failed=True)
+    nothing = reward_metrics([make_group([1.0], failed=[True])], mask_failed=True)
     assert (nothing["reward/mean"].result(), nothing["reward/failed"].result()) == (0.0, 1.0)
 
 
@@ -94,6 +94,9 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "is_sampled": None,
         "logprobs": [-0.2, -0.21000000000000002],
     }
+    unjudged = sample_rows(groups, 3, judged=False)[1]
+    assert rows[1].keys() - unjudged.keys() == {"reward", "reward_parts", "reward_failed"}
+    assert unjudged.items() <= rows[1].items()
 
 
 def test_what_an_environment_said_is_neither_trained_nor_counted_as_written(make_group):

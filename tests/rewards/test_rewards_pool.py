@@ -185,7 +185,7 @@ def test_close_leaves_no_process_and_an_error_closes():
 
 def test_pipes_are_closed_when_processes_are_replaced():
     with Rewards(config(num_workers=1)) as pool:
-        pool.score([job("exit")])  # the first loss starts a spare
+        pool.score([job("number 1")])
         before = len(os.listdir("/proc/self/fd"))
         pool.score([job("exit")] * 3)
         assert len(os.listdir("/proc/self/fd")) == before

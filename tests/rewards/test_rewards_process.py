@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import FunctionReward
-from shardwise.rewards.process import RewardProcess, WorkerLost, wait_for_any
+from shardwise.rewards.process import ForkServer, RewardProcess, WorkerLost, wait_for_any
 
 ARGUMENTS = '{"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}'
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,12 @@ def answers(process, count):
     return received
 
 
+def wait_until_ready(server):
+    while not server.ready:
+        wait_for_any([server])
+        server.receive()
+
+
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -45,12 +51,15 @@ def start(tmp_path, monkeypatch):
 
     def start(source, *, timeout_seconds=30.0):
         (tmp_path / "rules.py").write_text(source)
-        started.append(RewardProcess([FunctionReward(function="rules.py:f")], timeout_seconds=timeout_seconds))
-        return started[-1]
+        server = ForkServer([FunctionReward(function="rules.py:f")])
+        wait_until_ready(server)
+        started.append((RewardProcess(server, timeout_seconds=timeout_seconds), server))
+        return started[-1][0]
 
     yield start
-    for process in started:
+    for process, server in started:
         process.kill()
+        server.close()
 
 
 def test_jobs_larger_than_a_pipe_go_through_without_blocking(start):

@@ -20,9 +20,11 @@ from shardwise.algorithms import (
     clipped_value_loss,
     gae,
     gdpo,
+    gpg,
     kl_cov,
     kl_cov_selection,
     kto,
+    maxrl,
     remax,
     reverse_kl_advantages,
     rollout_rejection,
@@ -50,7 +52,8 @@ PROPERTIES = {"property", "cached_property", "computed_field"}
 UNIONS: dict[type[Config], dict[str, dict[str, tuple[Callable[..., Any], ...]]]] = {
     AlgorithmConfig: {
         "advantage": {name: (function,) for name, function in ADVANTAGES.items()}
-        | {"gae": (gae,), "gdpo": (gdpo,), "remax": (remax,), "distill": (reverse_kl_advantages,)},
+        | {"gae": (gae,), "gdpo": (gdpo,), "remax": (remax,), "distill": (reverse_kl_advantages,)}
+        | {"gpg": (gpg,), "maxrl": (maxrl,)},
         "policy_loss": {name: (function,) for name, function in POLICY_LOSSES.items()}
         | {"clip_cov": (clip_cov, clip_cov_selection), "kl_cov": (kl_cov, kl_cov_selection)},
     },

@@ -1,0 +1,147 @@
+"""The main of a fork server: imports the reward functions once, then forks a process for each request.
+
+    {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}]}  ->  {"ready": true}
+    any byte, with the pipes of a worker  ->  a worker, and in its pipe of results {"exit": code} when it has ended
+
+The first line comes on standard input, requests on a socket. Where a function cannot be loaded it says
+{"error": "why"} and ends. A fork costs milliseconds whatever the functions import.
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from shardwise.config import ConfigError
+from shardwise.rewards.base import RewardFunction
+from shardwise.rewards.worker import load_with_parameters, work
+
+NUM_PIPES = 3
+"""Of a worker: jobs, results, lifeline."""
+
+
+def main(control_fd: int, lifeline_fd: int) -> None:
+    """Serves requests until the control socket ends, then ends its workers and its own process group.
+
+    Consumes: requests on the socket. Waits for: the next one, or the end of a worker. Unblocked by: the parent
+    closing the socket, or its death.
+
+    Args:
+        control_fd: the socket.
+        lifeline_fd: a pipe nobody writes to, which ends when the parent does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(lifeline_fd)
+    os.set_inheritable(lifeline_fd, False)
+    with socket.socket(fileno=control_fd) as control:
+        control.set_inheritable(False)
+        try:
+            functions = _load_functions()
+        except ConfigError as error:
+            control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        else:
+            control.sendall(b'{"ready": true}\n')
+            _serve(control, functions)
+    os.killpg(0, signal.SIGKILL)  # with what importing has started
+
+
+def _load_functions() -> list[RewardFunction]:
+    setup = json.load(sys.stdin)
+    os.chdir(setup["folder"])
+    sys.path[0] = setup["folder"]
+    functions = [load_with_parameters(entry["function"], entry["parameters"]) for entry in setup["functions"]]
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        raise ConfigError(
+            f"reward.functions={', '.join(entry['function'] for entry in setup['functions'])}: importing started the "
+            f"thread {others[0]}, which does not exist in the processes that are forked after it; start it in the "
+            "function's first call"
+        )
+    return functions
+
+
+def _serve(control: socket.socket, functions: Sequence[RewardFunction]) -> None:
+    wakeup_read, wakeup_write = os.pipe()
+    for fd in (wakeup_read, wakeup_write):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # the default would write no byte to the pipe
+    signal.set_wakeup_fd(wakeup_write)
+    result_fds: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wakeup_read, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if wakeup_read in ready:
+            os.read(wakeup_read, 1 << 12)
+            _bury(result_fds)
+        if control.fileno() not in ready:
+            continue
+        request, pipes, _, _ = socket.recv_fds(control, 1, NUM_PIPES, socket.MSG_CMSG_CLOEXEC)
+        if not request:
+            break
+        job_fd, result_fd, lifeline_fd = pipes
+        pid = os.fork()
+        if pid == 0:
+            for fd in (control.fileno(), wakeup_read, wakeup_write, *result_fds.values()):
+                os.close(fd)
+            _become_worker(functions, job_fd, result_fd, lifeline_fd)
+        result_fds[pid] = result_fd
+        os.close(job_fd)
+        os.close(lifeline_fd)
+    for pid in result_fds:
+        _kill_group(pid)
+        os.waitpid(pid, 0)
+
+
+def _become_worker(functions: Sequence[RewardFunction], job_fd: int, result_fd: int, lifeline_fd: int) -> NoReturn:
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _die_with_parent(lifeline_fd)
+        work(functions, job_fd, result_fd)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _bury(result_fds: dict[int, int]) -> None:
+    """Ends what is left of the groups of workers that have ended, and tells the parent, who may read no end of file: a
+    grandchild can hold the pipe."""
+    for pid, fd in list(result_fds.items()):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            continue
+        _kill_group(pid)
+        _, status = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):
+            os.write(fd, b'{"exit": %d}\n' % os.waitstatus_to_exitcode(status))
+        os.close(fd)
+        del result_fds[pid]
+
+
+def _kill_group(pid: int) -> None:
+    """Of a worker that has not been waited for: until then its number belongs to no other process."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with_parent(lifeline_fd: int) -> None:
+    """Has the kernel signal this process group (SIGIO ends a process) when the parent's end of the pipe closes.
+
+    Reading the job pipe to its end is not enough: a call that hangs does not read, and one that spins in C would
+    not let a watching thread run either.
+    """
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
