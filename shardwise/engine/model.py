@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
-from shardwise.engine.activations import checkpoint_layers, chooses_by_operation
+from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
@@ -156,8 +156,6 @@ def build_unloaded(
     if config.compile_layers:
         compile_layers(hf_model, units.layers)
     if isinstance(config, EngineConfig):
-        if chooses_by_operation(config):
-            units.require_whole_layers("engine.activation_checkpointing=selective")
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))
     sharded = units.shard(model, hf_model, model.head, mesh)
