@@ -101,8 +101,11 @@ class ModelShape:
         if config.checkpoint_every_layers is not None:
             share = 1 / config.checkpoint_every_layers
             return share * its_input + (1 - share) * whole
-        # Attention's output, and of the matrix products the first, third, fifth and seventh: q, v, gate and down.
-        return its_input + 4 * self.query_width + 4 * self.heads + 2 * (self.key_width + self.ffn + self.hidden)
+        attention = 2 * self.query_width + 4 * self.heads
+        if config.compile_layers:
+            return its_input + attention
+        # Of the matrix products the second, fourth and sixth: key, output and up.
+        return its_input + attention + 2 * (self.key_width + self.hidden + self.ffn)
 
     def estimated_bytes(self, config: EngineConfig, num_tokens: int) -> float:
         """Peak memory of a training step on one device."""

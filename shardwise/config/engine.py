@@ -167,7 +167,8 @@ class EngineConfig(LayoutConfig):
     """Layers whose weights are gathered ahead of their backward; 0 leaves it to FSDP (one)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: a layer keeps its input only and is computed again in backward. selective: every n-th layer, or, with
-    checkpoint_every_layers null, all layers but with attention and half of the matrix products kept."""
+    checkpoint_every_layers null, all layers but with attention and half of the matrix products kept (of compiled layers
+    attention)."""
     checkpoint_every_layers: Annotated[int, Field(ge=2)] | None = None
     """With activation_checkpointing=selective: checkpoint every n-th layer instead of choosing by operation."""
     activation_offload: bool = False
@@ -205,11 +206,6 @@ class EngineConfig(LayoutConfig):
             raise ValueError(
                 f"lora.dropout={self.lora.dropout} with apply_tiled_mlp=true: a tiled MLP is computed twice and would "
                 "drop other elements the second time; set lora.dropout=0"
-            )
-        if self.compile_layers and self.activation_checkpointing == "selective" and not self.checkpoint_every_layers:
-            raise ValueError(
-                "activation_checkpointing=selective chooses by operation, which compile_layers=true hides from it; use "
-                "full, or set checkpoint_every_layers"
             )
         if self.lora is not None and self.master_dtype != "float32":
             raise ValueError(

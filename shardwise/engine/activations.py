@@ -5,7 +5,7 @@ again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config import ConfigError, EngineConfig
 
-ATTENTION_OPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-}
-MATMUL_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
-}
+ATTENTION_OPS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    }
+)
+MATMUL_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
 
 
 def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConfig) -> None:
@@ -46,40 +51,62 @@ def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConf
             f"engine.checkpoint_every_layers={every} would checkpoint none of the model's {len(paths)} layers; "
             f"use at most {len(paths)}"
         )
-    run = partial(_run_checkpointed, offload=config.activation_offload, by_operation=chooses_by_operation(config))
+    kept: frozenset[Any] = frozenset()
+    if config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None:
+        # The products of a compiled layer are inside its graphs, which are computed again as a whole.
+        kept = ATTENTION_OPS if config.compile_layers else ATTENTION_OPS | MATMUL_OPS
+    run = partial(_run_checkpointed, kept=kept, offload=config.activation_offload)
     for path in paths[every - 1 :: every]:
         model.set_submodule(path, checkpoint_wrapper(model.get_submodule(path), checkpoint_fn=run))
 
 
-def chooses_by_operation(config: EngineConfig) -> bool:
-    """Whether each operation of a layer is kept or computed again on its own account."""
-    return config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None
-
-
-def _run_checkpointed(layer: nn.Module, *args: Any, offload: bool, by_operation: bool, **kwargs: Any) -> Any:
+def _run_checkpointed(layer: nn.Module, *args: Any, kept: frozenset[Any], offload: bool, **kwargs: Any) -> Any:
     options: dict[str, Any] = {"use_reentrant": False}
-    if by_operation:
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(_keep_by_operation())
+    if kept:
+        options["context_fn"] = partial(_keep_by_operation, kept)
     if not offload:
         return checkpoint(layer, *args, **options, **kwargs)
     with saved_tensors_hooks(_to_host, _to_device):  # outside of checkpoint they see the layer's inputs, nothing else
         return checkpoint(layer, *args, **options, **kwargs)
 
 
-def _keep_by_operation() -> Callable[..., CheckpointPolicy]:
-    """Keeps attention and every second matrix product: of all results the dearest to compute for their size."""
+def _keep_by_operation(operations: frozenset[Any]) -> tuple["_SeesOnly", "_SeesOnly"]:
+    """For a layer's forward and for computing it again: of `operations`, attention and every second matrix product is
+    kept, of all results the dearest to compute for their size."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if operation in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
-        if operation in MATMUL_OPS:
-            counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        counts[context.is_recompute] += 1
+        is_second = counts[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if is_second else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    keeps, gives_back = create_selective_checkpoint_contexts(policy)
+    return _SeesOnly(keeps, operations), _SeesOnly(gives_back, operations)
+
+
+class _SeesOnly(TorchDispatchMode):
+    """Lets a mode see some operations and none of the others.
+
+    Of what torch's selective checkpointing sees, the recomputation must repeat every operation as often. What FSDP does
+    around a unit inside the layer is not repeated so: in backward it gathers and prefetches others.
+    """
+
+    def __init__(self, mode: TorchDispatchMode, operations: frozenset[Any]) -> None:
+        super().__init__()
+        self._mode = mode
+        self._operations = operations
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Otherwise nothing would be compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._operations:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
-from shardwise.engine.activations import checkpoint_layers, chooses_by_operation
+from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.freeze import freeze
@@ -29,7 +29,7 @@ from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.wrap import Units
-from shardwise.ops import UNREGISTERED_ATTENTION, unsupported_reason
+from shardwise.ops import UNREGISTERED_ATTENTION, rotary_limit, unsupported_reason
 
 MODEL_CLASSES = {
     "logprobs": AutoModelForCausalLM,
@@ -50,14 +50,19 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.head = head
-        self._num_layers: int = hf_model.config.get_text_config().num_hidden_layers
+        config = hf_model.config.get_text_config()
+        self._num_layers: int = config.num_hidden_layers
+        self._rotary_limit = rotary_limit(config)
 
     def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
         """This rank's tokens -> what the head gives for the scored ones among them, by name.
 
         Raises:
-            ModelError: not every layer computed its attention through the packed one.
+            ModelError: a sequence is too long to be packed, or not every layer computed its attention through the
+                packed one.
         """
+        if self._rotary_limit and (reason := self._rotary_limit.refusal(tokens.layout.max_length)):
+            raise ModelError(f"{type(self.hf_model).__name__}: {reason}")
         call = PackedCall(tokens.layout, backend)
         hidden = self.hf_model.base_model(
             input_ids=tokens.input_ids[None],
@@ -156,8 +161,6 @@ def build_unloaded(
     if config.compile_layers:
         compile_layers(hf_model, units.layers)
     if isinstance(config, EngineConfig):
-        if chooses_by_operation(config):
-            units.require_whole_layers("engine.activation_checkpointing=selective")
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))
     sharded = units.shard(model, hf_model, model.head, mesh)

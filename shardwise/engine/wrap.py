@@ -1,6 +1,6 @@
 """Which modules become FSDP units, and how each unit is sharded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -79,28 +79,13 @@ class Units:
 
     def require_whole(self, paths: Sequence[str], key: str) -> None:
         """Raises ConfigError if a module at one of `paths` is a unit or holds one inside it."""
-        for path, inner in self._within(paths):
-            raise ConfigError(
-                f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
-                "would be gathered for every piece; remove one of the two"
-            )
-
-    def require_whole_layers(self, key: str) -> None:
-        """Raises ConfigError if a layer holds a unit inside it: recomputing a layer, torch compares its operations by
-        number with those of the forward pass, and what FSDP does to gather a unit differs between the two."""
-        for path, inner in self._within(self.layers):
-            if inner != path:
-                raise ConfigError(
-                    f"{key} recomputes {path} operation by operation, but {inner} inside it is an FSDP unit of its own "
-                    "(engine.module_precision or engine.wrap_policy.moe_experts), gathered by operations that differ; "
-                    "use activation_checkpointing=full or checkpoint_every_layers, or remove the unit"
-                )
-
-    def _within(self, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
         for inner in (*self._experts, *self._precision.overrides):
             for path in paths:
                 if is_within(inner, path):
-                    yield path, inner
+                    raise ConfigError(
+                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
+                        "would be gathered for every piece; remove one of the two"
+                    )
 
     def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:
         """Shards the units, inner ones first, the root with what is left.

@@ -3,3 +3,4 @@
 from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, varlen_attention
 from shardwise.ops.families import DROPS_KEYWORDS, UNREGISTERED_ATTENTION, decoder_layers, unsupported_reason
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
+from shardwise.ops.rotary import RotaryLimit, rotary_limit

@@ -12,9 +12,6 @@ from torch import nn
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-BATCH_DEPENDENT_ROPE = {"longrope", "dynamic"}
-"""transformers chooses their frequencies by the largest position it is given: of a pack, or of one rank's tokens."""
-
 UNREGISTERED_ATTENTION = "does not support attention implementations that are registered with transformers"
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
 
@@ -40,14 +37,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     parameters = inspect.signature(model.base_model.forward).parameters
     head = model.get_output_embeddings()
-    rope_types = sorted(BATCH_DEPENDENT_ROPE & _rope_types(config))
     if model._is_stateful:
         return "carries a recurrent state from token to token"
-    if rope_types:
-        return (
-            f"has rotary frequencies that depend on the longest sequence of a batch (rope_type {rope_types[0]}), so a "
-            "sequence would not be computed the same in every pack"
-        )
     if other_layers:
         return f"has layers of type {', '.join(other_layers)}; supported are {', '.join(sorted(LAYER_TYPES))}"
     if not model._supports_attention_backend:
@@ -67,13 +58,6 @@ def _reason(model: Any, has_projection: bool) -> str | None:
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return DROPS_KEYWORDS
     return None
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Of all layers; some families have one set of parameters for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
+from shardwise.ops import rotary_limit
 from shardwise.recipes.checkpoints import latest_hf_folder
 
 
@@ -20,14 +21,17 @@ class OpenedModel:
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     context_tokens: int | None
-    """The longest sequence the model was made for; None where its config sets no limit."""
+    """The longest sequence that the model was made for and computes the same in every batch; None where its config sets
+    no limit."""
+    context_key: str
+    """What sets it in config.json."""
 
     def require_context(self, keys: str, num_tokens: int) -> None:
         """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""
         if self.context_tokens is not None and num_tokens > self.context_tokens:
             raise ConfigError(
                 f"{keys} = {num_tokens} tokens, more than the {self.context_tokens} of the model's context "
-                f"(max_position_embeddings in {self.folder / 'config.json'}); lower it"
+                f"({self.context_key} in {self.folder / 'config.json'}); lower it"
             )
 
 
@@ -46,7 +50,11 @@ def open_model(config: ModelConfig) -> OpenedModel:
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
-    return OpenedModel(resolved, folder, tokenizer, getattr(text_config, "max_position_embeddings", None))
+    context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
+    rotary = rotary_limit(text_config)
+    if rotary is not None and (context is None or rotary.num_tokens < context):
+        context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
+    return OpenedModel(resolved, folder, tokenizer, context, key)
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:

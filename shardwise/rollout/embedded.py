@@ -20,6 +20,7 @@ from shardwise.ops import (
     LogitTransform,
     project_float32,
     repeated_projection,
+    rotary_limit,
     unsupported_reason,
 )
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
@@ -49,6 +50,7 @@ class EmbeddedEngine:
         text_config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(text_config)
         self._layers = list(range(text_config.num_hidden_layers))
+        self._rotary_limit = rotary_limit(text_config)
         self._stop_ids = _stop_ids(model).to(device)
         self._version = 0
 
@@ -75,7 +77,13 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Completes every request; see RolloutEngine.generate."""
+        """Completes every request; see RolloutEngine.generate.
+
+        Raises:
+            ModelError: a prompt and its completion would be so long that they change what others are computed with.
+        """
+        if self._rotary_limit and (reason := self._rotary_limit.refusal(_longest(requests))):
+            raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
         results: list[list[Completion | None]] = [[None] * request.num_completions for request in requests]
         decoding = _Decoding(self, requests)
         while decoding.is_unfinished():
@@ -154,8 +162,9 @@ class _Decoding:
         self._rows: list[_Row] = []
         self._projection = engine.projection()
         needed = sum(request.num_completions for request in requests)
-        longest = max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
-        self._cache = KVCache(num_rows=min(engine.max_rows, needed), capacity_tokens=longest, device=engine.device)
+        self._cache = KVCache(
+            num_rows=min(engine.max_rows, needed), capacity_tokens=_longest(requests), device=engine.device
+        )
         self._capacity = min(engine.max_rows, needed)
         # Per active row, on the device: the token to feed next, its position, the random stream, the temperature.
         self._tokens, self._positions, self._keys = (
@@ -252,6 +261,11 @@ class _Decoding:
         del self._rows[remaining:]
         self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
         self._keys, self._temperatures = self._keys[:remaining], self._temperatures[:remaining]
+
+
+def _longest(requests: Sequence[GenerateRequest]) -> int:
+    """Tokens of a prompt and the longest completion that it may get."""
+    return max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
 
 
 def _stop_ids(model: PreTrainedModel) -> Tensor:

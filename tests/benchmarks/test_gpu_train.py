@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3ForCausalLM
 
 from benchmarks.gpu_train import Cell, cells, default_options
 from benchmarks.limits import QWEN3, ModelShape
+from shardwise.config import EngineConfig
+from shardwise.engine.activations import checkpoint_layers
+from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
+from shardwise.ops import PackedLayout
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(hidden=24, layers=3, heads=4, kv_heads=2, head_dim=10, ffn=56, tied=False, vocab=96)
 
 
 def eager_model(shape):
-    from transformers import Qwen3ForCausalLM
-
     config = shape.config()
     config._attn_implementation = "eager"
     return Qwen3ForCausalLM(config)
@@ -37,8 +41,6 @@ def test_flops_equal_those_counted_but_for_the_half_of_attention_that_a_causal_m
 
 @pytest.mark.parametrize("shape", [SHAPE, *QWEN3.values()])
 def test_number_of_parameters_is_that_of_the_model(shape):
-    from transformers import Qwen3ForCausalLM
-
     with torch.device("meta"):
         model = Qwen3ForCausalLM(shape.config())
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -47,6 +49,33 @@ def test_number_of_parameters_is_that_of_the_model(shape):
 def test_untrained_tokens_cost_no_projection():
     projection = 2 * SHAPE.vocab * SHAPE.hidden
     assert SHAPE.train_flops([10, 10], 20) - SHAPE.train_flops([10, 10], 18) == 3 * 2 * projection
+
+
+def bytes_left_by_forward(options):
+    """Of a pack of two sequences, 21 tokens, its logits included."""
+    register_packed_attention()
+    config = SHAPE.config()
+    config._attn_implementation = PACKED_ATTENTION
+    model = Qwen3ForCausalLM(config).bfloat16()
+    checkpoint_layers(model, [f"model.layers.{i}" for i in range(SHAPE.layers)], EngineConfig(**options))
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 16, 21], dtype=torch.int32), device=torch.device("cpu"))
+    inputs = {
+        "input_ids": torch.full((1, 21), 3),
+        "position_ids": torch.tensor([[*range(16), *range(5)]]),
+        "packed": PackedCall(layout, AttentionBackend("loop", None)),
+        "use_cache": False,
+    }
+    model(**inputs)  # whatever is allocated once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logits = model(**inputs).logits
+    assert logits.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+
+
+def test_what_selective_keeps_is_what_the_formula_says():
+    selective, full = ({"activation_checkpointing": kind} for kind in ("selective", "full"))
+    formula = SHAPE.kept_bytes(EngineConfig(**selective)) - SHAPE.kept_bytes(EngineConfig(**full))
+    assert bytes_left_by_forward(selective) - bytes_left_by_forward(full) == SHAPE.layers * 21 * formula
 
 
 def test_cells_cover_one_document_and_packed_ones():

@@ -165,7 +165,6 @@ def test_reshard_after_forward_is_true_false_or_a_number_of_ranks(value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile_layers": True, "activation_checkpointing": "selective"}, "which compile_layers=true hides from it"),
         ({"lora": {}, "master_dtype": "bfloat16", "param_dtype": "bfloat16"}, "adapters are float32 masters"),
         ({"offload_policy": True, "optimizer_offload": True}, "already keeps the optimizer states in host memory"),
         ({"backward_prefetch": 1, "reshard_after_forward": False}, "leaves nothing to gather in backward"),

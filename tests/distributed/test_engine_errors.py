@@ -26,12 +26,6 @@ def folders(tmp_path_factory):
     return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
 
 
-SELECTIVE_WITH_UNIT = {
-    "activation_checkpointing": "selective",
-    "module_precision": [{"module": "model.layers.*.self_attn"}],
-}
-
-
 @pytest.mark.parametrize(
     ("family", "world_size", "keys", "message"),
     [
@@ -136,15 +130,6 @@ SELECTIVE_WITH_UNIT = {
             {"apply_tiled_mlp": True, "module_precision": [{"module": "model.layers.1.mlp.down_proj"}]},
             "engine.apply_tiled_mlp=true computes model.layers.1.mlp piece by piece, but model.layers.1.mlp.down_proj "
             "inside it is an FSDP unit of its own and would be gathered for every piece; remove one of the two",
-        ),
-        (
-            "qwen3",
-            2,
-            SELECTIVE_WITH_UNIT,
-            "engine.activation_checkpointing=selective recomputes model.layers.0 operation by operation, but "
-            "model.layers.0.self_attn inside it is an FSDP unit of its own (engine.module_precision or "
-            "engine.wrap_policy.moe_experts), gathered by operations that differ; use activation_checkpointing=full or "
-            "checkpoint_every_layers, or remove the unit",
         ),
         (
             "qwen3",

@@ -38,7 +38,13 @@ LOSS_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-5
 """Of the largest element of each parameter's gradient."""
 
+MIXTURE = "qwen3_moe"
+"""The family with experts."""
 LORA = {"rank": 3, "alpha": 12.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+EXPERT_LORA = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+"""Experts are no linear layers."""
+FOUR_HEADS = {"llama": {"hidden_size": 28, "num_attention_heads": 4}, MIXTURE: {"num_attention_heads": 4}}
+"""Of the families whose tiny models have fewer, which four ranks could not share."""
 FROZEN = ["model.embed_tokens", "model.layers.0.mlp"]
 WORLD_SIZES = {"1": 1, "2": 2, "2 replicas": 2, "2 sp2": 2, "4": 4, "4 replicas": 4, "2x2": 4, "4 sp2": 4, "4 sp4": 4}
 WORLD_SIZES |= {"2x2 sp2": 4}
@@ -82,11 +88,15 @@ AXES: dict[str, dict[str, dict]] = {
     "offload_policy": {"on device": {}, "on host": {"offload_policy": True}},
     "reduce": {"each": {}, "last": {"reduce_gradients": "last_micro_batch"}},
     "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
-    "family": {name: {} for name in FAMILIES},
+    "family": {name: {} for name in [*FAMILIES, MIXTURE]},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
     "adapters": {"no adapters": {}, "lora": {"lora": LORA}},
     "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
-    "wrap": {"root": {}, "wrapped ends": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
+    "wrap": {
+        "root": {},
+        "wrapped ends": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
+        "expert units": {"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}},
+    },
     "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
 }
 """Of every axis its options, and what each sets in `engine`. The first option of an axis goes with every other."""
@@ -96,7 +106,8 @@ IMPOSSIBLE = [
     ("prefetch", {"prefetch"}, "reshard", {"keep"}),  # nothing is left to gather in backward
     ("adapters", {"lora"}, "frozen", {"frozen"}),
     ("adapters", {"lora"}, "loss", {"value"}),  # peft would train the head too
-    ("precision", {"attention units"}, "checkpointing", {"by operation", "by operation offload"}),
+    ("wrap", {"expert units"}, "family", set(FAMILIES)),
+    ("wrap", {"expert units"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # would be gathered for every tile
 ]
 """Pairs of options that the engine refuses, or that have no reference."""
 CORE = ["layout", "checkpointing", "micro_batches", "tiled_mlp", "reshard", "reduce"]
@@ -330,6 +341,10 @@ def kind_of(cell):
     return "value" if cell.loss == "value" else "policy"
 
 
+def lora_of(family):
+    return EXPERT_LORA if family == MIXTURE else LORA
+
+
 def case_of(cell):
     return "short" if cell.micro_batches == "some empty" else "long"
 
@@ -337,15 +352,14 @@ def case_of(cell):
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     models, folders, samples = {}, {}, {}
-    for family in FAMILIES:
-        heads = {"hidden_size": 28, "num_attention_heads": 4} if family == "llama" else {}
-        causal_lm = tiny_model(family, **heads).eval()
+    for family in [*FAMILIES, MIXTURE]:
+        causal_lm = tiny_model(family, **FOUR_HEADS.get(family, {})).eval()
         for kind, model in {"policy": causal_lm, "value": value_model(causal_lm)}.items():
             models[family, kind] = model
             folders[family, kind] = str(tmp_path_factory.mktemp(kind))
             model.save_pretrained(folders[family, kind])
         folders[family, "lora"] = str(tmp_path_factory.mktemp("adapter"))
-        random_adapter(folders[family, "policy"], LoraConfig(**LORA), folders[family, "lora"])
+        random_adapter(folders[family, "policy"], LoraConfig(**lora_of(family)), folders[family, "lora"])
         models[family, "lora"] = peft_model(folders[family, "policy"], folders[family, "lora"]).eval()
         for case, lengths in {"short": SHORT, "long": LONG}.items():
             for kind in ("policy", "lora"):
@@ -388,7 +402,7 @@ def train_cells(folders, samples, cells, param_dtype="float32"):
 def train_cell(folders, samples, cell, param_dtype):
     keys = {**cell.engine, "param_dtype": param_dtype}
     if cell.adapters == "lora":
-        keys["lora"] = {**LORA, "adapter_path": folders[cell.family, "lora"]}
+        keys["lora"] = {**lora_of(cell.family), "adapter_path": folders[cell.family, "lora"]}
     engine = TrainEngine.build(
         Path(folders[cell.family, "value" if cell.loss == "value" else "policy"]),
         EngineConfig(**keys),
@@ -477,6 +491,22 @@ def test_covering_cells_hold_every_pair_of_options_that_can_be_combined():
 
 @pytest.mark.parametrize("cells", batches_of_cells(covering_cells(), 16))
 def test_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
+    assert_cells_equal_the_reference(run_ranks, families, cells)
+
+
+@pytest.mark.parametrize("layout", ["2", "2 sp2"])
+def test_units_inside_selectively_checkpointed_layers_change_nothing(run_ranks, families, layout):
+    """What FSDP does to gather an inner unit differs between a layer's forward and its recomputation; with prefetching
+    even in the number of operations."""
+    cells = [
+        cell(layout=layout, checkpointing="by operation", family=MIXTURE, prefetch=prefetch, **inner)
+        for prefetch in AXES["prefetch"]
+        for inner in (
+            {"precision": "attention units"},
+            {"wrap": "expert units"},
+            {"precision": "attention units", "wrap": "expert units", "micro_batches": "several"},
+        )
+    ]
     assert_cells_equal_the_reference(run_ranks, families, cells)
 
 

@@ -239,6 +239,29 @@ def test_a_context_shorter_than_the_settings_is_named_with_both_numbers(sft):
     assert_one_line(sft(data__max_sequence_tokens=97), "data.max_sequence_tokens = 97", "96", "max_position_embeddings")
 
 
+def test_sequences_that_would_change_the_rotary_frequencies_of_others_are_refused_before_any_step(
+    sft, rl, assets, tmp_path
+):
+    model = shutil.copytree(assets.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    factors = [1.0] * (config["head_dim"] // 2)
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 48,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    parts = ["49", "48", "original_max_position_embeddings, as with rope_type longrope", "lower it"]
+    assert_one_line(sft(model__path=model, data__max_sequence_tokens=49), "data.max_sequence_tokens = 49", *parts)
+    done = rl(model__path=model, data__max_prompt_tokens=40, rollout__max_response_tokens=9)
+    assert_one_line(done, r"data.max_prompt_tokens \+ rollout.max_response_tokens = 49", *parts)
+    assert not (tmp_path / "run").exists()
+    assert sft(model__path=model, data__max_sequence_tokens=48).code == 0
+
+
 def test_an_fsdp_size_that_does_not_divide_lists_those_that_do(sft):
     done = sft(engine__fsdp_size=3)
     assert_one_line(done, "engine.fsdp_size=3 does not divide the world size 1", "use 1")

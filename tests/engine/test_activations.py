@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from tiny_models import random_samples, tiny_folder, tiny_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
@@ -14,6 +16,7 @@ from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine, activations
 from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
+from shardwise.engine.compile import compile_layers
 from shardwise.engine.names import plain_name
 from shardwise.ops import PackedLayout
 from shardwise.recipes.losses import sft_loss
@@ -27,18 +30,22 @@ EVERY_SECOND = SELECTIVE | {"checkpoint_every_layers": 2}
 
 
 def packed_model(options, num_layers=NUM_LAYERS):
-    """A model whose layers are checkpointed as the options say."""
+    """A model whose layers are compiled and checkpointed as the options say."""
     register_packed_attention()
     model = tiny_model("qwen3", num_hidden_layers=num_layers)
     model.set_attn_implementation(PACKED_ATTENTION)
-    checkpoint_layers(model, PATHS[:num_layers], EngineConfig(**options))
+    config = EngineConfig(**options)
+    if config.compile_layers:
+        compile_layers(model, PATHS[:num_layers])
+    checkpoint_layers(model, PATHS[:num_layers], config)
     return model.train()
 
 
-def forward(model):
-    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 6, NUM_TOKENS], dtype=torch.int32), device=CPU)
-    ids = torch.arange(3, 3 + NUM_TOKENS)[None]
-    positions = torch.tensor([[*range(6), *range(4)]])
+def forward(model, lengths=(6, 4)):
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=CPU)
+    ids = 3 + torch.arange(sum(lengths))[None] % 100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     call = PackedCall(layout, AttentionBackend("auto", None))
     return model(input_ids=ids, position_ids=positions, use_cache=False, packed=call).logits
 
@@ -108,6 +115,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.counts = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func] += 1
         return func(*args, **(kwargs or {}))
@@ -133,6 +144,37 @@ def test_selective_computes_attention_once_and_half_of_the_matrix_products_again
     matmuls, attention = found["none"]
     assert found["full"] == (matmuls + 6 * NUM_LAYERS, attention + 2 * NUM_LAYERS)
     assert found["selective"] == (matmuls + 3 * NUM_LAYERS, attention)
+
+
+def bytes_kept(model):
+    """What a forward pass leaves behind, its logits included."""
+    forward(model)  # whatever is allocated once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logits = forward(model)
+    assert logits.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+
+
+@pytest.mark.slow
+def test_selective_keeps_the_attention_of_compiled_layers():
+    """Gradients are those of layers that are not compiled; attention is computed once, all else again. Beside what
+    full keeps: the output of attention and the log-sum-exp of its rows, for each layer, token and head."""
+    _, expected = gradients(packed_model({}, 2))
+    kept, attention, products = {}, {}, {}
+    for name, options in {"none": {}, "full": FULL, "selective": SELECTIVE}.items():
+        torch.compiler.reset()
+        model = packed_model(options | {"compile_layers": True}, 2)
+        with Operations() as operations:
+            _, found = gradients(model)
+        attention[name], products[name] = operations.of(ATTENTION_OPS), operations.of(MATMUL_OPS)
+        kept[name] = bytes_kept(model)
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
+    assert attention == {"none": 4, "full": 8, "selective": 4}
+    assert set(products.values()) == {3}, "of the output projection; those of layers are inside compiled graphs"
+    num_heads, head_dim, float_bytes = 4, 8, 4
+    assert kept["selective"] - kept["full"] == 2 * NUM_TOKENS * num_heads * (head_dim + 1) * float_bytes
+    assert kept["selective"] < kept["none"]
 
 
 def shapes_kept(num_layers):

@@ -10,29 +10,47 @@ from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.compile import compile_layers, use_liger_kernels
+from shardwise.engine.names import plain_name
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
 
 
-def train(folder, compiles):
+def train(folder, options):
     """Loss and whole gradient of a step of packs of several lengths; how many layers are compiled."""
-    engine = TrainEngine.build(
-        Path(folder), EngineConfig(compile_layers=compiles), device=CPU, optimizer=OptimizerConfig()
-    )
+    engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
     step = pack(random_samples([9, 7, 5]), num_shards=dist.get_world_size(), max_tokens=12)
     metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
-    gradients = {name: p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
-    compiled = sum(layer._compiled_call_impl is not None for layer in engine._model.hf_model.model.layers)
+    gradients = {plain_name(name): p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
+    compiled = sum(module._compiled_call_impl is not None for module in engine._model.modules())
     return metrics["train/loss"].result(), gradients, compiled
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "options"),
+    [
+        ("llama", 1, {}),
+        (
+            "qwen3_moe",
+            2,
+            {
+                "activation_checkpointing": "selective",
+                "activation_offload": True,
+                "forward_prefetch": 1,
+                "wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]},
+                "module_precision": [{"module": "model.layers.*.self_attn"}],
+            },
+        ),
+    ],
+    ids=["llama", "selective with units inside the layers"],
+)
+def test_compiled_layers_compute_the_same(run_ranks, tmp_path, family, num_ranks, options):
     """Over packed sequences, whose layout changes from batch to batch."""
-    folder = str(tiny_folder("llama", tmp_path, num_hidden_layers=1))
-    [(expected_loss, expected, _)] = run_ranks(train, 1, folder, False)
-    [(loss, gradients, num_compiled)] = run_ranks(train, 1, folder, True, timeout_seconds=240)
+    folder = str(tiny_folder(family, tmp_path, num_hidden_layers=1))
+    expected_loss, expected, _ = run_ranks(train, num_ranks, folder, {})[0]
+    found = run_ranks(train, num_ranks, folder, options | {"compile_layers": True}, timeout_seconds=240)
+    loss, gradients, num_compiled = found[0]
     assert num_compiled == 1
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, gradient in expected.items():

@@ -56,6 +56,7 @@ def test_training_goes_on_as_if_nothing_had_left(folder, device, parts):
 
 
 def test_everything_away_leaves_next_to_nothing(folder, device):
+    with_gradients(folder, device)  # the workspaces of cuBLAS, larger than this model, come with the first product
     before = allocated()
     engine = with_gradients(folder, device)
     engine.offload(*PARTS)

@@ -33,11 +33,12 @@ def test_a_tiled_mlp_gives_the_same_gradient(folder, device, options):
     assert relative_error(tiled, gradient) < 1e-2
 
 
-def test_compiled_layers_give_the_same_gradient(folder, device):
+@pytest.mark.parametrize("options", [[], [FULL], [SELECTIVE]], ids=["alone", "full", "selective"])
+def test_compiled_layers_give_the_same_gradient(folder, device, options):
     """Fused kernels round less often to bfloat16, so they may be closer to float32 but not far from eager ones."""
     exact_loss, exact = loss_and_gradient(folder, device)
     _, eager = loss_and_gradient(folder, device, BFLOAT16)
-    loss, compiled = loss_and_gradient(folder, device, BFLOAT16, "compile_layers=true")
+    loss, compiled = loss_and_gradient(folder, device, BFLOAT16, "compile_layers=true", *options)
     assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert relative_error(compiled, exact) < max(1.5 * relative_error(eager, exact), 0.01)
 

@@ -121,6 +121,27 @@ GOOD |= {
     "mellum": EXPERTS | {"num_experts": 4},
 }
 
+LENGTHS = (9, 5, 13, 5)
+LONGEST = 19
+"""Tokens of the longest of `sequences` and its completion."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.9],
+    "long_factor": [2.0, 2.5, 4.0, 8.0],
+    "original_max_position_embeddings": LONGEST,
+}
+BATCH_DEPENDENT = {
+    "phi3 longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": LONGEST},
+    "phimoe longrope": GOOD["phimoe"] | {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.5}},
+    "llama dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "max_position_embeddings": LONGEST,
+    },
+}
+"""The model type, and of longer sequences the rotary frequencies would depend on the batch."""
+GOOD |= BATCH_DEPENDENT
+
 RECURRENT = "carries a recurrent state"
 UNREGISTERED = "does not support attention implementations that are registered with transformers"
 BAD = {
@@ -158,23 +179,6 @@ BAD = {
     "falcon": ({"alibi": False, "new_decoder_architecture": False}, UNREGISTERED),
     "gptj": ({"rotary_dim": 4, **GPT}, UNREGISTERED),
     "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, UNREGISTERED),
-    "phi3": (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 32,
-            },
-            "original_max_position_embeddings": 32,
-        },
-        "has rotary frequencies that depend on the longest sequence of a batch .rope_type longrope.",
-    ),
-    "llama": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "has rotary frequencies that depend on the longest sequence of a batch .rope_type dynamic.",
-    ),
     "bert": ({}, "has a bias on its output projection"),
     "phi": ({}, "has a bias on its output projection"),
     "nemotron": ({}, "NemotronAttention .* does not pass keyword arguments on to its attention"),
@@ -186,7 +190,7 @@ BAD = {
 def save_model(family: str, options: dict, folder: Path, model_class=AutoModelForCausalLM):
     """A random model with no two parameters alike, saved; returned as transformers computes it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **COMMON | options)
+    config = AutoConfig.for_model(family.split()[0], **COMMON | options)
     model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -195,7 +199,7 @@ def save_model(family: str, options: dict, folder: Path, model_class=AutoModelFo
     return model
 
 
-def sequences(lengths=(9, 5, 13, 5)) -> list[torch.Tensor]:
+def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 97, (length,), generator=generator) for length in lengths]
 
@@ -207,9 +211,10 @@ def eager_logprobs(model, tokens: torch.Tensor) -> torch.Tensor:
     return logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
-def train_logprobs(folder: str) -> list[torch.Tensor] | str:
+def train_logprobs(folder: str, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor] | str:
     """By the engine on a rank, all sequences in one pack; or why it refused."""
-    samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(sequences())]
+    tokens = sequences(lengths)
+    samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(tokens)]
     step = pack(samples, num_shards=1, max_tokens=64)
     try:
         engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU)
@@ -218,10 +223,10 @@ def train_logprobs(folder: str) -> list[torch.Tensor] | str:
         return str(error)
 
 
-def generate(folder: Path):
+def generate(folder: Path, max_tokens: int = 6):
     engine = EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=3, device=CPU)
     requests = [
-        GenerateRequest(uid=str(i), prompt_ids=t.tolist(), num_completions=2, max_tokens=6, temperature=1.0)
+        GenerateRequest(uid=str(i), prompt_ids=t.tolist(), num_completions=2, max_tokens=max_tokens, temperature=1.0)
         for i, t in enumerate(sequences())
     ]
     return engine.generate(requests)
@@ -240,6 +245,29 @@ def test_family_is_trained_and_generated_as_transformers_computes_it(run_ranks, 
             whole = torch.cat([tokens, torch.tensor(completion.token_ids)])
             expected = eager_logprobs(model, whole)[len(tokens) - 1 :]
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", BATCH_DEPENDENT)
+def test_a_sequence_that_would_change_the_frequencies_of_others_is_refused(run_ranks, tmp_path, family):
+    """transformers gives a sequence other logprobs where it is in one batch with a longer one."""
+    model = save_model(family, BATCH_DEPENDENT[family], tmp_path)
+    (tokens,) = sequences((LONGEST,))
+    alone = eager_logprobs(model, tokens)
+    longer = torch.cat([tokens, tokens[:1]])
+    with torch.no_grad():
+        logits = model(input_ids=torch.stack([longer, longer.flip(0)]), use_cache=False).logits[0, : LONGEST - 1]
+    beside_longer = logits.log_softmax(dim=-1).gather(1, tokens[1:, None])[:, 0]
+    assert (beside_longer - alone).abs().max() > 0.01
+
+    (found,) = run_ranks(train_logprobs, 1, str(tmp_path), (5, LONGEST + 1))
+    with pytest.raises(ModelError) as error:
+        generate(tmp_path, max_tokens=7)
+    for text in (found, str(error.value)):
+        assert f"a sequence of {LONGEST + 1} tokens is longer than the {LONGEST} of " in text
+        assert text.endswith(
+            f"max_position_embeddings in config.json, and with rope_type {family.split()[1]} the rotary frequencies of "
+            "longer sequences depend on the longest one of a batch; use shorter ones"
+        )
 
 
 def scores(folder: str) -> list[torch.Tensor]:

@@ -32,6 +32,24 @@ def test_an_opened_model_knows_its_tokenizer_and_context(folder):
         model.require_context("data.max_sequence_tokens", 97)
 
 
+@pytest.mark.parametrize(
+    ("rope", "limit", "key"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 48}, 48, "original_max_position_embeddings, as"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 96}, 96, "max_position_embeddings in"),
+        ({"rope_type": "dynamic", "factor": 2.0}, 96, "max_position_embeddings in"),
+    ],
+)
+def test_the_context_ends_where_rotary_frequencies_depend_on_the_batch(folder, rope, limit, key):
+    factors = {"short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
+    edit(folder / "config.json", rope_parameters={"rope_theta": 1e4, **factors, **rope})
+    model = open_folder(folder)
+    assert model.context_tokens == limit
+    model.require_context("data.max_sequence_tokens", limit)
+    with pytest.raises(ConfigError, match=rf"= {limit + 1} tokens, more than the {limit} .*\({key} .*config.json\)"):
+        model.require_context("data.max_sequence_tokens", limit + 1)
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(folder):
     edit(folder / "config.json", vocab_size=200)
     with pytest.raises(ModelError, match="the tokenizer has 261 tokens, the model's vocabulary only 200"):
