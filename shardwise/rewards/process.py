@@ -124,7 +124,7 @@ class ForkServer:
         if self._control.fileno() < 0:
             return
         self._control.close()
-        if not self.ready:  # it is in the middle of user code, or died of it
+        if not self.ready or self.is_gone:  # it is in the middle of user code, or could not end what it has started
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.

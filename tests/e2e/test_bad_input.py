@@ -109,7 +109,7 @@ def test_an_override_without_a_value_is_named(command):
 
 
 def test_required_keys_are_all_listed_at_once(command):
-    done = command("rl", "trainer.seed=1")
+    done = command("eval", "eval.seed=1")
     assert done.code == 2
     for key in ("model.path", "reward.functions"):
         assert f"  {key}: required, but not given" in done.err

@@ -65,7 +65,7 @@ def ranks_of(launcher, marked_pids) -> dict[int, int]:
 @pytest.mark.parametrize("victim", [0])
 def test_a_killed_rank_is_named_and_nothing_is_left(started, marked, metrics_of, victim):
     launcher, folder, mark = started
-    assert len(marked(mark)) == 5  # launcher, two ranks, two reward processes
+    assert len(marked(mark)) == 6  # launcher, two ranks, two reward processes and what forked them
     os.kill(ranks_of(launcher, marked(mark))[victim], signal.SIGKILL)
     assert launcher.wait(timeout=15) == 1
     lines = (folder / "stderr").read_text().splitlines()

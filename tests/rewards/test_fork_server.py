@@ -84,7 +84,7 @@ def test_children_of_a_process_that_ended_by_itself_are_ended(pool, tmp_path):
 
 
 def test_a_server_that_was_killed_is_replaced_and_costs_no_job(pool, tmp_path):
-    (parent,) = score(pool, ["parent"])
+    helper, parent = score(pool, ["helper", "parent"])
     assert pool.pids[0] == parent.score
     os.kill(int(parent.score), signal.SIGKILL)
     time.sleep(0.1)
@@ -93,6 +93,7 @@ def test_a_server_that_was_killed_is_replaced_and_costs_no_job(pool, tmp_path):
     assert second.failure is None
     assert score(pool, ["parent"])[0].score not in (parent.score, 1.0)
     assert (tmp_path / "imports").read_text() == "xx"
+    assert ends(int(helper.score))
 
 
 def test_close_ends_what_importing_started(pool):
