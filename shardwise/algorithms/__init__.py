@@ -31,4 +31,5 @@ from shardwise.algorithms.returns import gae, reinforce_plus_plus
 from shardwise.algorithms.rollout_correction import correction_metrics, rollout_rejection, rollout_weights
 from shardwise.algorithms.sequence_policy_loss import gmpo, gspo, kimi, topr
 from shardwise.algorithms.sft_loss import cross_entropy
+from shardwise.algorithms.turns import gigpo, turn_metrics
 from shardwise.algorithms.value_loss import clipped_value_loss, explained_variance

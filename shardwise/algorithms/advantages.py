@@ -58,8 +58,9 @@ def grpo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: 
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; without the division: Liu et al. 2025 (Dr.GRPO).
         Differs: a group of one gets 0, and samples without a trained token do not count.
     """
-    deviations, std = group_deviations(*sample_outcomes(token_rewards, loss_mask), group_ids)
-    return spread_over_tokens(_scaled(deviations, std, scale), loss_mask)
+    return spread_over_tokens(
+        scaled_deviations(*sample_outcomes(token_rewards, loss_mask), group_ids, scale), loss_mask
+    )
 
 
 def grpo_passk(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: Literal["std", "none"]) -> Tensor:
@@ -263,6 +264,16 @@ def group_metrics(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -
         "advantage/num_zero_variance_groups": MetricValue.sum(num_equal),
         "advantage/zero_variance_fraction": MetricValue.mean(num_equal, len(compared)),
     }
+
+
+def scaled_deviations(outcomes: Tensor, counted: Tensor, group_ids: Tensor, scale: Literal["std", "none"]) -> Tensor:
+    """[N] float64: how far each outcome lies from its group's mean, in units of the group's standard deviation or not.
+
+    Args: as in `groups.group_deviations`.
+    Raises:
+        ValueError: an unknown scale.
+    """
+    return _scaled(*group_deviations(outcomes, counted, group_ids), scale)
 
 
 def _scaled(values: Tensor, std: Tensor, scale: Literal["std", "none"]) -> Tensor:

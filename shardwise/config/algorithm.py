@@ -80,6 +80,19 @@ class Maxrl(Choice):
     name: Literal["maxrl"] = "maxrl"
 
 
+class Gigpo(Choice):
+    """grpo for the whole completion, and for each turn among the turns of its group that answered the same state; for
+    completions of several turns."""
+
+    name: Literal["gigpo"] = "gigpo"
+    scale: Literal["std", "none"] = "std"
+    """Divide by the groups' standard deviations, or not."""
+    step_weight: NonNegativeFloat = 1.0
+    """The weight of the turn's part."""
+    gamma: Probability = 0.95
+    """The discount per turn of what the following turns earn."""
+
+
 class Gae(Choice):
     """Generalized advantage estimation from the values of a critic: PPO."""
 
@@ -109,6 +122,7 @@ Advantage = Annotated[
     | Opo
     | Gpg
     | Maxrl
+    | Gigpo
     | Gae
     | Distill
     | Custom,
@@ -118,7 +132,7 @@ Advantage = Annotated[
 
 
 GROUP_ADVANTAGES = frozenset(
-    {"grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl"}
+    {"grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "gigpo"}
 )
 """Those that compare a sample with the others of its group."""
 

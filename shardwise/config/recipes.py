@@ -330,6 +330,11 @@ class RLConfig(Config):
                 f"rollout.group_size=1 leaves algorithm.advantage={advantage} without a baseline "
                 "(every advantage would be 0); use at least 2"
             )
+        if advantage == "gigpo" and self.rollout.environment is None:
+            raise ValueError(
+                "algorithm.advantage=gigpo compares turns, and a completion without rollout.environment is one turn; set "
+                "it, or use grpo"
+            )
         overlong = self.algorithm.overlong_penalty
         if overlong is not None and overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(

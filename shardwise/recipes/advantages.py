@@ -14,6 +14,7 @@ from shardwise.algorithms import (
     explained_variance,
     gae,
     gdpo,
+    gigpo,
     gpg,
     group_metrics,
     grpo,
@@ -31,6 +32,7 @@ from shardwise.algorithms import (
     rloo,
     rollout_rejection,
     rollout_weights,
+    turn_metrics,
 )
 from shardwise.config import AlgorithmConfig, Custom, MismatchRejection, RatioWeights, TrainingError
 from shardwise.config.algorithm import GROUP_ADVANTAGES
@@ -103,6 +105,10 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             assert scored.outcome_rewards is not None
             estimator = gpg if chosen.name == "gpg" else maxrl
             advantages = estimator(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.outcome_rewards)))
+        case "gigpo":
+            turns, states = turns_and_states(samples)
+            advantages = gigpo(token_rewards, loss_mask, group_ids, turns, states, **chosen.arguments())
+            metrics |= turn_metrics(loss_mask, turns, states)
         case "distill":
             assert scored.teacher_logprobs is not None
             advantages = reverse_kl_advantages(policy_logprobs, padded(scored.teacher_logprobs), loss_mask)
@@ -118,6 +124,27 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     _require_finite(returns, samples, config)
     values = padded([present(sample.values) for sample in samples])
     return _with_rows(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
+
+
+def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Where the turns of completions are, and what they answered: the environment's tokens right before them, or the
+    prompt.
+
+    Returns:
+        turns [N, L] int64 of trained tokens, and states [N, K] int64, as `gigpo` takes them.
+    """
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    turns, states = [], []
+    for sample in samples:
+        mask = sample.loss_mask
+        begins = mask & ~mask.roll(1)  # position 0 is never trained
+        turns.append((begins.cumsum(0) - 1).clamp(min=0))
+        ends = (mask & ~mask.roll(-1)).nonzero().flatten() + 1
+        spans = zip(ends.tolist(), begins.nonzero().flatten().tolist()[1:], strict=False)  # nothing answers the last
+        answered = [(), *(tuple(sample.token_ids[end:begin].tolist()) for end, begin in spans)]
+        keys = [(sample.group, state) for state in answered]
+        states.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))
+    return padded(turns), padded(states)
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *, max_tokens: int) -> list[Sample]:

@@ -43,6 +43,7 @@ CHOICES = [
 REQUIRED = {"function": "rules.py:mine", "target": 0.05, "divisor": 8.0}
 OTHER = REQUIRED | {
     "scale": "none",
+    "step_weight": 0.5,
     "weights": {"format": 0.25},
     "gamma": 0.625,
     "lam": 0.75,

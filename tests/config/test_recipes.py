@@ -311,6 +311,15 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
     assert message_of(RLConfig, overrides) == message
 
 
+def test_turns_are_compared_where_there_are_turns():
+    gigpo = [*RL, "algorithm.advantage=gigpo"]
+    assert message_of(RLConfig, gigpo) == (
+        "algorithm.advantage=gigpo compares turns, and a completion without rollout.environment is one turn; set it, or "
+        "use grpo"
+    )
+    assert RLConfig.load(None, [*gigpo, "rollout.environment=a.py:Game"]).algorithm.advantage.gamma == 0.95
+
+
 def test_parts_of_reinforcement_learning_that_fit_are_taken():
     assert RLConfig.load(None, GAE).critic.value_loss.clip == 0.5
     assert RLConfig.load(None, UNJUDGED).reward is None

@@ -119,6 +119,14 @@ def test_only_sampled_tokens_are_trained_with_the_logprobs_of_the_engine_that_sa
         assert row["train/grad_norm"] > 0
 
 
+def test_turns_are_compared_with_turns_that_answered_the_same(assets, policy, command, metrics_of, tmp_path):
+    extra = {"algorithm.advantage": {"name": "gigpo", "gamma": 0.9}}
+    assert command("rl", *options(assets, policy, tmp_path / "run", **extra)).code == 0
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/grad_norm"] > 0
+        assert row["advantage/lone_turn_fraction"] < 0.5  # all wrong turns are told the same
+
+
 def test_one_rank_plays_the_same_episodes(samples, assets, policy, command, tmp_path):
     assert command("rl", *options(assets, policy, tmp_path / "run")).code == 0
     first = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()][:12]

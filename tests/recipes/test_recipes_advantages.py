@@ -13,6 +13,7 @@ from shardwise.recipes.advantages import (
     ADVANTAGES,
     Scored,
     padded,
+    turns_and_states,
     with_advantages,
     with_overlong_penalty,
     with_rollout_correction,
@@ -567,3 +568,26 @@ def test_every_array_is_of_its_own_sample(make_group):
     for n, found in zip(order, mixed, strict=True):
         torch.testing.assert_close(found.advantages, whole[n].advantages)
     assert len(set(itertools.chain(*(s.advantages[s.loss_mask].tolist() for s in whole)))) == 12
+
+
+def test_turns_are_runs_of_trained_tokens_and_states_what_stands_before_them():
+    def sample(group, token_ids, trained):
+        mask = torch.tensor([character == "x" for character in trained])
+        return Sample(uid="a", token_ids=torch.tensor(token_ids), loss_mask=mask, group=group)
+
+    samples = [
+        sample(0, [5, 1, 9, 7, 7, 2, 9], ".xx..xx"),
+        sample(0, [5, 6, 1, 7, 7, 3, 8, 4], "..x..x.x"),
+        sample(1, [5, 2, 7, 7, 2], ".x..x"),
+        sample(1, [5, 2, 2], "..."),  # its reward failed
+    ]
+    turns, states = turns_and_states(samples)
+    assert [turns[row, samples[row].loss_mask.nonzero().flatten()].tolist() for row in range(4)] == [
+        [0, 0, 1, 1],
+        [0, 1, 2],
+        [0, 1],
+        [],
+    ]
+    prompt, told = states[0, :2].tolist()
+    assert states[1, :3].tolist() == [prompt, told, states[1, 2]]
+    assert len({prompt, told, int(states[1, 2]), *states[2, :2].tolist()}) == 5  # other groups have other states

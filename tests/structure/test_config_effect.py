@@ -20,6 +20,7 @@ from shardwise.algorithms import (
     clipped_value_loss,
     gae,
     gdpo,
+    gigpo,
     gpg,
     kl_cov,
     kl_cov_selection,
@@ -53,7 +54,7 @@ UNIONS: dict[type[Config], dict[str, dict[str, tuple[Callable[..., Any], ...]]]]
     AlgorithmConfig: {
         "advantage": {name: (function,) for name, function in ADVANTAGES.items()}
         | {"gae": (gae,), "gdpo": (gdpo,), "remax": (remax,), "distill": (reverse_kl_advantages,)}
-        | {"gpg": (gpg,), "maxrl": (maxrl,)},
+        | {"gpg": (gpg,), "maxrl": (maxrl,), "gigpo": (gigpo,)},
         "policy_loss": {name: (function,) for name, function in POLICY_LOSSES.items()}
         | {"clip_cov": (clip_cov, clip_cov_selection), "kl_cov": (kl_cov, kl_cov_selection)},
     },
