@@ -332,7 +332,7 @@ class RLConfig(Config):
             )
         if advantage == "gigpo" and self.rollout.environment is None:
             raise ValueError(
-                "algorithm.advantage=gigpo compares turns, and a completion without rollout.environment is one turn; set "
+                "algorithm.advantage=gigpo compares turns, and without rollout.environment there is one; set "
                 "it, or use grpo"
             )
         overlong = self.algorithm.overlong_penalty

@@ -314,8 +314,7 @@ def test_parts_of_reinforcement_learning_that_do_not_fit_are_refused(overrides, 
 def test_turns_are_compared_where_there_are_turns():
     gigpo = [*RL, "algorithm.advantage=gigpo"]
     assert message_of(RLConfig, gigpo) == (
-        "algorithm.advantage=gigpo compares turns, and a completion without rollout.environment is one turn; set it, or "
-        "use grpo"
+        "algorithm.advantage=gigpo compares turns, and without rollout.environment there is one; set it, or use grpo"
     )
     assert RLConfig.load(None, [*gigpo, "rollout.environment=a.py:Game"]).algorithm.advantage.gamma == 0.95
 
