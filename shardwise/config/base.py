@@ -1,6 +1,7 @@
 """The base of every config class: frozen, no unknown keys, errors that name the key path and the nearest valid one."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
@@ -46,6 +47,15 @@ class Config(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+class _Yaml(yaml.SafeLoader):
+    """Also reads 1e-6 as a number, which YAML 1.1 takes for text."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 class Choice(Config):
     """One alternative of a union, told from the others by the field that `tag` names."""
 
@@ -60,7 +70,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; give the path of a YAML file with -c")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
@@ -75,7 +85,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. trainer.total_steps=20')
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Yaml)
     except yaml.YAMLError:
         raise ConfigError(f'override "{override}": the value is not valid YAML; quote it') from None
     *parents, leaf = key.split(".")

@@ -60,3 +60,15 @@ def test_parameters_are_given_beside_the_import_path():
 )
 def test_a_name_stands_for_its_choice_and_keys_alone_for_the_default_one(given, read):
     assert named("first").func(given) == read
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("-2E3", -2000.0), ("1.e+2", 100.0), ("e-6", "e-6")])
+def test_numbers_with_an_exponent_are_numbers_wherever_they_stand(tmp_path, text, value):
+    """YAML 1.1 asks for a dot and a sign; the parameters of a function have no type that would put it right."""
+    chosen = f"{{name: custom, function: 'a.py:b', parameters: {{scale: {text}}}}}"
+    (tmp_path / "a.yaml").write_text(f"policy_loss: {chosen}\n")
+    for given in ((tmp_path / "a.yaml", []), (None, [f"policy_loss={chosen}"])):
+        config = AlgorithmConfig.load(*given)
+        assert config.policy_loss.parameters == {"scale": value}
+        (tmp_path / "again.yaml").write_text(config.to_yaml())
+        assert AlgorithmConfig.load(tmp_path / "again.yaml") == config
