@@ -49,7 +49,20 @@ class GenerateRequest:
     max_tokens: int
     temperature: float
     """0 is greedy."""
+    top_k: int = 0
+    """So many likeliest tokens may be drawn; 0 sets no limit."""
+    top_p: float = 1.0
+    """The likeliest tokens that hold this share of the probability may be drawn; 1 is all."""
+    min_p: float = 0.0
+    """Tokens with at least this share of the likeliest one's probability may be drawn; 0 is all."""
+    stop: list[str] = field(default_factory=list)
+    """A completion ends where its text holds one of these, which it keeps."""
     seed: int = 0
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

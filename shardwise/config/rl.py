@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
@@ -15,6 +15,19 @@ class GenerationConfig(Config):
     """embedded: Shardwise's own batched generation, on the trainer's ranks."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
+    top_k: NonNegativeInt = 0
+    """So many likeliest tokens may be drawn; 0 sets no limit. Like top_p and min_p it bounds what is drawn and changes no
+    logprob: those are of the policy at the temperature, in rollout and training alike. Greedy validation needs none."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The likeliest tokens that hold this share of the probability may be drawn; 1 is all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Tokens with at least this share of the likeliest one's probability may be drawn; 0 is all."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """A turn ends where its text holds one of these; the tokens that wrote it stay."""
+    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
+    """Tokens that end a turn, beside the model's own end-of-sequence tokens."""
+    bad_token_ids: list[NonNegativeInt] = Field(default_factory=list)
+    """Tokens that are never drawn."""
     max_response_tokens: PositiveInt = 256
     """A completion ends at an end-of-sequence token or here; with an environment, all turns and answers together."""
     max_concurrent_sequences: PositiveInt = 128

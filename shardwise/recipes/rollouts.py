@@ -53,6 +53,10 @@ class Rollouter:
                 num_completions=num_completions,
                 max_tokens=self._config.max_response_tokens,
                 temperature=temperature,
+                top_k=self._config.top_k,
+                top_p=self._config.top_p,
+                min_p=self._config.min_p,
+                stop=self._config.stop,
                 seed=seed,
             )
             for index, example in enumerate(examples)

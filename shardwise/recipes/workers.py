@@ -1,6 +1,7 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,15 +88,18 @@ class Worker:
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
         self._clear_device()
-        folder = Path(ModelConfig.model_validate_json(model).path)
-        config = GenerationConfig.model_validate_json(rollout)
+        opened, config = ModelConfig.model_validate_json(model), GenerationConfig.model_validate_json(rollout)
+        decode = partial(load_tokenizer(opened).decode, skip_special_tokens=True) if config.stop else None
         match config.engine:
             case "embedded":
                 self._rollout = EmbeddedEngine.from_folder(
-                    folder,
+                    Path(opened.path),
                     dtype=getattr(torch, param_dtype),
                     max_rows=config.max_concurrent_sequences,
                     device=self._device,
+                    stop_token_ids=config.stop_token_ids,
+                    bad_token_ids=config.bad_token_ids,
+                    decode=decode,
                 )
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:

@@ -4,17 +4,17 @@ One prefill serves all completions of a prompt; finished rows leave the batch at
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.config import ModelError
+from shardwise.config import ConfigError, ModelError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
@@ -24,7 +24,7 @@ from shardwise.ops import (
     unsupported_reason,
 )
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
-from shardwise.rollout.sampling import sample, stream_key, uniforms
+from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.types import Completion, GenerateRequest
 
 
@@ -39,11 +39,32 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
 
 
+Decode = Callable[[list[int]], str]
+
+_MAX_TOKENS_PER_CHAR = 4
+"""Byte-level tokens may be single bytes of a character."""
+
+
 class EmbeddedEngine:
     """A whole copy of the policy on one rank, in the compute dtype."""
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, device: torch.device) -> None:
-        """`max_rows`: sequences decoded at a time; bounds the key/value cache."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_rows: int,
+        device: torch.device,
+        stop_token_ids: Sequence[int] = (),
+        bad_token_ids: Sequence[int] = (),
+        decode: Decode | None = None,
+    ) -> None:
+        """
+        Args:
+            max_rows: sequences decoded at a time; bounds the key/value cache.
+            stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
+            bad_token_ids: are never drawn.
+            decode: token ids to text, for requests with stop strings.
+        """
         self._model = model
         self._max_rows = max_rows
         self._device = device
@@ -51,13 +72,18 @@ class EmbeddedEngine:
         self._transform = LogitTransform.from_config(text_config)
         self._layers = list(range(text_config.num_hidden_layers))
         self._rotary_limit = rotary_limit(text_config)
-        self._stop_ids = _stop_ids(model).to(device)
+        self._stop_ids = torch.cat([_stop_ids(model), torch.tensor(stop_token_ids, dtype=torch.int64)]).to(device)
+        self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
+        self._decode = decode
         self._version = 0
+        _require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device) -> Self:
-        """Loads a model folder. Raises ModelError where transformers cannot or would make up weights, and for
-        families that cached attention cannot compute."""
+    def from_folder(
+        cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device, **options: Any
+    ) -> Self:
+        """Loads a model folder; `options` as in `__init__`. Raises ModelError where transformers cannot or would make
+        up weights, and for families that cached attention cannot compute."""
         register_cached_attention()
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -73,7 +99,7 @@ class EmbeddedEngine:
         if missing := sorted(report["missing_keys"]):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
-        return cls(model.to(device).eval(), max_rows=max_rows, device=device)
+        return cls(model.to(device).eval(), max_rows=max_rows, device=device, **options)
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
@@ -138,6 +164,20 @@ class EmbeddedEngine:
         """tokens [B] -> [B] bool."""
         return torch.isin(tokens, self._stop_ids)
 
+    def says_stop(self, token_ids: list[int], stop: Sequence[str]) -> bool:
+        """Whether the last token has brought a stop string into the text."""
+        if not stop:
+            return False
+        assert self._decode is not None, "stop strings need an engine that was given `decode`"
+        num_tail = _MAX_TOKENS_PER_CHAR * max(map(len, stop))
+        tail = self._decode(token_ids[-num_tail:])
+        return any(text in tail for text in stop)
+
+    @property
+    def banned(self) -> Tensor | None:
+        """[M] int64, tokens that are never drawn."""
+        return self._banned
+
     @property
     def device(self) -> torch.device:
         return self._device
@@ -166,11 +206,12 @@ class _Decoding:
             num_rows=min(engine.max_rows, needed), capacity_tokens=_longest(requests), device=engine.device
         )
         self._capacity = min(engine.max_rows, needed)
-        # Per active row, on the device: the token to feed next, its position, the random stream, the temperature.
+        # Per active row, on the device: the token to feed next, its position, the random stream, how it is sampled.
         self._tokens, self._positions, self._keys = (
             torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpk"
         )
-        self._temperatures = torch.zeros(0, device=engine.device)
+        self._settings = Settings.of([], engine.device)
+        self._restricts = any(request.restricts for request in requests)
 
     def is_unfinished(self) -> bool:
         return bool(self._waiting or self._rows)
@@ -208,15 +249,15 @@ class _Decoding:
 
     def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor) -> None:
         device = self._engine.device
-        keys, temperatures = [], []
+        keys, of_rows = [], []
         for request_index, members in admitted:
             request = self._requests[request_index]
             for index in members:
                 self._rows.append(_Row(request_index, index, request.max_tokens))
                 keys.append(stream_key(request.seed, request.uid, index))
-                temperatures.append(request.temperature)
+                of_rows.append(request)
         self._keys = torch.cat([self._keys, torch.tensor(keys, dtype=torch.int64, device=device)])
-        self._temperatures = torch.cat([self._temperatures, torch.tensor(temperatures, device=device)])
+        self._settings = self._settings.then(Settings.of(of_rows, device))
         self._positions = torch.cat([self._positions, positions])
         self._tokens = torch.cat([self._tokens, torch.zeros_like(positions)])
 
@@ -230,7 +271,13 @@ class _Decoding:
     def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, str]]:
         """Samples for rows from `first_row` on; takes finished rows out."""
         positions, keys = self._positions[first_row:], self._keys[first_row:]
-        tokens, logprobs = sample(logits, self._temperatures[first_row:], uniforms(keys, positions))
+        tokens, logprobs = sample(
+            logits,
+            self._settings[first_row:],
+            uniforms(keys, positions),
+            restricts=self._restricts,
+            banned=self._engine.banned,
+        )
         self._tokens[first_row:] = tokens
         finished: dict[int, str] = {}
         steps = zip(tokens.tolist(), logprobs.tolist(), self._engine.is_stop(tokens).tolist(), strict=True)
@@ -238,6 +285,7 @@ class _Decoding:
             row = self._rows[slot]
             row.token_ids.append(token)
             row.logprobs.append(logprob)
+            stop = stop or self._engine.says_stop(row.token_ids, self._requests[row.request].stop)
             if stop or len(row.token_ids) == row.max_tokens:
                 finished[slot] = "stop" if stop else "length"
         rows = [(self._rows[slot], reason) for slot, reason in finished.items()]
@@ -254,18 +302,28 @@ class _Decoding:
         if gaps:
             source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
             self._cache.move_rows(source, target)
-            for per_row in (self._tokens, self._positions, self._keys, self._temperatures):
+            for per_row in (self._tokens, self._positions, self._keys):
                 per_row[target] = per_row[source]
+            self._settings = self._settings.moved(source, target)
             for mover, gap in zip(movers, gaps, strict=True):
                 self._rows[gap] = self._rows[mover]
         del self._rows[remaining:]
         self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
-        self._keys, self._temperatures = self._keys[:remaining], self._temperatures[:remaining]
+        self._keys, self._settings = self._keys[:remaining], self._settings[:remaining]
 
 
 def _longest(requests: Sequence[GenerateRequest]) -> int:
     """Tokens of a prompt and the longest completion that it may get."""
     return max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
+
+
+def _require_words(token_ids: Sequence[int], vocab_size: int) -> None:
+    unknown = [token for token in token_ids if token >= vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"rollout.stop_token_ids and bad_token_ids have {unknown[0]}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}; remove it"
+        )
 
 
 def _stop_ids(model: PreTrainedModel) -> Tensor:

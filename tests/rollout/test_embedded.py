@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shardwise.config import ModelError
+from shardwise.config import ConfigError, ModelError
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
@@ -17,8 +18,8 @@ FAMILIES = ["qwen3", "llama", "gemma2"]
 CPU = torch.device("cpu")
 
 
-def open_engine(folder: Path, *, max_rows: int = 8) -> EmbeddedEngine:
-    return EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=max_rows, device=CPU)
+def open_engine(folder: Path, *, max_rows: int = 8, **options) -> EmbeddedEngine:
+    return EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=max_rows, device=CPU, **options)
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
@@ -248,3 +249,53 @@ def test_a_folder_whose_weights_do_not_fit_is_refused_rather_than_filled_up(mode
     with pytest.raises(ModelError, match=message) as caught:
         open_engine(folder)
     assert "\n" not in str(caught.value)
+
+
+def texts(token_ids):
+    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def test_a_completion_ends_where_its_text_holds_a_stop_string(model_folders):
+    prompt_ids = prompts(6)
+    engine = open_engine(model_folders["qwen3"], max_rows=2, decode=texts)
+    whole = [group[0].token_ids for group in engine.generate(requests(prompt_ids, temperature=1.0))]
+    stop = sorted({texts(token_ids)[3:5] for token_ids in whole if len(token_ids) > 5})[:2]
+    assert len(stop) == 2
+    for found, expected in zip(engine.generate(requests(prompt_ids, temperature=1.0, stop=stop)), whole, strict=True):
+        text = texts(expected)
+        ends = [text.index(one) + 2 for one in stop if one in text]
+        assert found[0].token_ids == expected[: min(ends, default=len(expected))]
+        assert found[0].finish_reason == ("stop" if ends or expected[-1] == 3 else "length")
+
+
+def test_own_stop_tokens_and_bad_tokens(model_folders):
+    prompt_ids = prompts(6)
+    plain = [group[0].token_ids for group in open_engine(model_folders["llama"]).generate(requests(prompt_ids))]
+    common = Counter(token for token_ids in plain for token in token_ids[1:-1]).most_common(1)[0][0]
+    stopping = open_engine(model_folders["llama"], stop_token_ids=[common]).generate(requests(prompt_ids))
+    for found, expected in zip(stopping, plain, strict=True):
+        cut = expected.index(common) + 1 if common in expected else len(expected)
+        assert found[0].token_ids == expected[:cut]
+    without = open_engine(model_folders["llama"], bad_token_ids=[common]).generate(requests(prompt_ids))
+    assert not any(common in group[0].token_ids for group in without)
+    assert any(group[0].token_ids != expected for group, expected in zip(without, plain, strict=True))
+    with pytest.raises(ConfigError, match=r"have 9999, but the model's vocabulary ends at 47"):
+        open_engine(model_folders["llama"], bad_token_ids=[9999])
+
+
+@pytest.mark.parametrize("max_rows", [2, 16])
+def test_restrictions_belong_to_their_request_whatever_else_is_decoded(model_folders, references, max_rows):
+    prompt_ids = prompts(5)
+    engine = open_engine(model_folders["qwen3"], max_rows=max_rows)
+    mixed = [
+        replace(request, temperature=1.0, num_completions=3, top_k=index % 3, top_p=(1.0, 0.5)[index % 2])
+        for index, request in enumerate(requests(prompt_ids))
+    ]
+    together = engine.generate(mixed)
+    for request, group in zip(mixed, together, strict=True):
+        assert [c.token_ids for c in engine.generate([request])[0]] == [c.token_ids for c in group]
+        for completion in group:
+            expected = logprobs_by_transformers(references["qwen3"], request.prompt_ids, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=1e-4, rtol=0)
+            if request.top_k == 1:
+                assert completion.token_ids == generated_by_transformers(references["qwen3"], request.prompt_ids, 12)

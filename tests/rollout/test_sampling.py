@@ -4,9 +4,16 @@ import math
 import pytest
 import torch
 
-from shardwise.rollout.sampling import sample, stream_key, uniforms
+from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
+from shardwise.types import GenerateRequest
 
 MASK = 2**64 - 1
+
+
+def settings(count, **options):
+    """The same for every row."""
+    options = {"max_tokens": 1, "temperature": 1.0, **options}
+    return Settings.of([GenerateRequest(uid="a", prompt_ids=[1], **options)] * count, torch.device("cpu"))
 
 
 def split_mix(key: int, position: int) -> float:
@@ -55,7 +62,7 @@ def test_sample_inverts_the_cumulative_distribution():
     """Probabilities 0.1, 0.2, 0.3, 0.4 have the borders 0.1, 0.3, 0.6."""
     probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
     draws = torch.tensor([0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, 0.9999], dtype=torch.float64)
-    tokens, logprobs = sample(probabilities.log().repeat(8, 1), torch.ones(8), draws)
+    tokens, logprobs = sample(probabilities.log().repeat(8, 1), settings(8), draws)
     assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     torch.testing.assert_close(logprobs, probabilities.log()[tokens], atol=1e-6, rtol=0)
 
@@ -65,7 +72,7 @@ def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
     count = 40_000
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
     draws = uniforms(torch.arange(count) * 977, torch.zeros(count, dtype=torch.int64))
-    tokens, logprobs = sample(logits.repeat(count, 1), torch.full((count,), temperature), draws)
+    tokens, logprobs = sample(logits.repeat(count, 1), settings(count, temperature=temperature), draws)
     expected = torch.softmax(logits.double() / temperature, dim=-1)
     observed = tokens.bincount(minlength=5).double() / count
     bound = 4 * (expected * (1 - expected) / count).sqrt()
@@ -76,7 +83,9 @@ def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
 def test_temperature_zero_takes_the_likeliest_and_scores_it_at_one():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 1.0, 4.9]])
     expected = torch.log_softmax(logits, dim=-1)
-    tokens, logprobs = sample(logits.clone(), torch.zeros(2), torch.tensor([0.999, 0.999], dtype=torch.float64))
+    tokens, logprobs = sample(
+        logits.clone(), settings(2, temperature=0.0), torch.tensor([0.999, 0.999], dtype=torch.float64)
+    )
     assert tokens.tolist() == [1, 0]
     assert torch.equal(logprobs, expected[torch.arange(2), tokens])
 
@@ -86,6 +95,84 @@ def test_extreme_draws_never_take_an_impossible_token(draw):
     """The largest draw rounds to 1 in float32, where the cumulative distribution has ended already."""
     impossible = -1e4
     logits = torch.tensor([[impossible, 0.0, impossible, 1.0, impossible, impossible]])
-    tokens, logprobs = sample(logits, torch.ones(1), torch.tensor([draw], dtype=torch.float64))
+    tokens, logprobs = sample(logits, settings(1), torch.tensor([draw], dtype=torch.float64))
     assert tokens.tolist() == [1 if draw == 0.0 else 3]
     assert float(logprobs) > -2.0
+
+
+def allowed_by_loops(probabilities, top_k, top_p, min_p):
+    """Tokens that may be drawn: the k likeliest of those near the likeliest, then those that hold top_p of them."""
+    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    order = [token for token in order if probabilities[token] >= min_p * probabilities[order[0]]]
+    order = order[: top_k or None]
+    total, held, kept = sum(probabilities[token] for token in order), 0.0, []
+    for token in order:
+        if held >= top_p * total and kept:
+            break
+        kept.append(token)
+        held += probabilities[token]
+    return set(kept)
+
+
+RESTRICTIONS = [
+    (3, 1.0, 0.0),
+    (0, 0.7, 0.0),
+    (0, 1.0, 0.2),
+    (4, 0.8, 0.05),
+    (1, 1.0, 0.0),
+    (0, 1e-6, 0.0),
+    (99, 0.9, 0.0),
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), RESTRICTIONS)
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+def test_restricted_draws_follow_what_is_left_and_keep_the_policys_logprobs(temperature, top_k, top_p, min_p):
+    count = 20_000
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(top_k)) * 2
+    policy = torch.softmax(logits.double() / temperature, dim=-1)
+    allowed = allowed_by_loops(policy.tolist(), top_k, top_p, min_p)
+    chosen = settings(count, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    draws = uniforms(torch.arange(count) * 977, torch.zeros(count, dtype=torch.int64))
+    tokens, logprobs = sample(logits.repeat(count, 1), chosen, draws, restricts=True)
+    assert set(tokens.tolist()) <= allowed
+    expected = torch.tensor([float(policy[token]) if token in allowed else 0.0 for token in range(12)]).double()
+    expected /= expected.sum()
+    observed = tokens.bincount(minlength=12).double() / count
+    assert ((observed - expected).abs() <= 4.5 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
+    torch.testing.assert_close(logprobs.double(), policy.log()[tokens], atol=1e-5, rtol=0)
+
+
+def test_every_row_has_restrictions_of_its_own_and_rows_without_any_draw_as_before():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3))
+    draws = torch.tensor([0.9999, 0.9999, 0.5, 0.9999, 0.2], dtype=torch.float64)
+    rows = [
+        GenerateRequest(uid="a", prompt_ids=[1], max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+        for temperature, top_k, top_p in [(1.0, 2, 1.0), (1.0, 0, 1.0), (0.0, 0, 0.1), (2.0, 0, 0.5), (1.0, 0, 1.0)]
+    ]
+    mixed = Settings.of(rows, torch.device("cpu"))
+    tokens, logprobs = sample(logits.clone(), mixed, draws, restricts=True)
+    for row in range(5):
+        alone = sample(logits[row : row + 1].clone(), mixed[row : row + 1], draws[row : row + 1], restricts=True)
+        assert (tokens[row], logprobs[row]) == (alone[0][0], alone[1][0])
+    plain, _ = sample(logits.clone(), mixed, draws)
+    assert [int(tokens[row]) == int(plain[row]) for row in (1, 2, 4)] == [True] * 3
+    assert int(tokens[0]) in logits[0].topk(2).indices
+
+
+def test_a_tie_at_the_border_is_drawn_as_a_whole():
+    logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]]).repeat(3, 1)
+    draws = torch.tensor([0.0, 0.49, 0.51], dtype=torch.float64)
+    tokens, _ = sample(logits, settings(3, top_k=1), draws, restricts=True)
+    assert tokens.tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.3}])
+def test_banned_tokens_are_never_drawn_and_change_no_logprob(options):
+    logits = torch.tensor([[5.0, 4.0, 0.0, -1.0]]).repeat(50, 1)
+    expected = torch.log_softmax(logits[0] / (options.get("temperature") or 1.0), dim=-1)
+    draws = torch.linspace(0, 0.999, 50, dtype=torch.float64)
+    banned = torch.tensor([0, 3])
+    tokens, logprobs = sample(logits.clone(), settings(50, **options), draws, restricts=bool(options), banned=banned)
+    assert set(tokens.tolist()) == ({1} if options else {1, 2})
+    torch.testing.assert_close(logprobs, expected[tokens], atol=1e-6, rtol=0)
