@@ -16,8 +16,8 @@ class GenerationConfig(Config):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
     top_k: NonNegativeInt = 0
-    """So many likeliest tokens may be drawn; 0 sets no limit. Like top_p and min_p it bounds what is drawn and changes no
-    logprob: those are of the policy at the temperature, in rollout and training alike. Greedy validation needs none."""
+    """So many likeliest tokens may be drawn; 0 sets no limit. Like top_p and min_p it bounds what is drawn and changes
+    no logprob: those are of the policy at the temperature, in rollout and training alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The likeliest tokens that hold this share of the probability may be drawn; 1 is all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0

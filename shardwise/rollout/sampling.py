@@ -69,12 +69,8 @@ class Settings:
 
     def moved(self, source: Tensor, target: Tensor) -> Self:
         """The rows at `source` copied over those at `target`."""
-        return type(self)(
-            *(
-                getattr(self, field.name).index_copy(0, target, getattr(self, field.name)[source])
-                for field in fields(self)
-            )
-        )
+        own = (getattr(self, field.name) for field in fields(self))
+        return type(self)(*(values.index_copy(0, target, values[source]) for values in own))
 
     def then(self, others: Self) -> Self:
         """These rows, and others behind them."""
