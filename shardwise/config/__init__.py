@@ -55,6 +55,8 @@ from shardwise.config.recipes import (
     SourceTeacherConfig,
     TeacherConfig,
     TrainerConfig,
+    TrainingConfig,
 )
+from shardwise.config.resume import changes_that_matter, require_known_keys
 from shardwise.config.reward import FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig

@@ -24,7 +24,7 @@ from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
-from shardwise.engine.state_files import Part, ShardFile, StateIndex
+from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     Args:
         folder: on a file system that all ranks see; what is there is overwritten.
     Raises:
-        ConfigError: states of this kind cannot be saved. ExportError: on every rank, if a rank could not write.
+        ExportError: on every rank, if a rank could not write.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
@@ -44,11 +44,11 @@ def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[dist.get_rank()].items}
         if mine:
-            file = ShardFile.write(folder / _file_of(dist.get_rank()), mine)
+            file = ShardFile.write(folder / shard_name(dist.get_rank()), mine)
     files = all_gather_json(None if file is None else asdict(file))
     with raised_on_every_rank(ExportError), named_failures(folder):
         if dist.get_rank() == 0:
-            written = {_file_of(rank): ShardFile(**tree) for rank, tree in enumerate(files) if tree}
+            written = {shard_name(rank): ShardFile(**tree) for rank, tree in enumerate(files) if tree}
             _index(plans, written, optimizer.numbers()).write(folder)
             fsync_folder(folder)
 
@@ -120,7 +120,7 @@ def _index(plans: list[SavePlan], files: dict[str, ShardFile], numbers: dict[str
             data = item.tensor_data
             assert data is not None
             specs[item.index.fqn] = TensorSpec(data.properties.dtype, tuple(data.size))
-            part = Part(tuple(data.chunk.offsets), tuple(data.chunk.sizes), _file_of(rank))
+            part = Part(tuple(data.chunk.offsets), tuple(data.chunk.sizes), shard_name(rank))
             parts.setdefault(item.index.fqn, []).append(part)
     return StateIndex(specs, parts, files, numbers)
 
@@ -147,7 +147,3 @@ def _read_shards(tensors: dict[str, Tensor], index: StateIndex, folder: Path) ->
                 readers[file] = stack.enter_context(closing(SafetensorsReader(folder / file)))
             box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
             planner.resolve_tensor(item).copy_(readers[file].read(item.storage_index.fqn, box))
-
-
-def _file_of(rank: int) -> str:
-    return f"rank_{rank}.safetensors"

@@ -124,16 +124,9 @@ class ShardedOptimizer:
     def named_tensors(self) -> dict[str, Tensor]:
         """The masters as `master/NAME` and every state of the optimizers as `KEY/NAME` (exp_avg, momentum_buffer,
         step), for the parameter's NAME in the model. Shards are DTensors in the memory of the originals; step counters,
-        which are equal on all ranks, are plain.
-
-        Raises:
-            ConfigError: for adamw_8bit.
+        which are equal on all ranks, are plain. Not for adamw_8bit.
         """
-        if self._config.optimizer == "adamw_8bit":
-            raise ConfigError(
-                "trainer.optimizer=adamw_8bit has no state that can be saved: its moments are quantised in blocks that "
-                "are counted within a shard, and another layout has other shards; use adamw or adamw_cpu"
-            )
+        assert self._config.optimizer != "adamw_8bit", "its moments are quantised by shard, so no other layout has them"
         named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():

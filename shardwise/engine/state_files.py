@@ -43,6 +43,15 @@ FORMAT = 1
 """Raised when what was written before can no longer be read."""
 
 
+def shard_name(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files of tensors of every state in the folder and in those within it."""
+    return [path for index in folder.rglob(INDEX) for path in index.parent.glob("rank_*.safetensors")]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A box of a tensor, as one file holds it."""
@@ -67,7 +76,7 @@ class ShardFile:
         hashes = {}
         try:
             for name, tensor in tensors.items():
-                on_host = tensor.detach().cpu().contiguous()
+                on_host = tensor.detach().to("cpu", copy=True).contiguous()  # numpy would keep a storage from resizing
                 hashes[name] = tensor_hash(on_host)
                 writer.write(name, on_host)
             writer.close()

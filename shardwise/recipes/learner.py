@@ -61,6 +61,16 @@ class Learner:
         """The weight of the KL term now; algorithm.kl_controller changes it."""
         self._num_idle_steps = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps from step to step beside the engines, as JSON can hold it."""
+        return {"kl_coef": self.kl_coef, "num_idle_steps": self._num_idle_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the learner that gave the state was."""
+        self._num_idle_steps = state["num_idle_steps"]
+        if self._algorithm.kl_controller.name == "adaptive":  # else the config says it
+            self._set_kl_coef(state["kl_coef"])
+
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
         """Makes all optimizer steps of a step of the run."""
         algorithm = self._algorithm
@@ -154,15 +164,19 @@ class Learner:
         used = self.kl_coef
         kl = metrics.get("policy/ref_kl")
         if controller.name == "adaptive" and kl is not None and kl.host().count:
-            self.kl_coef = adaptive_kl_coef(
+            moved = adaptive_kl_coef(
                 used,
                 kl.result(),
                 target=controller.target,
                 horizon=controller.horizon,
                 num_samples=num_samples,
             )
-            self._engines.policy.use_loss("policy", self._algorithm, kl_coef=self.kl_coef)
+            self._set_kl_coef(moved)
         return {"policy/kl_coef": MetricValue.max(used)}
+
+    def _set_kl_coef(self, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+        self._engines.policy.use_loss("policy", self._algorithm, kl_coef=kl_coef)
 
 
 def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, step: int) -> Iterator[list[Sample]]:

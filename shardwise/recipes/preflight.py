@@ -6,6 +6,7 @@ import torch
 
 from shardwise.config import ConfigError, Custom, EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
+from shardwise.recipes.resume import find_start
 from shardwise.rewards import check_rewards, load_function
 
 CUSTOM_ARGUMENTS = {
@@ -16,11 +17,14 @@ CUSTOM_ARGUMENTS = {
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, functions of one's own that cannot be imported.
+    """Missing data files, rewards that cannot work, functions of one's own that cannot be imported, a run in the output
+    folder that this config does not go on with.
 
     Raises:
-        DataError, ConfigError: the first thing that is wrong.
+        DataError, ConfigError, ModelError: the first thing that is wrong.
     """
+    if not isinstance(config, EvalConfig):
+        find_start(config)
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig):
