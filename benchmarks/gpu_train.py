@@ -133,7 +133,7 @@ def build_engine(shape: ModelShape, options: Sequence[str], device: torch.device
         else:
             local.fill_(1.0)
     optimizer = ShardedOptimizer(sharded.model.hf_model, optimizer_config(options), total_steps=1)
-    return TrainEngine(sharded, optimizer, config=config, device=device)
+    return TrainEngine(sharded, optimizer, config=config, device=device, seed=0)
 
 
 def random_pack(cell: Cell) -> PackedStep:

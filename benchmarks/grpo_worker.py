@@ -81,6 +81,7 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     with make_rewards(config.reward) as rewards:
         sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)
         learner = Learner(engines, config)
+        group.call("sync_weights", 0)
         spans = Spans()
         going, step = pacer.ready(), 0
         while going:

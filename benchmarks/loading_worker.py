@@ -65,7 +65,7 @@ def run_ours(folder: Path, target: Path) -> dict[str, Any]:
         dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1)
         mesh = dims.build(device.type)
         sharded, load = measured(lambda: build_sharded(folder, config, mesh, device=device))
-        engine = TrainEngine(sharded, None, config=config, device=device)
+        engine = TrainEngine(sharded, None, config=config, device=device, seed=0)
         _, export = measured(lambda: engine.export_hf(target, tokenizer))
     return {"load": load | {"bytes_read": engine.num_bytes_read}, "export": export}
 

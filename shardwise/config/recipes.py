@@ -36,6 +36,15 @@ from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 
 
+def _require_state(config: OptimizerConfig, key: str) -> None:
+    if config.optimizer == "adamw_8bit":
+        raise ValueError(
+            f"{key}=adamw_8bit has no state that could be saved: its moments are quantised in blocks that are counted "
+            "within a shard, and another layout has other shards; set trainer.save_state=false (such a run cannot be "
+            "resumed), or take adamw or adamw_cpu"
+        )
+
+
 class TrainerConfig(OptimizerConfig):
     """The loop around the optimizer."""
 
@@ -51,12 +60,26 @@ class TrainerConfig(OptimizerConfig):
     """Validate after every so many steps; 0 only at the end. Without validation files nothing is validated."""
     save_every_steps: Annotated[int, Field(ge=0)] = 0
     """Save a checkpoint after every so many steps; 0 only at the end."""
+    save_state: bool = True
+    """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
+    AdamW and float32 masters."""
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
+    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""
+    resume_allow: list[str] = Field(default_factory=list)
+    """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
 
     def optimizer_config(self) -> OptimizerConfig:
         """The part that an engine needs."""
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
+
+    @model_validator(mode="after")
+    def _state_can_be_saved(self) -> Self:
+        if self.save_state:
+            _require_state(self, "optimizer")
+        return self
 
 
 class BatchTrainerConfig(TrainerConfig):
@@ -261,6 +284,8 @@ class RLConfig(Config):
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} is more than the {num_samples} samples of "
                 "a step (rollout.num_prompts x rollout.group_size)"
             )
+        if self.critic is not None and self.trainer.save_state:
+            _require_state(self.critic.optimizer, "critic.optimizer.optimizer")
         _require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
         if self.critic is not None and self.critic.engine is not None:
             critic = {"engine": "critic.engine", "optimizer": "critic.optimizer"}
@@ -413,7 +438,9 @@ class EvalConfig(Config):
         return self
 
 
-RecipeConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfig | RLConfig | EvalConfig
+TrainingConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfig | RLConfig
+"""The config of a command that trains."""
+RecipeConfig = TrainingConfig | EvalConfig
 """The config of a command that runs on ranks."""
 
 

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from shardwise.config import ConfigError, PromptDataConfig
+from shardwise.config import ConfigError, DataError, PromptDataConfig
 from shardwise.data.loader import RowOrder
 
 
 class PromptStream:
     """An endless stream of rows, drawn source by source, each source in its own order of epochs.
 
-    Deterministic: the same calls give the same rows. Its state is `position` (rows drawn from each source) and
-    `pass_rates`.
+    Deterministic: the same calls give the same rows.
 
     Example: sources ["a", "b", "b"] with weights {"a": 1, "b": 3}, 4 rows at a time: one of a, three of b
     """
@@ -52,6 +52,32 @@ class PromptStream:
         """Remembers the share of a row's completions that were correct."""
         if self._difficulty is not None:
             self.pass_rates[row] = pass_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides on the next rows, as JSON can hold it."""
+        return {
+            "num_rows": {name: len(rows) for name, rows in self._rows.items()},
+            "position": dict(self.position),
+            "pass_rates": {str(row): rate for row, rate in self.pass_rates.items()},
+            "stage": self._stage,
+            "taken": dict(self._taken),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the stream that gave the state was.
+
+        Raises:
+            DataError: that stream had other rows.
+        """
+        num_rows = {name: len(rows) for name, rows in self._rows.items()}
+        if state["num_rows"] != num_rows:
+            raise DataError(
+                f"the run that is resumed had {state['num_rows']} training rows by source, now there are {num_rows}; "
+                "bring back its data, or start a new run (trainer.resume=never)"
+            )
+        self.position = dict(state["position"])
+        self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}
+        self._stage, self._taken = state["stage"], Counter(state["taken"])
 
     def _source(self, step: int) -> str:
         """The source that is furthest behind its share of this stage's rows."""

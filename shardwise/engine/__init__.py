@@ -1,10 +1,14 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
+from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.convert import convert_folder
 from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, TrainEngine
+from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.heads import HeadName
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.offload import Part
+from shardwise.engine.state_files import shard_files
+from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json

@@ -36,7 +36,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
             fused: torch's fused kernel; else foreach.
             seed: of the rounding.
         """
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps, "num_updates": 0})
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps})
+        self.num_updates = 0
+        """Of all parameters; they choose the random bits."""
         self._fused = fused
         self._seed = seed
 
@@ -46,9 +48,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, rounding_key(self._seed, group["num_updates"], index))
+                    self._update(parameter, group, rounding_key(self._seed, self.num_updates, index))
                 index += 1
-            group["num_updates"] += 1
+        self.num_updates += 1
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: int) -> None:
         assert parameter.grad is not None

@@ -24,7 +24,7 @@ from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.lora import ADAPTER, adapter_names, lora_layers, trained_copies
-from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import gathered, local_box, local_shard
 
 CONFIG_NAME = "adapter_config.json"
@@ -139,7 +139,11 @@ def _load_rows(model: PreTrainedModel, folder: Path) -> None:
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
     with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
-        _check_tensors(folder, wanted, {name: spec.shape for name, spec in file.specs.items()})
+        expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
+        if problems := differences(expected, {name: list(spec.shape) for name, spec in file.specs.items()}):
+            raise ModelError(
+                f"{folder}: the adapter does not fit engine.lora.target_modules and modules_to_save: {problems}"
+            )
         for name, tensor in wanted.items():
             local_shard(tensor).copy_(file.read(name, local_box(tensor)))
 
@@ -156,25 +160,4 @@ def _check_config(model: PreTrainedModel, folder: Path, stored: dict[str, object
         raise ModelError(
             f"{folder}: the adapter has {', '.join(different)}; give engine.lora the adapter's values (r is rank, "
             "lora_alpha is alpha), or start without the adapter"
-        )
-
-
-def _check_tensors(folder: Path, wanted: dict[str, Tensor], stored: dict[str, tuple[int, ...]]) -> None:
-    lists = {
-        "missing": sorted(wanted.keys() - stored.keys()),
-        "not part of the model": sorted(stored.keys() - wanted.keys()),
-        "of the wrong shape": [
-            f"{name} is {list(stored[name])}, expected {list(tensor.shape)}"
-            for name, tensor in wanted.items()
-            if name in stored and stored[name] != tuple(tensor.shape)
-        ],
-    }
-    problems = [
-        f"{len(names)} {label}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-        for label, names in lists.items()
-        if names
-    ]
-    if problems:
-        raise ModelError(
-            f"{folder}: the adapter does not fit engine.lora.target_modules and modules_to_save: {'; '.join(problems)}"
         )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.engine.checkpoint import load_state, save_state
 from shardwise.engine.export import export_folder
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
@@ -42,6 +43,7 @@ class TrainEngine:
         *,
         config: EngineConfig | FrozenEngineConfig,
         device: torch.device,
+        seed: int,
     ) -> None:
         self._model = sharded.model
         self._model.eval()  # no pass over the same tokens may differ from another: dropout, router noise
@@ -50,6 +52,7 @@ class TrainEngine:
         self._backend = sharded.backend
         self._optimizer = optimizer
         self._device = device
+        self._seed = seed
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
         self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
@@ -83,7 +86,7 @@ class TrainEngine:
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
             head: what the model says about its tokens. A value head that the folder lacks starts at random.
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
-            seed: of new adapters, and of the rounding of bfloat16 masters.
+            seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
@@ -113,7 +116,7 @@ class TrainEngine:
                 loss_scaling=config.param_dtype == "float16",
                 seed=seed,
             )
-        engine = cls(sharded, sharded_optimizer, config=config, device=device)
+        engine = cls(sharded, sharded_optimizer, config=config, device=device, seed=seed)
         engine._probe(config)
         return engine
 
@@ -255,6 +258,16 @@ class TrainEngine:
         """Writes a folder that `from_pretrained` loads, in the compute dtype, adapters merged."""
         export_folder(self._model.hf_model, tokenizer, path, self._compute_dtype)
 
+    def save_state(self, folder: Path) -> None:
+        """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        save_state(self._optimizer, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from what an engine of any layout wrote there. See `checkpoint.load_state`."""
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        load_state(self._optimizer, folder)
+
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.
 
@@ -311,7 +324,8 @@ class TrainEngine:
             return nullcontext()
         from shardwise.engine.lora import adapter_dropout
 
-        return adapter_dropout(self._model.hf_model)
+        assert self._optimizer is not None
+        return adapter_dropout(self._model.hf_model, (self._seed, self._optimizer.num_steps, dist.get_rank()))
 
     def _adapters_off(self) -> AbstractContextManager[None]:
         from shardwise.engine.lora import adapters_off  # importing peft takes seconds

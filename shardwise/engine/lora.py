@@ -242,8 +242,12 @@ def trained_copies(model: PreTrainedModel) -> dict[str, str]:
 
 
 @contextmanager
-def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """Inside it the adapters' own dropout is at work; the rest of the model stays in evaluation mode."""
+def adapter_dropout(model: PreTrainedModel, key: tuple[int, ...]) -> Iterator[None]:
+    """Inside it the adapters' own dropout is at work; the rest of the model stays in evaluation mode.
+
+    What is dropped depends on the key alone, so a run that is resumed needs no state of a generator.
+    """
+    torch.manual_seed(hash(key) % 2**63)
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.train()

@@ -1,7 +1,7 @@
 """The optimizer of a sharded model: learning rates, clipping, loss scaling, the guard against non-finite gradients."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any, cast
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.config import ConfigError, OptimizerConfig, TrainingError
+from shardwise.config import ConfigError, ModelError, OptimizerConfig, TrainingError
 from shardwise.engine.adamw import BFloat16AdamW, HostAdamW
 from shardwise.engine.adamw_8bit import build_adamw_8bit
 from shardwise.engine.loss_scale import LossScaler
@@ -20,6 +20,9 @@ from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, 
 from shardwise.engine.schedule import schedule_at
 from shardwise.engine.shards import local_shard
 from shardwise.types import Metrics, MetricValue
+
+MASTER = "master/"
+"""What the names of weights begin with in a training state."""
 
 
 class ShardedOptimizer:
@@ -49,6 +52,7 @@ class ShardedOptimizer:
         self._total_steps = total_steps
         trained = trained_parameters(model, config.module_learning_rates)
         self.parameters = [one.parameter for one in trained]
+        self._names = {id(one.parameter): one.name for one in trained}
         dtype = _common_dtype(trained, config)
         for_muon = [config.optimizer == "muon" and one.is_hidden_matrix for one in trained]
         self._muon_groups = group_parameters(list(compress(trained, for_muon)), config)
@@ -56,7 +60,7 @@ class ShardedOptimizer:
         self._muon = _build_muon(self._muon_groups, config) if config.optimizer == "muon" else None
         self._adamw = _build_adamw(self._adamw_groups, config, dtype=dtype, seed=seed) if self._adamw_groups else None
         self.scaler = LossScaler() if loss_scaling else None
-        """Of float16 training; its state belongs into a checkpoint."""
+        """Of float16 training."""
         self.num_steps = 0
         """Steps asked for so far, skipped ones included."""
         self._num_nonfinite_in_a_row = 0
@@ -116,6 +120,57 @@ class ShardedOptimizer:
         )
         tensors = (tensor for state in states if isinstance(state, Tensor) for tensor in _plain_tensors(state))
         yield from {id(tensor): tensor for tensor in tensors if tensor.dim()}.values()
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The masters as `master/NAME` and every state of the optimizers as `KEY/NAME` (exp_avg, momentum_buffer,
+        step), for the parameter's NAME in the model. Shards are DTensors in the memory of the originals; step counters,
+        which are equal on all ranks, are plain. Not for adamw_8bit.
+        """
+        assert self._config.optimizer != "adamw_8bit", "its moments are quantised by shard, so no other layout has them"
+        named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    named[f"{key}/{self._names[id(parameter)]}"] = _sharded_like(value, parameter)
+        return named
+
+    def create_states(self, names: Collection[str]) -> None:
+        """Collective. Gives these parameters the states that their first update would create. Weights stay as they are:
+        it is an update by a gradient of 0, at a learning rate of 0."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter) if self._names[id(parameter)] in names else None
+        self._set_learning_rates(0.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def numbers(self) -> dict[str, Any]:
+        """What a training state holds beside tensors."""
+        return {
+            "num_steps": self.num_steps,
+            "num_nonfinite_in_a_row": self._num_nonfinite_in_a_row,
+            "num_updates": self._adamw.num_updates if isinstance(self._adamw, BFloat16AdamW) else None,
+            "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def check_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Raises ModelError if they are of an optimizer with another use of the loss scale."""
+        if (numbers["loss_scaler"] is None) != (self.scaler is None):
+            saved, here = ("another dtype", "float16") if self.scaler is not None else ("float16", "another dtype")
+            raise ModelError(
+                f"the state was saved by an engine that computes in {saved}, this one computes in {here} "
+                "(engine.param_dtype), and only float16 has a loss scale; resume with the same dtype"
+            )
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Takes over what `numbers` of another optimizer of this kind gave."""
+        self.num_steps = numbers["num_steps"]
+        self._num_nonfinite_in_a_row = numbers["num_nonfinite_in_a_row"]
+        if isinstance(self._adamw, BFloat16AdamW):
+            self._adamw.num_updates = numbers["num_updates"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(numbers["loss_scaler"])
 
     def _set_learning_rates(self, share: float) -> None:
         for optimizer, groups in ((self._muon, self._muon_groups), (self._adamw, self._adamw_groups)):
@@ -228,6 +283,13 @@ def _torch_groups(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
         {"params": group.parameters, "lr": group.peak_learning_rate, "weight_decay": group.weight_decay}
         for group in groups
     ]
+
+
+def _sharded_like(state: Tensor, parameter: Tensor) -> Tensor:
+    """The same memory, as a DTensor if the parameter is one and the state holds a number for each of its elements."""
+    if state.dim() == 0 or isinstance(state, DTensor) or not isinstance(parameter, DTensor):
+        return state
+    return DTensor(state, parameter._spec, requires_grad=False)  # from_local would move host memory to the device
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ DTYPE_NAMES = {
 }
 """In the order of the format's own enumeration: tensors of later dtypes come first in a file."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES.values())}
-_NAMES = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 
 Box = Sequence[slice]
 """Start and stop in every dimension."""
@@ -56,9 +56,34 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> Self:
         return cls(tensor.dtype, tuple(tensor.shape))
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def differences(wanted: Mapping[str, object], stored: Mapping[str, object]) -> str:
+    """For errors: what is missing, what is too much and what is not as it should be, in words; "" where nothing is.
+
+    Args:
+        wanted, stored: by the tensor's name a form that can be compared and shown, such as a TensorSpec or a shape.
+    """
+    lists = {
+        "missing": sorted(wanted.keys() - stored.keys()),
+        "not part of the model": sorted(stored.keys() - wanted.keys()),
+        "of the wrong shape or dtype": [
+            f"{name} is {stored[name]}, expected {form}"
+            for name, form in wanted.items()
+            if name in stored and stored[name] != form
+        ],
+    }
+    return "; ".join(
+        f"{len(names)} {label}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for label, names in lists.items()
+        if names
+    )
 
 
 class SafetensorsReader:
@@ -111,10 +136,12 @@ class SafetensorsReader:
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise ValueError(f"it has {size} bytes, fewer than the 8 of the header's length")
-        length = int.from_bytes(self._file.read(8), "little")
+        length = int.from_bytes(self._bytes(8), "little")
         if 8 + length > size:
             raise ValueError(f"its header would end at byte {8 + length}, and the file at {size}")
-        header = json.loads(self._bytes(length))
+        self.header = self._bytes(8 + length)
+        """All that stands before the tensors' bytes."""
+        header = json.loads(self.header[8:])
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
@@ -126,7 +153,7 @@ class SafetensorsReader:
 
     def _bytes(self, length: int) -> bytes:
         buffer = bytearray(length)
-        self._read_into(memoryview(buffer), 8)
+        self._read_into(memoryview(buffer), 0)
         return bytes(buffer)
 
     def _read_into(self, target: memoryview, offset: int) -> None:
@@ -152,14 +179,16 @@ class SafetensorsWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, start, end in zip(ordered, starts, ends, strict=True):
             spec = specs[name]
-            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+            header[name] = {"dtype": NAME_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)
-        data_start = 8 + len(encoded)
+        self.header = len(encoded).to_bytes(8, "little") + encoded
+        """All that stands before the tensors' bytes."""
+        data_start = len(self.header)
         self._specs = dict(specs)
         self._offsets = {name: data_start + start for name, start in zip(ordered, starts, strict=True)}
         self._file = path.open("wb", buffering=0)
-        self._write_all(len(encoded).to_bytes(8, "little") + encoded)
+        self._write_all(self.header)
 
     @property
     def is_complete(self) -> bool:

@@ -20,21 +20,28 @@ class RunLog:
     output_dir/performance.jsonl   {"step": 3, "seconds/rollout": 0.8}   timings
     output_dir/tensorboard/        events with both
 
-    Files of an earlier run are moved aside: metrics.jsonl becomes metrics.jsonl.1, or .2 where that is taken.
+    Files of an earlier run are moved aside: metrics.jsonl becomes metrics.jsonl.1, or .2 where that is taken. Those
+    of a run that is resumed are continued.
 
     Example:
         with RunLog(Path("runs/latest"), tensorboard=False) as log:
             log.log(3, {"train/loss": 1.25}, {"seconds/rollout": 0.8})
     """
 
-    def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
+    def __init__(self, output_dir: Path, *, tensorboard: bool, last_step: int | None = None) -> None:
+        """
+        Args:
+            last_step: of an earlier run that goes on: what was written up to it stays, what comes later is cut off.
+                None moves earlier files aside.
+        """
         output_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(_JsonLines(output_dir / "metrics.jsonl"))
-            self._performance = stack.enter_context(_JsonLines(output_dir / "performance.jsonl"))
+            self._metrics = stack.enter_context(_JsonLines(output_dir / "metrics.jsonl", last_step))
+            self._performance = stack.enter_context(_JsonLines(output_dir / "performance.jsonl", last_step))
             events = output_dir / "tensorboard"
-            move_aside(events)
-            self._tensorboard = _open_tensorboard(events) if tensorboard else None
+            if last_step is None:
+                move_aside(events)
+            self._tensorboard = _open_tensorboard(events, last_step) if tensorboard else None
             if self._tensorboard is not None:
                 stack.callback(self._tensorboard.close)
             self._open = stack.pop_all()
@@ -68,14 +75,14 @@ class RunLog:
 class SampleLog:
     """output_dir/samples.jsonl: what the policy wrote and what it got for it. A context manager.
 
-    A file of an earlier run is moved aside, as in `RunLog`.
+    A file of an earlier run is moved aside or continued, as in `RunLog`.
 
     Example: `samples.append([{"step": 3, "prompt": "2+3=", "completion": "5", "reward": 1.0, "logprobs": [-0.1]}])`
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, *, last_step: int | None = None) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = _JsonLines(output_dir / "samples.jsonl")
+        self._lines = _JsonLines(output_dir / "samples.jsonl", last_step)
 
     def __enter__(self) -> Self:
         return self
@@ -119,11 +126,14 @@ def move_aside(path: Path) -> None:
 
 
 class _JsonLines:
-    """A fresh file of JSON lines."""
+    """A file of JSON lines: fresh, or continued after those of `last_step`."""
 
-    def __init__(self, path: Path) -> None:
-        move_aside(path)
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, last_step: int | None) -> None:
+        if last_step is None:
+            move_aside(path)
+        elif path.exists():
+            _cut_after(path, last_step)
+        self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +147,24 @@ class _JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    """Drops the lines of later steps, and one that was not written whole."""
+    with path.open("r+b") as file:
+        num_bytes = 0
+        for line in file:
+            if not _is_of_step_up_to(last_step, line):
+                break
+            num_bytes += len(line)
+        file.truncate(num_bytes)
+
+
+def _is_of_step_up_to(last_step: int, line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= last_step)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _to_json(value: Any, *, indent: int | None = None) -> str:
@@ -154,8 +182,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _open_tensorboard(folder: Path) -> "SummaryWriter":
+def _open_tensorboard(folder: Path, last_step: int | None) -> "SummaryWriter":
     # Its import takes seconds, and runs without it should not pay them.
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=None if last_step is None else last_step + 1)

@@ -1,4 +1,4 @@
-"""Finds the weights that a run left."""
+"""Where the checkpoints of a run are, and the weights in them."""
 
 import re
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Self
 
 from shardwise.config import ModelError
 
+CHECKPOINTS = "checkpoints"
+"""In a run's output folder."""
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a folder one that holds an adapter."""
 
@@ -28,13 +30,20 @@ class Checkpoint:
 
 def latest_checkpoint(path: str) -> Checkpoint | None:
     """The newest of a run's output folder that holds weights; None if `path` is none or has none."""
-    steps = {
-        int(match[1]): checkpoint
-        for folder in Path(path).glob("checkpoints/step_*")
-        if (match := re.fullmatch(r"step_(\d+)", folder.name))
-        and ((checkpoint := Checkpoint.at(folder)).hf or checkpoint.adapter)
-    }
-    return steps[max(steps)] if steps else None
+    found = [Checkpoint.at(folder) for folder in step_folders(Path(path)).values()]
+    return next((checkpoint for checkpoint in found if checkpoint.hf or checkpoint.adapter), None)
+
+
+def step_folders(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run's output folder by their steps, the newest first."""
+    folders = (run / CHECKPOINTS).glob("step_*")
+    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"step_(\d+)", path.name))}
+    return dict(sorted(steps.items(), reverse=True))
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run / CHECKPOINTS / f"step_{step}"
 
 
 def latest_hf_folder(path: str) -> str:

@@ -32,7 +32,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     group.call("check_teacher", student.role, teacher.role)
     student.use_loss("distillation", config.distillation)
     counts = load_metrics(student, teacher) | rows.counts
-    with Run("distill", config, trainer, engines={"": student}, total_steps=rows.total_steps) as run:
+    with Run("distill", config, parts={"rows": rows}, engines={"": student}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             samples = rows.batch(step)
             with run.spans("train"):

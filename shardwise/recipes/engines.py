@@ -76,6 +76,14 @@ class RemoteEngine:
         """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         self.group.call("save_weights", self.role, self.model.model_dump_json(), folder)
 
+    def save_state(self, folder: str) -> None:
+        """Writes what its training goes on from into `folder`."""
+        self.group.call("save_state", self.role, folder)
+
+    def load_state(self, folder: str) -> None:
+        """Goes on from what was written there, on any layout."""
+        self.group.call("load_state", self.role, folder)
+
     def _pack(self, samples: Sequence[Sample], *, keep_together: int) -> PackedStep:
         """One shard for each rank, or for each group of ranks that share their sequences."""
         return pack(

@@ -62,6 +62,16 @@ class Learner:
         """The weight of the KL term now; algorithm.kl_controller changes it."""
         self._num_idle_steps = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps from step to step beside the engines, as JSON can hold it."""
+        return {"kl_coef": self.kl_coef, "num_idle_steps": self._num_idle_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the learner that gave the state was."""
+        self._num_idle_steps = state["num_idle_steps"]
+        if self._algorithm.kl_controller.name != "fixed":  # else the config says it
+            self._set_kl_coef(state["kl_coef"])
+
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
         """Makes all optimizer steps of a step of the run."""
         algorithm = self._algorithm
@@ -155,9 +165,12 @@ class Learner:
         used = self.kl_coef
         kl = metrics.get("policy/ref_kl")
         if self._algorithm.kl_controller.name != "fixed" and kl is not None and kl.host().count:
-            self.kl_coef = _next_kl_coef(self._algorithm.kl_controller, used, kl.result(), num_samples)
-            self._engines.policy.use_loss("policy", self._algorithm, kl_coef=self.kl_coef)
+            self._set_kl_coef(_next_kl_coef(self._algorithm.kl_controller, used, kl.result(), num_samples))
         return {"policy/kl_coef": MetricValue.max(used)}
+
+    def _set_kl_coef(self, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+        self._engines.policy.use_loss("policy", self._algorithm, kl_coef=kl_coef)
 
 
 def _next_kl_coef(controller: KlController, kl_coef: float, kl: float, num_samples: int) -> float:

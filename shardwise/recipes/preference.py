@@ -38,7 +38,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     )
     policy.use_loss("preference", config.loss, kl=0.0)
     counts = load_metrics(policy, *reference.engines) | rows.counts
-    with Run("preference", config, trainer, engines={"": policy}, total_steps=rows.total_steps) as run:
+    with Run("preference", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             with run.spans("logprobs"):
                 batch = reference.score(rows.batch(step))

@@ -6,15 +6,19 @@ from shardwise.config import EvalConfig, RecipeConfig, RLConfig
 from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
+from shardwise.recipes.resume import find_start
 from shardwise.rewards import check_rewards
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported.
+    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, a
+    run in the output folder that this config does not go on with.
 
     Raises:
-        DataError, ConfigError: the first thing that is wrong.
+        DataError, ConfigError, ModelError: the first thing that is wrong.
     """
+    if not isinstance(config, EvalConfig):
+        find_start(config)
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:

@@ -68,6 +68,7 @@ def sft_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int)
             },
             "trainer": {
                 "output_dir": str(output_dir),
+                "resume": "never",
                 "total_steps": SFT_STEPS,
                 "batch_size": 128,
                 "learning_rate": 1e-3,
@@ -100,6 +101,7 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
             "algorithm": {"advantage": {"name": "grpo", "scale": "none"}},
             "trainer": {
                 "output_dir": str(output_dir),
+                "resume": "never",
                 "total_steps": RL_STEPS,
                 "validate_every_steps": 10,
                 "learning_rate": 1.5e-4,

@@ -33,7 +33,7 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     )
     scorer.use_loss("reward_model", config.loss)
     counts = load_metrics(scorer) | rows.counts
-    with Run("reward-model", config, trainer, engines={"": scorer}, total_steps=rows.total_steps) as run:
+    with Run("reward-model", config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             batch = rows.batch(step)
             with run.spans("train"):

@@ -15,7 +15,7 @@ from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, Stateful
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows
 from shardwise.rewards import make_rewards
@@ -41,17 +41,19 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model, group, total_steps)
+    learner = Learner(engines, config)
+    parts: dict[str, Stateful] = {"prompts": stream, "learner": learner}
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, group)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
-        Run("rl", config, config.trainer, engines=engines.saved, total_steps=total_steps) as run,
-        SampleLog(run.output_dir) as sample_log,
+        Run("rl", config, parts=parts, engines=engines.saved, total_steps=total_steps) as run,
+        SampleLog(run.output_dir, last_step=run.last_logged_step) as sample_log,
     ):
         rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         sampler = Sampler(rollouter, stream, examples.rows, config)
-        learner = Learner(engines, config)
+        group.call("sync_weights", run.first_step - 1)
         for step in run.steps():
             with run.spans("rollout"):
                 rollout = sampler.collect(step)
@@ -96,7 +98,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> Engines:
-    """Every model that the algorithm needs, and rollout engines that serve the policy's weights, verified."""
+    """Every model that the algorithm needs, and rollout engines, which wait for the policy's weights."""
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
@@ -148,5 +150,4 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
         config.rollout.generation().model_dump_json(),
         config.engine.param_dtype,
     )
-    group.call("sync_weights", 0)
     return engines

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.config import BatchTrainerConfig
+from shardwise.config import BatchTrainerConfig, DataError
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
 from shardwise.recipes.build import OpenedModel
@@ -27,6 +28,18 @@ class TrainingRows:
         """The samples of a step, counted from 1."""
         size = self.samples_per_row
         return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which rows a step has follows from its number and from how many there are."""
+        return {"num_rows": self.loader.num_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DataError: the run that gave the state had other rows."""
+        if state["num_rows"] != self.loader.num_rows:
+            raise DataError(
+                f"the run that is resumed had {state['num_rows']} training rows, now there are {self.loader.num_rows}; "
+                "bring back its data, or start a new run (trainer.resume=never)"
+            )
 
 
 def open_rows(

@@ -1,67 +1,101 @@
-"""What every training run does around its steps: the output folder, logs, progress and checkpoints."""
+"""What every training run does around its steps: the output folder, logs, progress, checkpoints, going on from one."""
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
-from shardwise.config import Config, ConfigError, TrainerConfig
+from shardwise.config import ConfigError, TrainingConfig
+from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.resume import STATE, find_start, write_run
+from shardwise.recipes.saving import new_checkpoint, remove_leftovers
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
 
 
-class Run:
-    """A training run in `trainer.output_dir`. A context manager.
+class Stateful(Protocol):
+    """A part of a recipe that keeps something from step to step."""
 
-    Writes config.yaml, metrics.jsonl, performance.jsonl, tensorboard/ and checkpoints/step_N/hf/. Files of an earlier
-    run in the same folder are moved aside, never overwritten.
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the part that gave the state was."""
+        ...
+
+
+class Run:
+    """A training run in `trainer.output_dir`. A context manager: inside it, engines and parts are where the checkpoint
+    that it goes on from was, if there is one.
+
+    Writes config.yaml, metrics.jsonl, performance.jsonl, tensorboard/ and checkpoints/step_N/. Files of an earlier run
+    in the same folder are continued where trainer.resume says so; else they are moved aside, never overwritten.
     """
 
     def __init__(
         self,
         title: str,
-        config: Config,
-        trainer: TrainerConfig,
+        config: TrainingConfig,
         *,
         engines: Mapping[str, RemoteEngine],
+        parts: Mapping[str, Stateful],
         total_steps: int,
     ) -> None:
-        """Args:
-        engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+        """
+        Args:
+            engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+            parts: what else they hold the state of, by name.
+        Raises:
+            ConfigError: trainer.resume names no checkpoint, or the config is another one than that was trained with.
         """
         self._engines = engines
-        self._trainer = trainer
+        self._parts = parts
+        self._trainer = config.trainer
         self._total_steps = total_steps
         self._title = title
         self._config = config
-        self.output_dir = Path(trainer.output_dir)
+        self._start = find_start(config)
+        if self._is_finished and self.last_logged_step is None:
+            raise ConfigError(f"trainer.resume={self._trainer.resume} leaves nothing to do: {self._how_to_go_on()}")
+        self.output_dir = Path(self._trainer.output_dir)
         self.spans = Spans()
         self._step_start = 0.0
         self._newest: Path | None = None
 
+    @property
+    def first_step(self) -> int:
+        """The step that comes next."""
+        return 1 if self._start is None else self._start.step + 1
+
+    @property
+    def last_logged_step(self) -> int | None:
+        """What logs of this folder are continued after; None where they begin anew."""
+        return self._start.step if self._start is not None and self._start.in_place else None
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.first_step > self._total_steps
+
     def __enter__(self) -> Self:
-        try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("checkpoints", "config.yaml"):
-                move_aside(self.output_dir / name)
-            (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
+        self._open = ExitStack()
+        if self._is_finished:
+            print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
+            return self
+        self._restore()
+        self._prepare_folder()
         with ExitStack() as stack:
-            self._log = stack.enter_context(RunLog(self.output_dir, tensorboard=self._trainer.tensorboard))
-            model = self._engines[""]
-            ranks = "rank" if model.group.size == 1 else "ranks"
-            steps = "step" if self._total_steps == 1 else "steps"
-            print(
-                f"{self._title}: {model.size} on {model.group.size} {ranks}, {self._total_steps} {steps}, "
-                f"into {self.output_dir}",
-                flush=True,
-            )
-            self._progress = stack.enter_context(Progress(self._title, self._total_steps))
+            log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)
+            self._log = stack.enter_context(log)
+            self._announce()
+            progress = Progress(self._title, self._total_steps, start_step=self.first_step - 1)
+            self._progress = stack.enter_context(progress)
             self._open = stack.pop_all()
         return self
 
@@ -71,8 +105,9 @@ class Run:
             print(f"{self._title}: saved {self._newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
-        """Yields 1 .. total_steps; saves a checkpoint where the config asks for one, and after the last step."""
-        for step in range(1, self._total_steps + 1):
+        """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
+        last step."""
+        for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
             yield step
             if self._is_due(self._trainer.save_every_steps, step):
@@ -94,9 +129,64 @@ class Run:
     def _is_due(self, every: int, step: int) -> bool:
         return step == self._total_steps or (every > 0 and step % every == 0)
 
+    def _restore(self) -> None:
+        """Brings engines and parts to where the checkpoint was."""
+        if self._start is None:
+            return
+        self._group.call("verify_files", str(self._start.checkpoint))
+        for name, part in self._parts.items():
+            part.load_state_dict(self._start.parts[name])
+        for engine in self._engines.values():
+            engine.load_state(_state_folder(self._start.checkpoint, engine))
+
+    def _prepare_folder(self) -> None:
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.output_dir)
+            for path in self._left_by_others():
+                move_aside(path)
+            (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
+
+    def _left_by_others(self) -> list[Path]:
+        """What is in the folder and not of this run: all of it, or checkpoints after the one that it goes on from."""
+        last = self.last_logged_step
+        if last is None:
+            return [self.output_dir / CHECKPOINTS, self.output_dir / "config.yaml"]
+        return [folder for step, folder in step_folders(self.output_dir).items() if step > last]
+
+    def _announce(self) -> None:
+        model = self._engines[""]
+        ranks = f"{self._group.size} {'rank' if self._group.size == 1 else 'ranks'}"
+        steps = f"{self._total_steps} {'step' if self._total_steps == 1 else 'steps'}"
+        print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
+        if self._start is not None:
+            print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
+
+    def _how_to_go_on(self) -> str:
+        assert self._start is not None
+        return (
+            f"{self._start.checkpoint} has done {self._start.step} of {self._total_steps} steps; a larger "
+            "trainer.total_steps goes on from it, trainer.resume=never starts anew and moves it aside"
+        )
+
     def _save(self, step: int) -> None:
-        with self.spans("save"):
-            path = self.output_dir / "checkpoints" / f"step_{step}"
+        with self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
             for name, engine in self._engines.items():
-                engine.save(str(path / name))
-        self._newest = path
+                engine.save(str(folder / name))
+            if self._trainer.save_state:
+                for engine in self._engines.values():
+                    engine.save_state(_state_folder(folder, engine))
+                parts = {name: part.state_dict() for name, part in self._parts.items()}
+                write_run(folder, self._config, step=step, parts=parts)
+            write_manifest(folder, self._group.call("hash_files", str(folder)), step=step)
+        self._newest = step_folder(self.output_dir, step)
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._engines[""].group
+
+
+def _state_folder(checkpoint: Path, engine: RemoteEngine) -> str:
+    return str(checkpoint / STATE / engine.role.replace(" ", "_"))

@@ -26,7 +26,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         seed=config.trainer.seed,
     )
     counts = load_metrics(policy) | rows.counts
-    with Run("sft", config, config.trainer, engines={"": policy}, total_steps=rows.total_steps) as run:
+    with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             samples = rows.batch(step)
             with run.spans("train"):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -11,6 +12,7 @@ from shardwise.config import EngineConfig, FrozenEngineConfig, GenerationConfig,
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
+from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.transfer import sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
@@ -162,6 +164,22 @@ class Worker:
             seat.engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
         if lora is not None:
             seat.engine.export_adapter(Path(folder) / "adapter", config.path)
+
+    def save_state(self, role: str, folder: str) -> None:
+        """Writes an engine's training state."""
+        self._take_device(role, "params", "optimizer").engine.save_state(Path(folder))
+
+    def load_state(self, role: str, folder: str) -> None:
+        """Takes over a training state, verified; ModelError on every rank if it is damaged or does not fit."""
+        self._take_device(role, "params", "optimizer").engine.load_state(Path(folder))
+
+    def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
+        """Of this rank's share of a checkpoint's files, for its manifest."""
+        return hash_share(Path(checkpoint))
+
+    def verify_files(self, checkpoint: str) -> None:
+        """Compares this rank's share of a checkpoint's files with its manifest; ModelError on every rank."""
+        verify_share(Path(checkpoint))
 
     def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
         """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""

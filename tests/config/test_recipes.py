@@ -401,3 +401,18 @@ def test_f36_a_batch_that_cannot_be_split_is_an_error_before_anything_starts():
     few = [*RL, "rollout.num_prompts=1", "rollout.group_size=3"]
     assert "num_minibatches=4 is more than the 3 samples" in message_of(RLConfig, [*few, "algorithm.num_minibatches=4"])
     assert RLConfig.load(None, [*few, "algorithm.num_minibatches=2"]).algorithm.num_minibatches == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["trainer.optimizer=adamw_8bit"], "trainer: optimizer=adamw_8bit"),
+        (
+            ["algorithm.advantage=gae", "critic={optimizer: {optimizer: adamw_8bit}}"],
+            "critic.optimizer.optimizer=adamw_8bit",
+        ),
+    ],
+)
+def test_an_optimizer_whose_state_cannot_be_saved_is_taken_only_without_it(overrides, key):
+    assert f"{key} has no state that could be saved: " in message_of(RLConfig, [*RL, *overrides])
+    assert not RLConfig.load(None, [*RL, *overrides, "trainer.save_state=false"]).trainer.save_state

@@ -1,12 +1,13 @@
 """Which prompts come next."""
 
+import json
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError, PromptDataConfig
+from shardwise.config import ConfigError, DataError, PromptDataConfig
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
 
@@ -82,3 +83,33 @@ def test_a_source_without_rows_is_an_error_that_names_those_there_are():
 def test_a_mixture_that_cannot_be_is_refused(data, message):
     with pytest.raises(ConfigError, match=message):
         stream(["a"], **data)
+
+
+@given(st.integers(0, 12), st.integers(0, 3))
+def test_a_stream_goes_on_where_another_one_was(num_steps, seed):
+    """In the middle of epochs and of a stage, with rows that sit out; the state goes through JSON."""
+    sources = ["a"] * 5 + ["b"] * 7
+    settings = {
+        "mixture": [{"weights": {"a": 2, "b": 1}}, {"from_step": 6, "weights": {"a": 1, "b": 4}}],
+        "difficulty": {"min_pass_rate": 0.25, "max_pass_rate": 0.75},
+    }
+
+    def run(stream, steps):
+        taken = []
+        for step in steps:
+            rows = stream.take(3, step=step)
+            for row in rows:
+                stream.record(row, (7 * row + step) % 5 / 4)
+            taken.append(rows)
+        return taken
+
+    whole, first, second = (stream(sources, seed=seed, **settings) for _ in range(3))
+    expected = run(whole, range(1, 21))
+    assert run(first, range(1, num_steps + 1)) == expected[:num_steps]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert run(second, range(num_steps + 1, 21)) == expected[num_steps:]
+
+
+def test_a_state_of_other_rows_is_refused():
+    with pytest.raises(DataError, match=r"had \{'': 3\} training rows by source, now there are \{'': 2\}"):
+        stream(["a", "b"]).load_state_dict(stream(["a", "b", "b"]).state_dict())

@@ -27,7 +27,7 @@ def sft(assets, shell, tmp_path_factory):
 
 def test_only_the_adapter_is_saved_and_commands_say_how_to_merge_it(sft, assets, command):
     checkpoint = sft / "checkpoints" / f"step_{SFT_STEPS}"
-    assert [path.name for path in checkpoint.iterdir()] == ["adapter"]
+    assert {path.name for path in checkpoint.iterdir()} == {"adapter", "state", "manifest.json"}
     config = json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"], config["base_model_name_or_path"]) == (4, True, str(assets.model))
     done = command(
@@ -84,7 +84,7 @@ def test_rollout_serves_the_adapted_weights_and_the_reference_is_the_base(rl, as
     assert kl[-1] > kl[0], "the policy has left its reference"
     assert kl[-1] > 1e-4
     checkpoint = rl / "checkpoints" / f"step_{RL_STEPS}"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["adapter", "hf"]
+    assert {path.name for path in checkpoint.iterdir()} == {"adapter", "hf", "state", "manifest.json"}
     base = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32).state_dict()
     merged = AutoModelForCausalLM.from_pretrained(checkpoint / "hf", dtype=torch.float32).state_dict()
     assert sum(not torch.equal(merged[name], base[name]) for name in base) == 14

@@ -207,7 +207,7 @@ def test_adapter_of_another_shape_or_unreadable_is_refused(run_ranks, folders, t
     save_file(tensors, file)
     with pytest.raises(RankError) as error:
         run_ranks(load_into, 1, folders["llama"], lora, start)
-    assert f"1 of the wrong shape: {name} is [3, 29], expected [3, 30]" in str(error.value)
+    assert f"1 of the wrong shape or dtype: {name} is [3, 29], expected [3, 30]" in str(error.value)
     (start / "adapter_config.json").write_text("[]")
     with pytest.raises(RankError, match=r"ModelError: .*adapter_config.json is not a JSON object"):
         run_ranks(load_into, 1, folders["llama"], lora, start)

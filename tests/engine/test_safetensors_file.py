@@ -6,7 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import ModelError
-from shardwise.engine.safetensors_file import DTYPE_NAMES, SafetensorsReader, SafetensorsWriter, TensorSpec
+from shardwise.engine.safetensors_file import (
+    DTYPE_NAMES,
+    SafetensorsReader,
+    SafetensorsWriter,
+    TensorSpec,
+    differences,
+)
 
 
 def tensors_of_every_dtype():
@@ -113,7 +119,7 @@ def test_a_tensor_is_written_once_and_as_announced(tmp_path):
     writer = SafetensorsWriter(
         tmp_path / "file", {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.int8, ())}
     )
-    with pytest.raises(AssertionError, match="a: TensorSpec"):
+    with pytest.raises(AssertionError, match=r"a: float32 \[3\], not float32 \[2\]"):
         writer.write("a", torch.zeros(3))
     writer.write("a", torch.ones(2))
     with pytest.raises(KeyError):
@@ -123,3 +129,11 @@ def test_a_tensor_is_written_once_and_as_announced(tmp_path):
     writer.write("b", torch.tensor(5, dtype=torch.int8))
     writer.close()
     assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "file").items()} == {"a": [1, 1], "b": 5}
+
+
+def test_differences_are_listed_by_kind():
+    wanted = {"a": [2], "b": [3], "c": [4], **{f"m{n}": [1] for n in range(5)}}
+    assert differences(wanted, wanted) == ""
+    assert differences(wanted, {"a": [2], "b": [9], "c": [4], "x": [1]}) == (
+        "5 missing: m0, m1, m2 ...; 1 not part of the model: x; 1 of the wrong shape or dtype: b is [9], expected [3]"
+    )

@@ -76,3 +76,42 @@ def test_write_json_atomic_replaces_the_whole_file_or_nothing(tmp_path):
         write_json_atomic(path, {"a": object()})
     assert json.loads(path.read_text()) == {"val/accuracy": 0.5, "bad": None}
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 4, "train/lo', '{"step": 4}\nnull\n', "\0\0\0\0\n"])
+def test_files_of_a_run_that_goes_on_are_cut_after_its_last_step_and_continued(tmp_path, torn):
+    with RunLog(tmp_path, tensorboard=False) as log, SampleLog(tmp_path) as samples:
+        for step in (1, 2, 3):
+            log.log(step, {"train/loss": float(step)}, {"seconds/train": 1.0})
+            samples.append([{"step": step, "reward": 0.0}, {"step": step, "reward": 1.0}])
+    names = ("metrics.jsonl", "performance.jsonl", "samples.jsonl")
+    for name in names:
+        with (tmp_path / name).open("a") as file:
+            file.write(torn)
+    with RunLog(tmp_path, tensorboard=False, last_step=2) as log, SampleLog(tmp_path, last_step=2) as samples:
+        log.log(3, {"train/loss": 30.0}, {"seconds/train": 2.0})
+        samples.append([{"step": 3, "reward": 5.0}])
+    assert [(row["step"], row["train/loss"]) for row in rows_of(tmp_path / names[0])] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(row["step"], row["seconds/train"]) for row in rows_of(tmp_path / names[1])] == [(1, 1), (2, 1), (3, 2)]
+    assert [row["step"] for row in rows_of(tmp_path / names[2])] == [1, 1, 2, 2, 3]
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+
+
+def test_files_that_are_gone_begin_anew(tmp_path):
+    with RunLog(tmp_path, tensorboard=False, last_step=2) as log:
+        log.log(3, {"train/loss": 1.0}, {})
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 3, "train/loss": 1.0}]
+
+
+def test_tensorboard_forgets_what_came_after_the_last_step(tmp_path):
+    for last_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+        with RunLog(tmp_path, tensorboard=True, last_step=last_step) as log:
+            for step in steps:
+                log.log(step, {"train/loss": 10.0 * step if last_step else float(step)}, {})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]

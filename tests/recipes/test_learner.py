@@ -1,6 +1,7 @@
 """What one step of reinforcement learning does with a rollout."""
 
 import functools
+import json
 import operator
 from dataclasses import replace
 
@@ -466,3 +467,27 @@ def test_fewer_samples_than_minibatches_make_fewer_optimizer_steps(make_group):
     samples = to_samples([make_group([1.0, 0.0, 1.0])])
     parts = list(minibatches(samples, AlgorithmConfig(num_minibatches=8), seed=0, step=1))
     assert sorted(len(part) for part in parts) == [1, 1, 1]
+
+
+def test_a_learner_goes_on_with_the_coefficient_and_the_idle_steps_of_another(learner_of, rollout, make_group, capsys):
+    """The tenth idle step in a row warns, wherever the run stopped before."""
+    controller = {"name": "adaptive", "target": 0.1, "horizon": 60}
+    settings = config(kl_coef=0.5, kl_controller=controller)
+    first, _ = learner_of(settings, roles=REFERENCE, ref_kl=5.0)
+    idle = Rollout(groups=[make_group([1.0, 1.0])], greedy_rewards=None, metrics={})
+    for step in range(1, 10):
+        learn(first, idle, step)
+    second, group = learner_of(settings, roles=REFERENCE, ref_kl=5.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.kl_coef == first.kl_coef > 0.5
+    assert calls_of(group, "use_loss")[-1][-1] == {"kl_coef": first.kl_coef}
+    assert "no learning signal" not in capsys.readouterr().err
+    learn(second, idle, 10)
+    assert "no learning signal: for 10 steps" in capsys.readouterr().err
+
+
+def test_a_fixed_coefficient_is_the_configs_whatever_the_state_says(learner_of):
+    learner, group = learner_of(config(kl_coef=0.5), roles=REFERENCE)
+    learner.load_state_dict({"kl_coef": 0.1, "num_idle_steps": 0})
+    assert learner.kl_coef == 0.5
+    assert calls_of(group, "use_loss") == []

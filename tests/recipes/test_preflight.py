@@ -12,7 +12,9 @@ from shardwise.config import (
     SFTConfig,
 )
 from shardwise.recipes.custom import ARGUMENTS
+from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.preflight import check_inputs
+from shardwise.recipes.resume import write_run
 
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
 
@@ -137,3 +139,17 @@ def test_an_advantage_of_ones_own_that_asks_for_what_the_run_has_not_is_named(da
         check("mine", kl_coef=0.1)
     with pytest.raises(ConfigError, match="asks for ref_logprobs, which this run does not have; it has values, roll"):
         check("mine", critic={})
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "eval"])
+def test_a_run_that_was_trained_with_another_config_is_named(data, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # trainer.output_dir is runs/latest
+    before = configs(data)[recipe]()
+    folder = tmp_path / before.trainer.output_dir / "checkpoints" / "step_1"
+    folder.mkdir(parents=True)
+    write_run(folder, before, step=1, parts={})
+    write_manifest(folder, [{}], step=1)
+    check_inputs(before)
+    changed = before.model_copy(update={"trainer": before.trainer.model_copy(update={"seed": 9})})
+    with pytest.raises(ConfigError, match=r"step_1 was trained with another config: trainer.seed was 0 and is 9; "):
+        check_inputs(changed)

@@ -178,7 +178,7 @@ def run(group_of_one, model_folder, write_jsonl, tmp_path):
             "model": {"path": str(model_folder)},
             "data": {"train_files": file, "validation_files": file, "apply_chat_template": False,
                      "max_sequence_tokens": 24},
-            "trainer": {"output_dir": str(tmp_path / "run"), "total_steps": steps, "batch_size": 4,
+            "trainer": {"output_dir": str(tmp_path / "run"), "resume": "never", "total_steps": steps, "batch_size": 4,
                         "tensorboard": False, "learning_rate": 0.01, "validate_every_steps": 1},
         } | tree  # fmt: skip
         whole["engine"] = {"max_tokens_per_micro_batch": 48} | whole.get("engine", {})

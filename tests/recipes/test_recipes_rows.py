@@ -2,7 +2,14 @@
 
 import pytest
 
-from shardwise.config import BatchTrainerConfig, ConfigError, ModelConfig, PreferenceDataConfig, SupervisedDataConfig
+from shardwise.config import (
+    BatchTrainerConfig,
+    ConfigError,
+    DataError,
+    ModelConfig,
+    PreferenceDataConfig,
+    SupervisedDataConfig,
+)
 from shardwise.data import preference_pairs, supervised_samples
 from shardwise.recipes.build import open_model
 from shardwise.recipes.rows import open_rows
@@ -45,3 +52,14 @@ def test_sequences_longer_than_the_context_are_refused_before_a_file_is_read(mod
     settings = data(SupervisedDataConfig, "nowhere.jsonl", max_sequence_tokens=97)
     with pytest.raises(ConfigError, match=r"data\.max_sequence_tokens = 97 tokens, more than the 96"):
         open_rows(supervised_samples, settings, trainer(), model)
+
+
+def test_a_run_goes_on_with_as_many_rows_or_not_at_all(model, write_jsonl):
+    files = write_jsonl("rows.jsonl", [{"prompt": f"{n}=", "response": str(n)} for n in range(5)])
+    five, four = (
+        open_rows(supervised_samples, data(SupervisedDataConfig, files, max_train_rows=count), trainer(), model)
+        for count in (5, 4)
+    )
+    five.load_state_dict(five.state_dict())
+    with pytest.raises(DataError, match="had 5 training rows, now there are 4; bring back its data"):
+        four.load_state_dict(five.state_dict())

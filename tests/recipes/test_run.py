@@ -1,9 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
-from shardwise.config import ConfigError, ModelConfig, SFTConfig
+from shardwise.config import ConfigError, ExportError, ModelConfig, SFTConfig
 from shardwise.recipes.run import Run
 from shardwise.types import MetricValue
 
@@ -17,14 +18,49 @@ def config(output_dir, **trainer) -> SFTConfig:
     return SFTConfig.parse(tree, origin="test")
 
 
+class Counter:
+    """A part of a recipe that keeps a number."""
+
+    def __init__(self):
+        self.number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def save(_rank, _role, *arguments):
+    """What save_weights and save_state leave."""
+    folder = Path(arguments[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "weights").write_text("w")
+
+
 @pytest.fixture
 def run_of(fake_group, remote):
-    def make(output_dir, group=None, *, roles=("policy",), total_steps=5, **trainer) -> Run:
+    def make(output_dir, group=None, *, roles=("policy",), total_steps=5, counter=None, **trainer) -> Run:
         whole = config(output_dir, **trainer)
-        engines = {"" if role == "policy" else role: remote(group or fake_group(), role) for role in roles}
-        return Run("sft", whole, whole.trainer, engines=engines, total_steps=total_steps)
+        group = group or group_of(fake_group)
+        engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
+        parts = {"counter": counter or Counter()}
+        return Run("sft", whole, parts=parts, engines=engines, total_steps=total_steps)
 
     return make
+
+
+def group_of(fake_group, size=1):
+    return fake_group(size, save_weights=save, save_state=save, hash_files=lambda *_: {})
+
+
+def run_to(run, last_step):
+    """Reports the steps of a run up to one of them, as a process that dies in the step after does."""
+    with run:
+        for step in run.steps():
+            if step > last_step:
+                break
+            run.report(step, {"train/loss": MetricValue.sum(float(step))}, num_tokens=1)
 
 
 def lines(path):
@@ -32,7 +68,7 @@ def lines(path):
 
 
 def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, capsys):
-    group = fake_group()
+    group = group_of(fake_group)
     with run_of(tmp_path, group, save_every_steps=2, validate_every_steps=3) as run:
         validated = []
         for step in run.steps():
@@ -49,9 +85,17 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
         assert row["seconds/train"] <= row["seconds/step"]
     assert validated == [3, 5]
     model = ModelConfig(path="m").model_dump_json()
+    staged = {step: str(tmp_path / "checkpoints" / f".step_{step}.tmp") for step in (2, 4, 5)}
     assert group.calls == [
-        ("save_weights", "policy", model, str(tmp_path / "checkpoints" / f"step_{step}")) for step in (2, 4, 5)
+        call
+        for folder in staged.values()
+        for call in (
+            ("save_weights", "policy", model, folder),
+            ("save_state", "policy", f"{folder}/state/policy"),
+            ("hash_files", folder),
+        )
     ]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {f"step_{step}" for step in staged}
     written = SFTConfig.parse(yaml.safe_load((tmp_path / "config.yaml").read_text()), origin="config.yaml")
     assert written == config(tmp_path, save_every_steps=2, validate_every_steps=3)
     printed = capsys.readouterr().out
@@ -61,35 +105,101 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
 
 
 def test_a_checkpoint_holds_every_engine_in_a_folder_of_its_own(tmp_path, fake_group, run_of):
-    group = fake_group(2)
+    group = group_of(fake_group, 2)
     with run_of(tmp_path, group, roles=("policy", "critic"), save_every_steps=3) as run:
         list(run.steps())
-    checkpoints = tmp_path / "checkpoints"
-    assert [(call[1], call[-1]) for call in group.calls] == [
-        (role, str(checkpoints / f"step_{step}" / folder))
-        for step in (3, 5)
-        for role, folder in (("policy", ""), ("critic", "critic"))
-    ]
+    for step in (3, 5):
+        staged = tmp_path / "checkpoints" / f".step_{step}.tmp"
+        assert [(call[0], call[1], call[-1]) for call in group.calls if call[-1].startswith(str(staged))] == [
+            ("save_weights", "policy", str(staged)),
+            ("save_weights", "critic", str(staged / "critic")),
+            ("save_state", "policy", str(staged / "state" / "policy")),
+            ("save_state", "critic", str(staged / "state" / "critic")),
+            ("hash_files", str(staged), str(staged)),
+        ]
 
 
 def test_zero_means_only_at_the_end(tmp_path, fake_group, run_of):
-    group = fake_group()
+    group = group_of(fake_group)
     with run_of(tmp_path, group) as run:
         assert [step for step in run.steps() if run.should_validate(step)] == [5]
-    assert [call[-1] for call in group.calls] == [str(tmp_path / "checkpoints" / "step_5")]
+    assert group.methods == ["save_weights", "save_state", "hash_files"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
 
 
 def test_an_earlier_run_in_the_folder_is_moved_aside_whole(tmp_path, run_of):
     for value in (1.0, 2.0):
-        with run_of(tmp_path, total_steps=1) as run:
+        with run_of(tmp_path, total_steps=1, resume="never") as run:
             for step in run.steps():
-                (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-                (tmp_path / "checkpoints" / "step_1" / "mark").write_text(str(value))
+                (tmp_path / "checkpoints").mkdir(exist_ok=True)
+                (tmp_path / "checkpoints" / "mark").write_text(str(value))
                 run.report(step, {"train/loss": MetricValue.sum(value)}, num_tokens=1)
     assert lines(tmp_path / "metrics.jsonl")[0]["train/loss"] == 2.0
     assert lines(tmp_path / "metrics.jsonl.1")[0]["train/loss"] == 1.0
-    assert (tmp_path / "checkpoints" / "step_1" / "mark").read_text() == "2.0"
-    assert (tmp_path / "checkpoints.1" / "step_1" / "mark").read_text() == "1.0"
+    assert (tmp_path / "checkpoints" / "mark").read_text() == "2.0"
+    assert (tmp_path / "checkpoints.1" / "mark").read_text() == "1.0"
+
+
+def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, run_of, capsys):
+    """Of steps 2 and 4 the later one counts; one without a manifest, and half of one, do not."""
+    counter = Counter()
+    run = run_of(tmp_path, counter=counter, save_every_steps=2)
+    with run:
+        for step in run.steps():
+            if step == 5:
+                break
+            counter.number = 10 * step
+            run.report(step, {"train/loss": MetricValue.sum(float(step))}, num_tokens=1)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step_4" / "manifest.json").unlink()
+    (checkpoints / ".step_5.tmp" / "hf").mkdir(parents=True)
+    group, counter = group_of(fake_group), Counter()
+    run = run_of(tmp_path, group, counter=counter, save_every_steps=2)
+    with run:
+        assert group.calls == [
+            ("verify_files", str(checkpoints / "step_2")),
+            ("load_state", "policy", str(checkpoints / "step_2" / "state" / "policy")),
+        ]
+        assert counter.number == 20
+        assert {path.name for path in checkpoints.iterdir()} == {"step_2", "step_4.1"}
+        done = []
+        for step in run.steps():
+            run.report(step, {"train/loss": MetricValue.sum(100.0)}, num_tokens=1)
+            done.append(step)
+    assert done == [3, 4, 5]
+    assert [(row["step"], row["train/loss"]) for row in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0), (2, 2.0), (3, 100.0), (4, 100.0), (5, 100.0),
+    ]  # fmt: skip
+    assert [row["step"] for row in lines(tmp_path / "performance.jsonl")] == [1, 2, 3, 4, 5]
+    assert f"sft: goes on from {checkpoints / 'step_2'}\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_path, fake_group, run_of):
+    def full(_rank, _role, folder):
+        if "step_4" in folder:
+            raise OSError(28, "No space left on device")
+        save(_rank, _role, folder)
+
+    group = fake_group(1, save_weights=save, save_state=full, hash_files=lambda *_: {})
+    with pytest.raises(ExportError, match=r"step_4 cannot be written: .*No space left on device"):
+        run_to(run_of(tmp_path, group, save_every_steps=2), 5)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert run_of(tmp_path, save_every_steps=2).first_step == 3
+
+
+def test_what_is_finished_is_not_loaded_again(tmp_path, fake_group, run_of, capsys):
+    run_to(run_of(tmp_path), 5)
+    group = group_of(fake_group)
+    with run_of(tmp_path, group) as run:
+        assert list(run.steps()) == []
+    assert group.calls == []
+    assert "sft: nothing to do: " in capsys.readouterr().out
+
+
+def test_a_finished_run_that_is_named_for_another_folder_leaves_nothing_to_do(tmp_path, run_of):
+    run_to(run_of(tmp_path / "a"), 5)
+    with pytest.raises(ConfigError, match=r"trainer.resume=.*a leaves nothing to do: .*step_5 has done 5 of 5 steps"):
+        run_of(tmp_path / "b", resume=str(tmp_path / "a"))
 
 
 def test_what_was_logged_before_an_error_stays_readable(tmp_path, run_of):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import xxhash
 from tiny_models import reference_logprobs, tiny_folder, tiny_model
 from transformers import AutoModelForSequenceClassification
 
@@ -17,10 +18,12 @@ from shardwise.config import (
     EngineConfig,
     GenerationConfig,
     ModelConfig,
+    ModelError,
     OptimizerConfig,
 )
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
+from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.workers import Worker
 from shardwise.types import GenerateRequest, Sample
 
@@ -494,3 +497,34 @@ def bytes_on_device(engine) -> tuple[int, int]:
             list(engine._optimizer.state_tensors()) if engine._optimizer else [],
         )
     )
+
+
+def test_a_state_is_saved_and_loaded_while_other_engines_have_the_device(everyone, tmp_path):
+    """The critic's weights and moments are on the host when the command comes."""
+    worker, other = (build_everyone(everyone, dict.fromkeys(ROLES, "both")) for _ in range(2))
+    samples = with_values(worker, roll_out(worker))
+    for _ in range(2):
+        train(worker, samples, "critic")
+    worker.sync_weights(1)
+    worker.save_state("critic", str(tmp_path / "critic"))
+    worker.sync_weights(2)  # the critic leaves the device again
+    other.load_state("critic", str(tmp_path / "critic"))
+    other.sync_weights(2)
+    for one, two in zip(
+        score(worker, samples, "critic", max_tokens=40), score(other, samples, "critic", max_tokens=40), strict=True
+    ):
+        assert torch.equal(one, two)
+    again = [train(each, samples, "critic")["train/grad_norm"].result() for each in (worker, other)]
+    assert again[0] == again[1]
+
+
+def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):
+    (tmp_path / "a").write_text("text")
+    worker = Worker(torch.device("cpu"))
+    hashes = worker.hash_files(str(tmp_path))
+    assert hashes == {"a": {"num_bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"text")}}
+    write_manifest(tmp_path, [hashes], step=1)
+    worker.verify_files(str(tmp_path))
+    (tmp_path / "a").write_text("test")
+    with pytest.raises(ModelError, match="a is damaged"):
+        worker.verify_files(str(tmp_path))

@@ -1,0 +1,86 @@
+"""Which keys of a config may differ from those of the run that is resumed."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardwise.config.base import key_paths
+from shardwise.config.engine import OptimizerConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.recipes import RLConfig, TrainingConfig
+
+_ENGINES = ("engine", "reference", "critic.engine", "teacher.engine", "teachers.engine", "reward.functions.engine")
+_LAYOUT_KEYS = (
+    *("fsdp_size", "ulysses_size", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "wrap_policy"),
+    *("offload_policy", "param_offload", "optimizer_offload", "activation_checkpointing", "checkpoint_every_layers"),
+    *("activation_offload", "apply_tiled_mlp", "tiled_num_shards", "attention_implementation", "compile_layers"),
+    *("experts_implementation", "use_liger_kernels", "max_tokens_per_micro_batch", "reduce_gradients"),
+    *("collective_timeout_seconds", "lora.save_merged"),
+)
+_RUN_KEYS = (
+    *("trainer.output_dir", "trainer.validate_every_steps", "trainer.save_every_steps", "trainer.save_state"),
+    *("trainer.tensorboard", "trainer.resume", "trainer.resume_allow", "trainer.max_nonfinite_steps"),
+    *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
+    *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
+    *("rollout.environment.timeout_seconds", "reward.timeout_seconds"),
+)
+MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
+"""What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""
+LENGTH_KEYS = frozenset(("trainer.total_steps", "trainer.num_epochs"))
+"""May change too where no learning rate depends on how long the run is."""
+
+
+def changes_that_matter(
+    before: dict[str, Any], config: TrainingConfig, *, allowed: Sequence[str]
+) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, without those that may: (before, now).
+
+    Args:
+        before: the tree of the earlier config, every default written out.
+        allowed: keys, and groups of keys, that may differ too.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(config.model_dump(mode="json")))
+    may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
+    pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if pair[0] != pair[1] and not any(_is_within(_without_places(key), name) for name in may_differ)
+    }
+
+
+def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
+    """Raises ConfigError: trainer.resume_allow names something that is no key of this config."""
+    known = set(key_paths(type(config)))
+    if unknown := [key for key in allowed if key not in known]:
+        raise ConfigError(
+            f"trainer.resume_allow names {', '.join(unknown)}, which this config does not have; name keys such as "
+            "trainer.learning_rate, or groups of them such as data"
+        )
+
+
+def _may_be_of_any_length(config: TrainingConfig) -> bool:
+    optimizers: list[OptimizerConfig] = [config.trainer]
+    if isinstance(config, RLConfig) and config.critic is not None:
+        optimizers.append(config.critic.optimizer)
+    return all(optimizer.lr_schedule == "constant" for optimizer in optimizers)
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted key; of lists of groups too, with the places in them. Empty groups are values."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(tree, dict):
+        children = list(tree.items())
+    elif isinstance(tree, list) and all(isinstance(item, dict) for item in tree):
+        children = list(enumerate(tree))
+    if not children:
+        yield path, tree
+    for key, child in children:
+        yield from _leaves(child, f"{path}.{key}" if path else str(key))
+
+
+def _without_places(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdigit())
+
+
+def _is_within(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")

@@ -1,0 +1,149 @@
+"""The training state of an engine, saved and loaded on any layout: the planners of torch.distributed.checkpoint say
+which rank writes and reads what, `state_files` is where it lies.
+
+Saved are the masters of the trained parameters, the optimizer's states and the numbers beside them. Frozen parameters
+are not: they are those of the model folder.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.config import ExportError, ModelError
+from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.exchange import all_gather_json
+from shardwise.engine.export import fsync_folder, named_failures
+from shardwise.engine.optimizer import MASTER, ShardedOptimizer
+from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
+from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
+
+
+@torch.no_grad()
+def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
+    """Collective. Writes what training goes on from; of a shard that several ranks hold, one copy.
+
+    Args:
+        folder: on a file system that all ranks see; what is there is overwritten.
+    Raises:
+        ExportError: on every rank, if a rank could not write.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
+    plans = _agree(planner)
+    file: ShardFile | None = None
+    with raised_on_every_rank(ExportError), named_failures(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[dist.get_rank()].items}
+        if mine:
+            file = ShardFile.write(folder / shard_name(dist.get_rank()), mine)
+    files = all_gather_json(None if file is None else asdict(file))
+    with raised_on_every_rank(ExportError), named_failures(folder):
+        if dist.get_rank() == 0:
+            written = {shard_name(rank): ShardFile(**tree) for rank, tree in enumerate(files) if tree}
+            _index(plans, written, optimizer.numbers()).write(folder)
+            fsync_folder(folder)
+
+
+@torch.no_grad()
+def load_state(optimizer: ShardedOptimizer, folder: Path) -> None:
+    """Collective. Takes over what `save_state` wrote on any number of ranks; each rank reads its own shards.
+
+    Every file is verified, and every name, shape and dtype compared, before a tensor is changed.
+
+    Raises:
+        ModelError: on every rank: a file is missing or damaged, or the state is one of other parameters or of another
+            optimizer; names the file, or the tensors.
+    """
+    with raised_on_every_rank(ModelError):
+        index = StateIndex.read(folder)
+        for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:  # together all of them
+            index.files[name].verify(folder / name)
+        optimizer.check_numbers(index.numbers)
+        _require_same(folder, optimizer.named_tensors(), index, only=MASTER)
+    optimizer.create_states({name.partition("/")[2] for name in index.specs if not name.startswith(MASTER)})
+    tensors = optimizer.named_tensors()
+    with raised_on_every_rank(ModelError):
+        _require_same(folder, tensors, index)
+    with raised_on_every_rank(ModelError):
+        _read_shards(tensors, index, folder)
+    optimizer.load_numbers(index.numbers)
+
+
+def _agree(planner: DefaultSavePlanner) -> list[SavePlan]:
+    """Collective. What each rank writes; the same list on every rank, without shards that have no elements."""
+    items = [_item_to_json(item) for item in planner.create_local_plan().items]
+    by_rank = all_gather_json([item for item in items if 0 not in item["sizes"]])
+    plans, _ = planner.create_global_plan([SavePlan([_item_from_json(item) for item in items]) for items in by_rank])
+    return plans
+
+
+def _item_to_json(item: WriteItem) -> dict[str, Any]:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is no tensor"
+    return {
+        "name": item.index.fqn,
+        "type": item.type.name,
+        "dtype": NAME_OF_DTYPE[data.properties.dtype],
+        "shape": list(data.size),
+        "offsets": list(data.chunk.offsets),
+        "sizes": list(data.chunk.sizes),
+    }
+
+
+def _item_from_json(tree: dict[str, Any]) -> WriteItem:
+    shape, offsets, sizes = (torch.Size(tree[key]) for key in ("shape", "offsets", "sizes"))
+    return WriteItem(
+        index=MetadataIndex(tree["name"], offsets),
+        type=WriteItemType[tree["type"]],
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, sizes),
+            properties=TensorProperties(dtype=DTYPE_NAMES[tree["dtype"]]),
+            size=shape,
+        ),
+    )
+
+
+def _index(plans: list[SavePlan], files: dict[str, ShardFile], numbers: dict[str, Any]) -> StateIndex:
+    specs: dict[str, TensorSpec] = {}
+    parts: dict[str, list[Part]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            specs[item.index.fqn] = TensorSpec(data.properties.dtype, tuple(data.size))
+            part = Part(tuple(data.chunk.offsets), tuple(data.chunk.sizes), shard_name(rank))
+            parts.setdefault(item.index.fqn, []).append(part)
+    return StateIndex(specs, parts, files, numbers)
+
+
+def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex, *, only: str = "") -> None:
+    """Raises ModelError unless the stored tensors whose names begin with `only` are those of the engine."""
+    wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items() if name.startswith(only)}
+    stored = {name: spec for name, spec in index.specs.items() if name.startswith(only)}
+    if problems := differences(wanted, stored):
+        raise ModelError(
+            f"{folder} is not the state of this engine: {problems}; resume with the model, the optimizer, the dtypes "
+            "and the adapters that it was saved with"
+        )
+
+
+def _read_shards(tensors: dict[str, Tensor], index: StateIndex, folder: Path) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, index.metadata(), is_coordinator=dist.get_rank() == 0)
+    readers: dict[str, SafetensorsReader] = {}
+    with ExitStack() as stack:
+        for item in planner.create_local_plan().items:
+            file = index.file_of(item.storage_index.fqn, item.storage_index.offset)
+            if file not in readers:
+                readers[file] = stack.enter_context(closing(SafetensorsReader(folder / file)))
+            box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
+            planner.resolve_tensor(item).copy_(readers[file].read(item.storage_index.fqn, box))

@@ -1,0 +1,163 @@
+"""How an engine's training state lies on disk: tensors in safetensors files, everything else in one JSON file.
+
+rank_N.safetensors   the shards that rank N wrote, under the tensors' names
+index.json           where every part of every tensor is, the hash of each, and the numbers beside the tensors
+
+Nothing is pickled, so nothing that is read can execute; torch's own files of distributed checkpoints (`.metadata`) can.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import (
+    DTYPE_NAMES,
+    NAME_OF_DTYPE,
+    SafetensorsReader,
+    SafetensorsWriter,
+    TensorSpec,
+)
+from shardwise.engine.verified_files import (
+    RESTORE,
+    bytes_hash,
+    check_size,
+    read_sealed_json,
+    tensor_hash,
+    write_sealed_json,
+)
+
+INDEX = "index.json"
+FORMAT = 1
+"""Raised when what was written before can no longer be read."""
+
+
+def shard_name(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files of tensors of every state in the folder and in those within it."""
+    return [path for index in folder.rglob(INDEX) for path in index.parent.glob("rank_*.safetensors")]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, as one file holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """What a rank wrote: with the hashes of header and tensors every byte of the file has one."""
+
+    num_bytes: int
+    header_xxh3: str
+    tensor_xxh3: dict[str, str]
+
+    @classmethod
+    def write(cls, path: Path, tensors: Mapping[str, Tensor]) -> Self:
+        """Tensor by tensor, from any device, durably. Raises OSError."""
+        writer = SafetensorsWriter(path, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+        hashes = {}
+        try:
+            for name, tensor in tensors.items():
+                on_host = tensor.detach().to("cpu", copy=True).contiguous()  # numpy would keep a storage from resizing
+                hashes[name] = tensor_hash(on_host)
+                writer.write(name, on_host)
+            writer.close()
+        except OSError:
+            writer.abandon()
+            raise
+        return cls(path.stat().st_size, bytes_hash(writer.header), hashes)
+
+    def verify(self, path: Path) -> None:
+        """Reads all of it. Raises ModelError: missing, cut or changed; names the tensor."""
+        check_size(path, self.num_bytes)
+        with closing(SafetensorsReader(path)) as file:
+            if bytes_hash(file.header) != self.header_xxh3:
+                raise ModelError(f"{path} is damaged: its header is not the one that was written; {RESTORE}")
+            for name, spec in file.specs.items():
+                if tensor_hash(file.read(name, [slice(0, size) for size in spec.shape])) != self.tensor_xxh3[name]:
+                    raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3); {RESTORE}")
+
+
+@dataclass(frozen=True, slots=True)
+class StateIndex:
+    """What index.json says."""
+
+    specs: dict[str, TensorSpec]
+    """Of whole tensors, by name."""
+    parts: dict[str, list[Part]]
+    """Without overlap they make up the tensor."""
+    files: dict[str, ShardFile]
+    numbers: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ModelError: there is none, it is damaged, or of another version of Shardwise."""
+        content = read_sealed_json(folder / INDEX)
+        if content["format"] != FORMAT:
+            raise ModelError(
+                f"{folder / INDEX} has format {content['format']}, and this version of Shardwise reads {FORMAT}; load "
+                "it with the version that wrote it"
+            )
+        tensors = content["tensors"]
+        return cls(
+            specs={
+                name: TensorSpec(DTYPE_NAMES[tree["dtype"]], tuple(tree["shape"])) for name, tree in tensors.items()
+            },
+            parts={name: [_part(part) for part in tree["parts"]] for name, tree in tensors.items()},
+            files={name: ShardFile(**tree) for name, tree in content["files"].items()},
+            numbers=content["numbers"],
+        )
+
+    def write(self, folder: Path) -> None:
+        """Whole or not at all, durably. Raises OSError."""
+        tensors = {
+            name: {
+                "dtype": NAME_OF_DTYPE[spec.dtype],
+                "shape": list(spec.shape),
+                "parts": [asdict(part) for part in self.parts[name]],
+            }
+            for name, spec in self.specs.items()
+        }
+        files = {name: asdict(file) for name, file in self.files.items()}
+        content = {"format": FORMAT, "numbers": self.numbers, "files": files, "tensors": tensors}
+        write_sealed_json(folder / INDEX, content)
+
+    def file_of(self, name: str, offsets: Sequence[int] | None) -> str:
+        """Where the part of a tensor is that begins at the offsets."""
+        assert offsets is not None
+        return next(part.file for part in self.parts[name] if part.offsets == tuple(offsets))
+
+    def metadata(self) -> Metadata:
+        """The same for the planners of torch.distributed.checkpoint."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=spec.dtype),
+                    torch.Size(spec.shape),
+                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in self.parts[name]],
+                )
+                for name, spec in self.specs.items()
+            }
+        )
+
+
+def _part(tree: dict[str, Any]) -> Part:
+    return Part(tuple(tree["offsets"]), tuple(tree["sizes"]), tree["file"])

@@ -1,0 +1,87 @@
+"""Files that show when they were cut or changed: sizes and xxh3 hashes, and JSON that carries its own hash.
+
+A hash tells a bad disk or a bad copy from good data. It is no signature: who can write the files can write the hashes.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.config import ModelError
+from shardwise.observability import write_json_atomic
+
+_BLOCK_BYTES = 1 << 24
+RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file is known by.
+
+    Example: `FileRecord(num_bytes=1520, xxh3="5d41402abc4b2a76")`
+    """
+
+    num_bytes: int
+    xxh3: str
+    """64 bits, in hexadecimal."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads the whole file. Raises OSError."""
+        digest, num_bytes = xxhash.xxh3_64(), 0
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                num_bytes += len(block)
+        return cls(num_bytes, digest.hexdigest())
+
+    def check(self, path: Path) -> None:
+        """Raises ModelError: there is no such file, or it is another one than was recorded."""
+        check_size(path, self.num_bytes)
+        if FileRecord.of(path).xxh3 != self.xxh3:
+            raise ModelError(f"{path} is damaged: its xxh3 hash is not the one that was recorded; {RESTORE}")
+
+
+def check_size(path: Path, num_bytes: int) -> None:
+    """Raises ModelError: there is no such file, or it was cut."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; {RESTORE}")
+    if (size := path.stat().st_size) != num_bytes:
+        raise ModelError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written; {RESTORE}")
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """xxh3 of the bytes of a contiguous tensor on the host."""
+    return bytes_hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def bytes_hash(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def write_sealed_json(path: Path, content: Any) -> None:
+    """Writes {"xxh3": of the content, "content": ...} whole or not at all, durably. Raises OSError."""
+    write_json_atomic(path, {"xxh3": bytes_hash(_canonical(content)), "content": content})
+
+
+def read_sealed_json(path: Path) -> Any:
+    """The content. Raises ModelError: there is no such file, it is no JSON, or not the content that was written."""
+    try:
+        sealed = json.loads(path.read_text(encoding="utf-8"))
+        if bytes_hash(_canonical(sealed["content"])) == sealed["xxh3"]:
+            return sealed["content"]
+        reason = "its content does not have the xxh3 hash that it names"
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; {RESTORE}") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"it is not what was written ({type(error).__name__}: {error})"
+    raise ModelError(f"{path} is damaged: {reason}; {RESTORE}")
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,46 @@
+"""Checkpoints that are there as a whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.engine import fsync_folder, named_failures
+from shardwise.observability import move_aside
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder
+
+
+@contextmanager
+def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
+    """Yields a folder under a name that nobody takes for a checkpoint. When the body is done, all of it is made durable
+    and it gets its own name; a process that dies before leaves no checkpoint.
+
+    Raises:
+        ExportError: what the body wrote could not be kept; nothing of it is left.
+    """
+    final = step_folder(run, step)
+    staging = _staging(final)
+    with named_failures(final):
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            yield staging
+            for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
+                fsync_folder(folder)
+            move_aside(final)  # one that is not whole, or it would have been resumed from
+            os.replace(staging, final)
+            fsync_folder(final.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def remove_leftovers(run: Path) -> None:
+    """Removes what a process that died left half written."""
+    for folder in (run / CHECKPOINTS).glob(_staging(run / "step_*").name):
+        shutil.rmtree(folder)
+
+
+def _staging(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")

@@ -1,0 +1,81 @@
+import pytest
+
+from shardwise.config import ConfigError, RLConfig, SFTConfig, changes_that_matter, key_paths, require_known_keys
+from shardwise.config.recipes import DistillConfig, PreferenceConfig, RewardModelConfig
+from shardwise.config.resume import LENGTH_KEYS, MAY_CHANGE
+
+TRAINING = (SFTConfig, PreferenceConfig, RewardModelConfig, DistillConfig, RLConfig)
+
+
+LINEAR = ["trainer.lr_schedule=linear"]
+
+
+def rl(*overrides) -> RLConfig:
+    base = ["model.path=m", "data.train_files=t.jsonl", "reward.functions=[a:b, c:d]"]
+    return RLConfig.load(None, [*base, *overrides])
+
+
+def changes(before, after, *allowed):
+    return changes_that_matter(rl(*before).model_dump(mode="json"), rl(*after), allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([], [], {}),
+        (["trainer.output_dir=a", "trainer.save_every_steps=3"], ["trainer.output_dir=b"], {}),
+        (["engine.fsdp_size=2"], ["engine.ulysses_size=2", "engine.activation_checkpointing=full"], {}),
+        ([], ["trainer.learning_rate=0.5"], {"trainer.learning_rate": (1e-5, 0.5)}),
+        ([], ["engine.master_dtype=bfloat16", "engine.param_dtype=bfloat16"], {
+            "engine.master_dtype": ("float32", "bfloat16"), "engine.param_dtype": ("float32", "bfloat16"),
+        }),
+        ([], ["reward.functions=[a:b, c:e]"], {"reward.functions.1.function": ("c:d", "c:e"),
+                                               "reward.functions.1.name": ("d", "e")}),
+        ([], ["reward.functions=[a:b]"], {f"reward.functions.1.{key}": (value, None) for key, value in {
+            "type": "function", "function": "c:d", "name": "d", "weight": 1.0, "parameters": {}}.items()}),
+        (["engine.lora={rank: 4}"], ["engine.lora={rank: 8}"], {"engine.lora.rank": (4, 8)}),
+        (["engine.lora={rank: 4}"], ["engine.lora={rank: 4, save_merged: false}"], {}),
+        (["trainer.total_steps=5"], ["trainer.total_steps=9"], {}),
+        ([*LINEAR, "trainer.total_steps=5"], [*LINEAR, "trainer.total_steps=9"], {"trainer.total_steps": (5, 9)}),
+    ],
+)  # fmt: skip
+def test_what_changes_numbers_is_named_with_both_values(before, after, expected):
+    assert changes(before, after) == expected
+
+
+def test_a_schedule_of_the_critic_counts_for_the_length_too():
+    critic = ["algorithm.advantage=gae", "critic={optimizer: {lr_schedule: cosine}}"]
+    assert changes([*critic, "trainer.total_steps=5"], critic) == {"trainer.total_steps": (5, None)}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "left"),
+    [
+        ("trainer.learning_rate", {"reward.functions.0.weight"}),
+        ("trainer", {"reward.functions.0.weight"}),
+        ("reward.functions.weight", {"trainer.learning_rate"}),
+        ("reward", {"trainer.learning_rate"}),
+    ],
+)
+def test_what_is_allowed_by_key_or_group_is_no_change(allowed, left):
+    after = ["trainer.learning_rate=0.5", "reward.functions=[{function: 'a:b', weight: 2.0}, c:d]"]
+    assert changes([], after, allowed).keys() == left
+
+
+def test_an_allowed_key_that_does_not_exist_is_named():
+    require_known_keys(["trainer.seed", "reward.functions.weight", "data"], rl())
+    with pytest.raises(ConfigError, match=r"trainer.resume_allow names trainer.sed, which this config does not have"):
+        require_known_keys(["trainer.sed", "data"], rl())
+
+
+def test_every_key_of_the_list_is_one_of_some_config():
+    """And every one of a layout is decided on: a new key of an engine stands in the list or below."""
+    known = {path for cls in TRAINING for path in key_paths(cls)}
+    assert known >= LENGTH_KEYS
+    engine = {path for path in key_paths(SFTConfig) if path.startswith("engine.") and path.count(".") == 1}
+    assert engine - MAY_CHANGE == {
+        *("engine.param_dtype", "engine.master_dtype", "engine.reduce_dtype", "engine.module_precision"),
+        *("engine.freeze_module_prefix", "engine.lora", "engine.strategy"),
+    }
+    own = {path for path in MAY_CHANGE if path.startswith(("trainer.", "data.", "rollout.", "reward.num", "engine."))}
+    assert own <= known

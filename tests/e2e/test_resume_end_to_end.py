@@ -1,0 +1,346 @@
+"""The same command again goes on from the newest checkpoint, bitwise as if it had never stopped."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+STEPS, SAVED = 6, 2
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+COMMON = [f"trainer.total_steps={STEPS}", f"trainer.save_every_steps={SAVED}", "trainer.tensorboard=false"]
+
+
+def rows_options(assets, output_dir) -> list[str]:
+    """20 rows in batches of 8: step 3, the first after the checkpoint, begins in the middle of an epoch and ends it."""
+    return [
+        f"model.path={assets.model}",
+        f"data.train_files={assets.sft}",
+        f"data.validation_files={assets.sft.with_name('sft_validation.jsonl')}",
+        "data.max_train_rows=20",
+        "data.max_validation_rows=6",
+        "data.max_sequence_tokens=64",
+        "engine.max_tokens_per_micro_batch=96",
+        "trainer.batch_size=8",
+        "trainer.learning_rate=5e-3",
+        "trainer.lr_schedule=cosine",
+        "trainer.validate_every_steps=3",
+        *COMMON,
+        f"trainer.output_dir={output_dir}",
+    ]
+
+
+def rl_options(assets, output_dir) -> list[str]:
+    return [
+        f"model.path={assets.model}",
+        f"data.train_files={assets.parquet}",
+        "data.max_prompt_tokens=40",
+        "engine.max_tokens_per_micro_batch=128",
+        "rollout.num_prompts=4",
+        "rollout.group_size=4",
+        "rollout.max_response_tokens=8",
+        f"reward.functions={assets.reward}",
+        "trainer.learning_rate=3e-3",
+        *COMMON,
+        f"trainer.output_dir={output_dir}",
+    ]
+
+
+PPO = [
+    "critic={policy_waits_steps: 1, optimizer: {learning_rate: 0.01}}",
+    "algorithm.advantage=gae",
+    "algorithm.num_minibatches=2",
+    "algorithm.num_epochs=2",
+    "algorithm.kl_coef=0.1",
+    "algorithm.kl_controller={name: adaptive, target: 0.01, horizon: 100}",
+    "data.mixture=[{weights: {sums: 3, products: 1}}, {from_step: 4, weights: {sums: 1, products: 2}}]",
+    "data.difficulty={min_pass_rate: 0.1, max_pass_rate: 0.9}",
+]
+GRPO_LORA = ["engine.lora={rank: 4}", "algorithm.kl_coef=0.1", "engine.param_dtype=bfloat16"]
+
+
+def stop_after(run: Path, step: int, target: Path) -> Path:
+    """What a process that was killed after `step`, and a bit further, leaves: logs of later steps, half a line at their
+    end, half a checkpoint."""
+    shutil.copytree(run, target)
+    for folder in (target / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    for name in (*LOGS, "performance.jsonl"):
+        if (target / name).exists():
+            with (target / name).open("a") as file:
+                file.write('{"step": 7, "train/lo')
+    half = target / "checkpoints" / f".step_{step + SAVED}.tmp" / "hf"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"cut")
+    return target
+
+
+def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
+    for name in LOGS:
+        if (expected / name).exists():
+            assert (found / name).read_text() == (expected / name).read_text()
+    steps = [json.loads(line)["step"] for line in (found / "performance.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    last = f"checkpoints/step_{STEPS}"
+    for subfolder in subfolders:
+        files = sorted((expected / last / subfolder).glob("*.safetensors"))
+        assert files
+        for file in files:
+            assert (found / file.relative_to(expected)).read_bytes() == file.read_bytes(), file.name
+    assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6"}
+
+
+@pytest.fixture(scope="module")
+def sft_run(assets, shell, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, folder), timeout=240)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ppo_run(assets, shell, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo") / "run"
+    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, folder), *PPO, timeout=240)
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, shell, tmp_path):
+    run = stop_after(sft_run, 2, tmp_path / "run")
+    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, run), timeout=240)
+    assert done.code == 0, done.err
+    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
+
+
+def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, shell, tmp_path):
+    """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
+    state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
+    assert state["learner"]["kl_coef"] != 0.1
+    assert state["prompts"]["pass_rates"]
+    assert state["prompts"]["taken"] == {"sums": 6, "products": 2}
+    run = stop_after(ppo_run, 2, tmp_path / "run")
+    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf", "state/policy", "state/critic"))
+
+
+def test_another_layout_goes_on_with_the_same_losses(sft_run, assets, command, metrics_of, tmp_path):
+    """Two ranks stopped, one goes on, with activation checkpointing and other micro-batches."""
+    run = stop_after(sft_run, 2, tmp_path / "run")
+    layout = ["engine.activation_checkpointing=full", "engine.max_tokens_per_micro_batch=64"]
+    done = command("sft", *rows_options(assets, run), *layout)
+    assert done.code == 0, done.err
+    for one, two in zip(metrics_of(run), metrics_of(sft_run), strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
+        assert one["train/learning_rate"] == two["train/learning_rate"]
+
+
+def other_recipes(assets) -> dict[str, tuple[str, list[str]]]:
+    pairs = assets.sft.with_name("pairs.jsonl")
+    if not pairs.exists():
+        rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n), "response": str(n), "label": n % 2}
+                for n in range(20)]  # fmt: skip
+        pairs.write_text("".join(json.dumps(row | {"label": bool(row["label"])}) + "\n" for row in rows))
+    data = [f"data.train_files={pairs}", "data.validation_files=[]", "data.max_sequence_tokens=48"]
+    return {
+        "rl": ("rl", GRPO_LORA),
+        "kto": ("preference", [*data, "loss=kto"]),
+        "dpo before training": ("preference", [*data, "loss=dpo", "reference_logprobs=before_training"]),
+        "reward model": ("reward-model", data),
+        "distill": ("distill", [f"teacher.model.path={assets.model}"]),
+        "lora sft": ("sft", ["engine.lora={rank: 4, dropout: 0.2}"]),
+        "on-policy distillation": (
+            "rl",
+            ["algorithm.advantage=distill", f"teachers=[{{model: {{path: {assets.model}}}}}]"],
+        ),
+    }
+
+
+NAMES = ("rl", "kto", "dpo before training", "reward model", "distill", "lora sft", "on-policy distillation")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_goes_on_bitwise(assets, command, tmp_path, name):
+    recipe, more = other_recipes(assets)[name]
+    options = rl_options if recipe == "rl" else rows_options
+    done = command(recipe, *options(assets, tmp_path / "whole"), *more)
+    assert done.code == 0, done.err
+    run = stop_after(tmp_path / "whole", 4, tmp_path / "run")
+    done = command(recipe, *options(assets, run), *more)
+    assert done.code == 0, done.err
+    assert_same_run(run, tmp_path / "whole")
+
+
+CHANGES = {
+    "learning rate": (
+        ["trainer.learning_rate=1e-3"],
+        "trainer.learning_rate was 0.005 and is 0.001; set it back, allow it with "
+        "trainer.resume_allow=[trainer.learning_rate], or start a new run with trainer.resume=never",
+    ),
+    "seed": (["trainer.seed=1"], "trainer.seed was 0 and is 1"),
+    "rows": (["data.max_train_rows=16"], "data.max_train_rows was 20 and is 16"),
+    "length": (["trainer.total_steps=8"], "trainer.total_steps was 6 and is 8"),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_changed_config_is_one_line_before_anything_starts(sft_run, assets, command, name):
+    """A cosine schedule depends on the number of steps. What is there stays as it was."""
+    before = {path: path.stat().st_mtime_ns for path in sft_run.rglob("*")}
+    options, expected = CHANGES[name]
+    done = command("sft", *rows_options(assets, sft_run), *options)
+    assert done.code == 2
+    assert done.err.startswith(
+        f"error: {sft_run / 'checkpoints' / 'step_6'} was trained with another config: {expected}"
+    )
+    assert done.err.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in sft_run.rglob("*")} == before
+
+
+def test_an_allowed_change_takes_effect_from_the_checkpoint_on(sft_run, assets, command, metrics_of, tmp_path):
+    run = stop_after(sft_run, 2, tmp_path / "run")
+    allowed = ["trainer.learning_rate=1e-3", "trainer.resume_allow=[trainer.learning_rate]"]
+    done = command("sft", *rows_options(assets, run), *allowed)
+    assert done.code == 0, done.err
+    rates = [row["train/learning_rate"] for row in metrics_of(run)]
+    whole = [row["train/learning_rate"] for row in metrics_of(sft_run)]
+    assert rates[:2] == whole[:2]
+    assert rates[2:] == pytest.approx([rate / 5 for rate in whole[2:]])
+
+
+def test_a_finished_run_says_so_and_changes_nothing(sft_run, assets, command):
+    before = {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()}
+    done = command("sft", *rows_options(assets, sft_run))
+    assert done.code == 0, done.err
+    assert (
+        f"sft: nothing to do: {sft_run / 'checkpoints' / 'step_6'} has done 6 of 6 steps; a larger trainer.total_steps "
+        "goes on from it, trainer.resume=never starts anew and moves it aside\n"
+    ) in done.out
+    assert {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_with_a_constant_rate_goes_on_to_more_steps(assets, command, metrics_of, tmp_path):
+    constant = ["trainer.lr_schedule=constant"]
+    done = command("sft", *rows_options(assets, tmp_path / "run"), *constant, "trainer.total_steps=2")
+    assert done.code == 0, done.err
+    done = command("sft", *rows_options(assets, tmp_path / "run"), *constant)
+    assert done.code == 0, done.err
+    done = command("sft", *rows_options(assets, tmp_path / "whole"), *constant)
+    assert done.code == 0, done.err
+    validated_at_its_end = [row for row in metrics_of(tmp_path / "run") if "val/loss" in row and row["step"] == 2]
+    assert len(validated_at_its_end) == 1
+    found, expected = ([row for row in metrics_of(tmp_path / n) if row["step"] != 2] for n in ("run", "whole"))
+    assert found == expected
+
+
+def test_never_starts_anew_and_moves_the_earlier_run_aside(sft_run, assets, command, metrics_of, tmp_path):
+    run = stop_after(sft_run, 2, tmp_path / "run")
+    done = command("sft", *rows_options(assets, run), "trainer.resume=never", "trainer.total_steps=1")
+    assert done.code == 0, done.err
+    assert [row["step"] for row in metrics_of(run)] == [1]
+    assert (run / "metrics.jsonl.1").read_bytes().startswith((sft_run / "metrics.jsonl").read_bytes())
+    assert (run / "checkpoints.1" / "step_2" / "manifest.json").is_file()
+
+
+def test_a_named_checkpoint_is_gone_on_from_in_a_folder_of_its_own(sft_run, assets, command, metrics_of, tmp_path):
+    """An older one, without the newer one being touched."""
+    before = {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()}
+    source = sft_run / "checkpoints" / "step_4"
+    done = command("sft", *rows_options(assets, tmp_path / "other"), f"trainer.resume={source}")
+    assert done.code == 0, done.err
+    assert [row["step"] for row in metrics_of(tmp_path / "other")] == [5, 6]
+    assert {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()} == before
+    for one, two in zip(metrics_of(tmp_path / "other"), metrics_of(sft_run)[4:], strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
+
+
+def test_going_back_to_an_older_checkpoint_moves_the_newer_ones_aside(sft_run, assets, command, tmp_path):
+    run = shutil.copytree(sft_run, tmp_path / "run")
+    done = command("sft", *rows_options(assets, run), f"trainer.resume={run / 'checkpoints' / 'step_2'}")
+    assert done.code == 0, done.err
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        *("step_2", "step_4", "step_6", "step_4.1", "step_6.1"),
+    }
+
+
+def test_a_path_without_a_state_is_named(assets, command, tmp_path):
+    done = command("sft", *rows_options(assets, tmp_path / "run"), f"trainer.resume={tmp_path}")
+    assert done.code == 2
+    assert f"trainer.resume={tmp_path} is neither a checkpoint with a training state" in done.err
+
+
+def test_a_run_of_another_recipe_is_named(sft_run, assets, command):
+    done = command("rl", *rl_options(assets, sft_run))
+    assert done.code == 2
+    assert "is of a run of another recipe (SFT, this is RL)" in done.err
+
+
+def test_a_damaged_file_of_a_checkpoint_is_named_and_nothing_starts(sft_run, assets, command, tmp_path):
+    run = stop_after(sft_run, 2, tmp_path / "run")
+    for name in ("hf/model.safetensors", "state/policy/rank_1.safetensors", "state/policy/index.json"):
+        path = run / "checkpoints" / "step_2" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        done = command("sft", *rows_options(assets, run))
+        assert done.code == 2
+        assert f"error: {path} is damaged: " in done.err
+        path.write_bytes(whole)
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command, metrics_of, tmp_path):
+    options = [*rows_options(assets, tmp_path / "run"), "trainer.save_state=false", "trainer.total_steps=1"]
+    for _ in range(2):
+        done = command("sft", *options)
+        assert done.code == 0, done.err
+    assert {path.name for path in (tmp_path / "run/checkpoints/step_1").iterdir()} == {"hf", "manifest.json"}
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "metrics.jsonl.1").exists()
+
+
+def test_a_killed_run_goes_on(ppo_run, assets, shell, marked, tmp_path):
+    """SIGKILL to every process once the first checkpoint is there, wherever the run is then."""
+    run, mark = tmp_path / "run", f"killed-{tmp_path}"
+    arguments = [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHARDWISE_TEST_MARK": mark}
+    launcher = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not (run / "checkpoints" / "step_2").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in marked(mark):
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+    assert not (run / "checkpoints" / "step_6").is_dir()
+    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf"))
+
+
+def test_a_checkpoint_is_what_its_manifest_says(sft_run):
+    checkpoint = sft_run / "checkpoints" / "step_2"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["content"]
+    assert (manifest["step"], manifest["num_ranks"]) == (2, 2)
+    files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    shards = {f"state/policy/rank_{rank}.safetensors" for rank in (0, 1)}
+    assert set(manifest["files"]) == files - shards - {"manifest.json"}
+    names = {name for shard in shards for name in load_file(checkpoint / shard)}
+    assert {name.partition("/")[0] for name in names} == {"master", "exp_avg", "exp_avg_sq", "step"}

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import TensorSpec
+from shardwise.engine.state_files import Part, ShardFile, StateIndex
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+
+TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3), "step/a": torch.tensor(4.0), "master/b": torch.ones(3).bfloat16()}
+INDEX = StateIndex(
+    specs={"exp_avg/a": TensorSpec(torch.float32, (4, 3)), "step/a": TensorSpec(torch.bfloat16, ())},
+    parts={
+        "exp_avg/a": [Part((0, 0), (2, 3), "rank_0.safetensors"), Part((2, 0), (2, 3), "rank_1.safetensors")],
+        "step/a": [Part((), (), "rank_0.safetensors")],
+    },
+    files={"rank_0.safetensors": ShardFile(100, "ab", {"exp_avg/a": "cd", "step/a": "ef"})},
+    numbers={"num_steps": 7, "loss_scaler": None},
+)
+
+
+def test_a_shard_file_is_one_of_safetensors(tmp_path):
+    written = ShardFile.write(tmp_path / "f", TENSORS)
+    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "f").items()} == {
+        name: tensor.tolist() for name, tensor in TENSORS.items()
+    }
+    written.verify(tmp_path / "f")
+
+
+def test_every_flipped_bit_of_a_shard_file_is_noticed(tmp_path):
+    written = ShardFile.write(tmp_path / "f", TENSORS)
+    data = (tmp_path / "f").read_bytes()
+    for position in range(len(data)):
+        for bit in (0, 3, 7):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            (tmp_path / "f").write_bytes(flipped)
+            with pytest.raises(ModelError, match=str(tmp_path / "f")):
+                written.verify(tmp_path / "f")
+
+
+def test_the_tensor_that_changed_is_named(tmp_path):
+    written = ShardFile.write(tmp_path / "f", TENSORS)
+    data = bytearray((tmp_path / "f").read_bytes())
+    place = data.index(TENSORS["exp_avg/a"].numpy().tobytes())
+    data[place + 5] ^= 1
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(ModelError, match="f is damaged: exp_avg/a is not what was written"):
+        written.verify(tmp_path / "f")
+
+
+def test_the_index_comes_back_as_it_was(tmp_path):
+    INDEX.write(tmp_path)
+    found = StateIndex.read(tmp_path)
+    assert found == INDEX
+    assert [found.file_of("exp_avg/a", offsets) for offsets in ((0, 0), torch.Size((2, 0)))] == [
+        "rank_0.safetensors",
+        "rank_1.safetensors",
+    ]
+
+
+def test_planners_of_torch_see_the_same(tmp_path):
+    about = INDEX.metadata().state_dict_metadata["exp_avg/a"]
+    assert (about.properties.dtype, tuple(about.size)) == (torch.float32, (4, 3))
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks] == [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+
+
+def test_another_format_is_refused(tmp_path):
+    INDEX.write(tmp_path)
+    content = read_sealed_json(tmp_path / "index.json")
+    write_sealed_json(tmp_path / "index.json", content | {"format": 2})
+    with pytest.raises(ModelError, match="has format 2, and this version of Shardwise reads 1"):
+        StateIndex.read(tmp_path)

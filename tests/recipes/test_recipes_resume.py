@@ -1,0 +1,72 @@
+import pytest
+
+from shardwise.config import ConfigError, ModelError, SFTConfig
+from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.resume import Start, find_start, write_run
+
+
+def config(output_dir, **trainer) -> SFTConfig:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train_files": "t.jsonl"},
+        "trainer": {"output_dir": str(output_dir), **trainer},
+    }
+    return SFTConfig.parse(tree, origin="test")
+
+
+def leave(run, step, **trainer):
+    """A whole checkpoint of a run."""
+    folder = run / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    write_run(folder, config(run, **trainer), step=step, parts={"rows": {"num_rows": step}})
+    write_manifest(folder, [{}], step=step)
+    return folder
+
+
+def test_auto_takes_the_newest_whole_one_by_number(tmp_path):
+    for step in (9, 10, 100):
+        leave(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_100" / "manifest.json").unlink()
+    (tmp_path / "checkpoints" / "step_200" / "hf").mkdir(parents=True)
+    assert find_start(config(tmp_path)) == Start(
+        tmp_path / "checkpoints" / "step_10", 10, {"rows": {"num_rows": 10}}, True
+    )
+
+
+def test_without_a_checkpoint_or_with_never_a_run_starts_at_its_beginning(tmp_path):
+    assert find_start(config(tmp_path / "empty")) is None
+    leave(tmp_path, 3)
+    assert find_start(config(tmp_path, resume="never")) is None
+
+
+def test_a_run_or_a_checkpoint_can_be_named(tmp_path):
+    run = tmp_path / "run"
+    old, new = leave(run, 3), leave(run, 6)
+    for path, found in ((run, new), (old, old), (new, new)):
+        start = find_start(config(tmp_path / "other", resume=str(path)))
+        assert (start.checkpoint, start.in_place) == (found, False)
+    assert find_start(config(run, resume=str(old))).in_place
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer.resume=.*nothing is neither a checkpoint with a training state"):
+        find_start(config(tmp_path, resume=str(tmp_path / "nothing")))
+
+
+def test_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
+    folder = leave(tmp_path, 3)
+    with pytest.raises(ConfigError) as error:
+        find_start(config(tmp_path, seed=1, batch_size=8))
+    assert str(error.value) == (
+        f"{folder} was trained with another config: trainer.seed was 0 and is 1, trainer.batch_size was 32 and is 8; "
+        "set it back, allow it with trainer.resume_allow=[trainer.seed, trainer.batch_size], or start a new run with "
+        "trainer.resume=never, which moves what is in trainer.output_dir aside"
+    )
+    assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
+
+
+def test_a_changed_run_file_is_damage(tmp_path):
+    path = leave(tmp_path, 3) / "state" / "run.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 1'))
+    with pytest.raises(ModelError, match=r"run.json is damaged: "):
+        find_start(config(tmp_path))
