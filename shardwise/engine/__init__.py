@@ -10,5 +10,3 @@ from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.offload import Part
-from shardwise.engine.state_files import shard_files
-from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
-from shardwise.engine.checkpoint import load_state, save_state
 from shardwise.engine.export import export_folder
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
@@ -260,11 +259,15 @@ class TrainEngine:
 
     def save_state(self, folder: Path) -> None:
         """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""
+        from shardwise.engine.checkpoint import save_state  # its packages are needed by nothing else in the engine
+
         assert self._optimizer is not None, "a frozen engine has no training state"
         save_state(self._optimizer, folder)
 
     def load_state(self, folder: Path) -> None:
         """Goes on from what an engine of any layout wrote there. See `checkpoint.load_state`."""
+        from shardwise.engine.checkpoint import load_state
+
         assert self._optimizer is not None, "a frozen engine has no training state"
         load_state(self._optimizer, folder)
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.config import ModelError
-from shardwise.engine import FileRecord, raised_on_every_rank, read_sealed_json, shard_files, write_sealed_json
+from shardwise.engine import raised_on_every_rank
+from shardwise.engine.state_files import shard_files
+from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
 

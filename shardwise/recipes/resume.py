@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import ConfigError, TrainingConfig, changes_that_matter, require_known_keys
-from shardwise.engine import read_sealed_json, write_sealed_json
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.manifest import MANIFEST
 

@@ -28,6 +28,17 @@ def test_startup_imports_neither_torch_nor_transformers(code):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_engine_starts_without_what_only_runs_need():
+    """A machine with a GPU may have little more than torch and transformers: see `make gpu-test`."""
+    packages = ["rich", "xxhash", "datasets", "pyarrow", "peft", "math_verify", "tensorboard"]
+    script = (
+        f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
+        "import shardwise.data.packing, shardwise.engine, shardwise.recipes.losses"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_source_file_has_a_test_file():
     """engine/mesh.py is tested by test_mesh.py, or test_engine_mesh.py where another folder has a mesh.py too."""
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}

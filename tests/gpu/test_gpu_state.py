@@ -1,0 +1,49 @@
+"""The training state leaves the GPU for files and comes back as it was."""
+
+import pytest
+import torch
+from small_gpu_model import packed
+
+from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.engine import TrainEngine
+from shardwise.engine.shards import local_shard
+from shardwise.recipes.losses import sft_loss
+
+pytest.importorskip("xxhash")
+KINDS = {
+    "adamw": ([], {}),
+    "adamw_cpu": ([], {"optimizer": "adamw_cpu"}),
+    "muon": ([], {"optimizer": "muon"}),
+    "on host": (["offload_policy=true"], {}),
+    "bf16 masters": (["param_dtype=bfloat16", "master_dtype=bfloat16"], {}),
+}
+
+
+def steps(engine, count):
+    """Loss and gradient norm of every step."""
+    step, found = packed(), []
+    for _ in range(count):
+        metrics = engine.forward_backward(step.shards[0], sft_loss, step.denominators)
+        metrics |= engine.optim_step()
+        found.append((metrics["train/loss"].result(), metrics["train/grad_norm"].result()))
+    return found
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_state_comes_back_from_files_as_it_was(folder, device, tmp_path, kind):
+    options, optimizer = KINDS[kind]
+
+    def build():
+        config = OptimizerConfig(**{"learning_rate": 1e-3, **optimizer})
+        return TrainEngine.build(folder, EngineConfig.load(None, options), device=device, optimizer=config)
+
+    first, second = build(), build()
+    steps(first, 2)
+    first.save_state(tmp_path / "state")
+    second.load_state(tmp_path / "state")
+    others = second._optimizer.named_tensors()
+    for name, tensor in first._optimizer.named_tensors().items():
+        one, other = local_shard(tensor), local_shard(others[name])  # a world of 1: a shard is the whole
+        assert one.device == other.device, name
+        assert torch.equal(one, other), name
+    assert steps(second, 1)[0] == pytest.approx(steps(first, 1)[0], rel=1e-6)
