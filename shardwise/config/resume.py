@@ -35,10 +35,10 @@ def changes_that_matter(
     """The keys whose values differ, without those that may: (before, now).
 
     Args:
-        before: the tree of the earlier config, every default written out.
+        before: the tree of the earlier config, every default of its time written out.
         allowed: keys, and groups of keys, that may differ too.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(config.model_dump(mode="json")))
+    old, new = dict(_leaves(_with_new_defaults(before, config))), dict(_leaves(config.model_dump(mode="json")))
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
     pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
     return {
@@ -56,6 +56,14 @@ def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
             f"trainer.resume_allow names {', '.join(unknown)}, which this config does not have; name keys such as "
             "trainer.learning_rate, or groups of them such as data"
         )
+
+
+def _with_new_defaults(tree: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
+    """A key that has come since then counts as its default; a tree that is no config any more is taken as it is."""
+    try:
+        return type(config).parse(tree, origin="the checkpoint").model_dump(mode="json")
+    except ConfigError:
+        return tree
 
 
 def _may_be_of_any_length(config: TrainingConfig) -> bool:

@@ -79,3 +79,12 @@ def test_every_key_of_the_list_is_one_of_some_config():
     }
     own = {path for path in MAY_CHANGE if path.startswith(("trainer.", "data.", "rollout.", "reward.num", "engine."))}
     assert own <= known
+
+
+def test_a_key_that_has_come_since_counts_as_its_default():
+    tree = rl().model_dump(mode="json")
+    del tree["rollout"]["top_p"]
+    assert changes_that_matter(tree, rl(), allowed=[]) == {}
+    assert changes_that_matter(tree, rl("rollout.top_p=0.5"), allowed=[]) == {"rollout.top_p": (1.0, 0.5)}
+    tree["rollout"]["gone"] = 3  # a key of an older version
+    assert changes_that_matter(tree, rl(), allowed=[]) == {"rollout.top_p": (None, 1.0), "rollout.gone": (3, None)}
