@@ -276,8 +276,7 @@ class RLConfig(Config):
         self._require_fit_for_sampling()
         if self.reward is None:
             self._require_no_use_of_rewards()
-        else:
-            _require_environment(self.reward, self.rollout, self.data)
+        _require_environment(self.reward, self.rollout, self.data)
         num_samples = self.rollout.num_prompts * self.rollout.group_size
         if self.algorithm.num_minibatches > num_samples:
             raise ValueError(
@@ -452,8 +451,8 @@ def _started_adapter(what: str) -> str:
     )
 
 
-def _require_environment(reward: RewardConfig, rollout: GenerationConfig, data: EvalDataConfig) -> None:
-    if reward.reads_environment and rollout.environment is None:
+def _require_environment(reward: RewardConfig | None, rollout: GenerationConfig, data: EvalDataConfig) -> None:
+    if reward is not None and reward.reads_environment and rollout.environment is None:
         raise ValueError(
             "reward.functions has an entry of type environment, but there is none; set "
             "rollout.environment=FILE.py:Class, or remove the entry"

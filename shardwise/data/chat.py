@@ -140,11 +140,17 @@ def render_observation(
                 f"{origin}: the observation is {describe_type(observation)}, but data.apply_chat_template=false takes "
                 f"strings: {preview(observation)}"
             )
-        return _encode(tokenizer, observation)
+        return _encode(tokenizer, observation.encode("utf-8", "replace").decode())
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     before = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
     text = _render(tokenizer, [*before, *checked_messages(messages, origin)], origin, add_generation_prompt=True)
-    token_ids = _encode(tokenizer, text[text.index(_ANY_TURN) + len(_ANY_TURN) :])
+    _, turn, after = text.partition(_ANY_TURN)
+    if not turn:
+        raise DataError(
+            f"{origin}: the chat template does not write what an assistant says as it is, so nothing can follow it; "
+            "set model.chat_template=FILE"
+        )
+    token_ids = _encode(tokenizer, after.encode("utf-8", "replace").decode())  # half a surrogate pair is no character
     if last_token_id not in token_ids:
         return token_ids
     end = token_ids.index(last_token_id)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,15 +29,24 @@ class Episode:
     outcome: Answer | None = None
     """What the environment makes of it; None where there is none."""
 
+    @property
+    def ids_before_last_turn(self) -> list[int]:
+        """The completion's tokens that the last turn answers: earlier turns, and what the environment said."""
+        completion = self.completion
+        if completion.is_sampled is None or all(completion.is_sampled):
+            return []
+        num_before = len(completion.is_sampled) - completion.is_sampled[::-1].index(False)
+        return completion.token_ids[:num_before]
+
 
 @dataclass(slots=True)
 class _Game:
     """An episode that is being played."""
 
     episode: Episode
-    environment: Any
     request: GenerateRequest
     """Of its first turn."""
+    environment: Any = None
     is_over: bool = False
 
     def fail(self, method: str, why: str) -> None:
@@ -56,8 +65,17 @@ class _Game:
         )
 
 
+def _begin(example: Example, request: GenerateRequest) -> list[_Game]:
+    """A game for each completion of a request."""
+    empty = Completion(token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0)
+    return [
+        _Game(Episode(example, empty), replace(request, uid=f"{request.uid}/{index}", num_completions=1))
+        for index in range(request.num_completions)
+    ]
+
+
 class Episodes:
-    """Plays episodes in an environment, those of a whole batch at the same time."""
+    """Plays episodes in an environment, those of a whole batch at the same time. A context manager."""
 
     def __init__(
         self,
@@ -71,51 +89,55 @@ class Episodes:
         self._new_environment = environment
         self._tokenizer = tokenizer
         self._generate = generate
+        self._caller = EnvironmentCaller(config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._caller.close()
 
     def play(self, examples: Sequence[Example], requests: Sequence[GenerateRequest]) -> list[list[Episode]]:
-        """The episodes of every example, as many as its request asks for."""
-        groups = [self._begin(example, request) for example, request in zip(examples, requests, strict=True)]
+        """The episodes of every example, as many as its request asks for. Whatever happens, no environment is left
+        open."""
+        groups = [_begin(example, request) for example, request in zip(examples, requests, strict=True)]
         games = [game for group in groups for game in group]
-        with EnvironmentCaller(self._config) as caller:
-            self._call(caller, games, "reset", lambda game: (game.episode.example,))
-            turns = [turn for group in self._generate(list(requests)) for turn in group]
-            playing = games
-            while playing:
-                for game, turn in zip(playing, turns, strict=True):
-                    self._take_turn(game, turn)
-                self._answer(caller, [game for game in playing if not game.is_over])
-                playing = [game for game in playing if not game.is_over]
-                turns = (
-                    [turn for (turn,) in self._generate([game.next_request() for game in playing])] if playing else []
-                )
-            self._score(caller, [game for game in games if game.episode.outcome is None])
-            self._call(caller, games, "close")
+        try:
+            self._make_environments(games)
+            self._call(games, "reset", lambda game: (game.episode.example,))
+            self._take_turns(games, requests)
+            self._score([game for game in games if game.episode.outcome is None])
+        finally:
+            self._call(games, "close")
         return [[game.episode for game in group] for group in groups]
 
-    def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
-        empty = Completion(
-            token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0
-        )
-        return [
-            _Game(
-                Episode(example, empty),
-                self._new_environment(),
-                replace(request, uid=f"{request.uid}/{index}", num_completions=1),
-            )
-            for index in range(request.num_completions)
-        ]
+    def _make_environments(self, games: Sequence[_Game]) -> None:
+        for game, made in zip(games, self._caller.call([self._new_environment] * len(games)), strict=True):
+            if isinstance(made, BaseException):
+                game.fail("__init__", f"failed: {describe_error(made)}")
+            else:
+                game.environment = made
+
+    def _take_turns(self, games: Sequence[_Game], requests: Sequence[GenerateRequest]) -> None:
+        playing, turns = games, [turn for group in self._generate(list(requests)) for turn in group]
+        while playing:
+            for game, turn in zip(playing, turns, strict=True):
+                self._take_turn(game, turn)
+            self._answer([game for game in playing if not game.is_over])
+            playing = [game for game in playing if not game.is_over]
+            turns = [turn for (turn,) in self._generate([game.next_request() for game in playing])] if playing else []
 
     def _call(
         self,
-        caller: EnvironmentCaller,
         games: Sequence[_Game],
         method: str,
         arguments: Callable[[_Game], tuple[Any, ...]] = lambda _: (),
     ) -> list[tuple[_Game, Any]]:
         """Calls a method of every game's environment. Returns what those returned that did not fail."""
+        games = [game for game in games if game.environment is not None]
         calls = [partial(getattr(game.environment, method), *arguments(game)) for game in games]
         answered = []
-        for game, returned in zip(games, caller.call(calls), strict=True):
+        for game, returned in zip(games, self._caller.call(calls), strict=True):
             if isinstance(returned, BaseException):
                 game.fail(method, f"failed: {describe_error(returned)}")
             else:
@@ -138,9 +160,9 @@ class Episodes:
         episode.said.append({"role": "assistant", "content": text})
         game.is_over |= turn.finish_reason == "length"
 
-    def _answer(self, caller: EnvironmentCaller, games: Sequence[_Game]) -> None:
+    def _answer(self, games: Sequence[_Game]) -> None:
         """Lets the environments answer the last turn, and appends what they say."""
-        for game, observation in self._call(caller, games, "step", lambda game: (game.episode.turns[-1],)):
+        for game, observation in self._call(games, "step", lambda game: (game.episode.turns[-1],)):
             if observation is None:
                 game.is_over = True
                 continue
@@ -150,7 +172,7 @@ class Episodes:
                     observation,
                     apply_chat_template=game.episode.example.messages is not None,
                     last_token_id=game.episode.completion.token_ids[-1],
-                    origin=game.episode.example.uid,
+                    origin="the environment's answer",
                 )
             except DataError as error:
                 game.fail("step", f"returned what cannot be read: {error}")
@@ -174,8 +196,8 @@ class Episodes:
         )
         game.episode.said += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
-    def _score(self, caller: EnvironmentCaller, games: Sequence[_Game]) -> None:
-        for game, returned in self._call(caller, games, "reward"):
+    def _score(self, games: Sequence[_Game]) -> None:
+        for game, returned in self._call(games, "reward"):
             answer = Answer(**read_score(returned))
             if answer.failure is None:
                 game.episode.outcome = answer

@@ -43,8 +43,10 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.rollout.model_dump_json(),
         config.engine.param_dtype,
     )
-    with make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards:
-        rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
+    with (
+        make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
+        Rollouter(group, model.tokenizer, config.rollout, rewards) as rollouter,
+    ):
         greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)
         sampled = None
         if config.eval.num_samples > 1:

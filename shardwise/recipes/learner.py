@@ -13,6 +13,7 @@ from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, 
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
+    present,
     with_advantages,
     with_overlong_penalty,
     with_rollout_correction,
@@ -80,7 +81,7 @@ class Learner:
         with spans("logprobs"):
             scored = self._score(samples, rollout)
         samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
-        self._watch_signal(metrics)
+        self._watch_signal(metrics, samples)
         samples, corrected = with_rollout_correction(samples, algorithm)
         metrics |= corrected
         seed = self._config.trainer.seed
@@ -94,10 +95,11 @@ class Learner:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
-    def _watch_signal(self, metrics: Metrics) -> None:
+    def _watch_signal(self, metrics: Metrics, samples: Sequence[Sample]) -> None:
         """Says so where rewards have been equal within every group for many steps: nothing is learnt from them."""
         fraction = metrics.get("advantage/zero_variance_fraction")
         is_idle = fraction is not None and fraction.result() == 1.0
+        is_idle = is_idle and not any(present(sample.advantages).any() for sample in samples)  # gigpo counts turns too
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps and self._num_idle_steps % PATIENCE_STEPS == 0:
             print(

@@ -48,10 +48,10 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
+        Rollouter(group, model.tokenizer, config.rollout, rewards) as rollouter,
         Run("rl", config, parts=parts, engines=engines.saved, total_steps=total_steps) as run,
         SampleLog(run.output_dir, last_step=run.last_logged_step) as sample_log,
     ):
-        rollouter = Rollouter(group, model.tokenizer, config.rollout, rewards)
         sampler = Sampler(rollouter, stream, examples.rows, config)
         group.call("sync_weights", run.first_step - 1)
         for step in run.steps():

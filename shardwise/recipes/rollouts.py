@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import GenerationConfig, RewardConfig
+from shardwise.config import GenerationConfig, RewardConfig, TrainingError
 from shardwise.controller.base import WorkerGroup
 from shardwise.recipes.environment import load_environment
 from shardwise.recipes.episodes import Episode, Episodes
@@ -14,7 +15,7 @@ from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
 
 
 class Rollouter:
-    """Asks the ranks' rollout engines for completions and the rewards for scores."""
+    """Asks the ranks' rollout engines for completions and the rewards for scores. A context manager."""
 
     def __init__(
         self,
@@ -37,6 +38,13 @@ class Rollouter:
         if config.environment is not None:
             environment = load_environment(config.environment)
             self._episodes = Episodes(config.environment, environment, tokenizer, self._generate)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._episodes is not None:
+            self._episodes.__exit__(*exception)
 
     def collect(
         self, examples: Sequence[Example], *, num_completions: int, temperature: float, seed: int, stream: str
@@ -102,26 +110,39 @@ class Rollouter:
         return [shards[index % size][index // size] for index in range(len(requests))]
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
+        episodes = [episode for group in groups for episode in group]
         if self._rewards is None:
+            _require_whole(episodes)
             return [[RewardResult(score=0.0) for _ in group] for group in groups]
-        results = iter(self._rewards.score([_job(episode) for group in groups for episode in group]))
+        results = iter(self._rewards.score([self._job(episode) for episode in episodes]))
         return [[next(results) for _ in group] for group in groups]
 
+    def _job(self, episode: Episode) -> RewardJob:
+        """The last turn is what is judged; what was said before it belongs to the prompt."""
+        example = episode.example
+        extra_info = {**example.extra_info, "num_response_tokens": episode.completion.num_sampled}
+        return RewardJob(
+            uid=example.uid,
+            prompt=example.prompt + self._tokenizer.decode(episode.ids_before_last_turn),
+            messages=None if example.messages is None else example.messages + episode.said[:-1],
+            data_source=example.data_source,
+            solution_str=episode.turns[-1],
+            ground_truth=example.ground_truth,
+            extra_info=extra_info if episode.outcome is None else extra_info | {"turns": episode.turns},
+            outcome=episode.outcome,
+        )
 
-def _job(episode: Episode) -> RewardJob:
-    """The last turn is what is judged; what was said before it belongs to the prompt."""
-    example, before = episode.example, episode.said[:-1]
-    extra_info = {**example.extra_info, "num_response_tokens": episode.completion.num_sampled}
-    return RewardJob(
-        uid=example.uid,
-        prompt=example.prompt + "".join(message["content"] for message in before),
-        messages=None if example.messages is None else example.messages + before,
-        data_source=example.data_source,
-        solution_str=episode.turns[-1],
-        ground_truth=example.ground_truth,
-        extra_info=extra_info if episode.outcome is None else extra_info | {"turns": episode.turns},
-        outcome=episode.outcome,
-    )
+
+def _require_whole(episodes: Sequence[Episode]) -> None:
+    """Raises TrainingError where an environment failed and there is no reward whose policy for failures would say what
+    to do."""
+    failed = [(e.example.uid, e.outcome.failure) for e in episodes if e.outcome is not None and e.outcome.failure]
+    if failed:
+        uid, failure = failed[0]
+        raise TrainingError(
+            f"the environment failed for row {uid}: {failure}. Fix it, or give a reward, whose on_failure=mask "
+            "leaves such rows out"
+        )
 
 
 def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:

@@ -4,7 +4,7 @@ nothing replaced."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.config import RLConfig
+from shardwise.config import Gdpo, Gigpo, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.rollouts import Rollouter, is_correct
@@ -120,15 +120,20 @@ class Sampler:
 
     def _teaches(self, group: RolloutGroup) -> bool:
         """Whether its completions differ in what rollout.dynamic_sampling.by names. Under gdpo in the rewards of some
-        function, since it compares each on its own."""
+        function, since it compares each on its own; under gigpo, which discounts by turns, in their number too."""
         dynamic = self._config.rollout.dynamic_sampling
         if dynamic is not None and dynamic.by == "correct":
             return len({verdict for verdict in self._verdicts(group) if verdict is not None}) > 1
         masks = self._config.masks_failed
         kept = [place for place, failed in enumerate(group.failed) if not (masks and failed)]
-        columns = [group.rewards]
-        if self._config.algorithm.advantage.name == "gdpo" and self._config.reward is not None:
-            columns = list(reward_columns([group], self._config.reward).values())
+        columns: list[Sequence[float]] = [group.rewards]
+        match self._config.algorithm.advantage:
+            case Gdpo() if self._config.reward is not None:
+                idle = {entry.name for entry in self._config.reward.functions if entry.weight == 0}
+                parts = reward_columns([group], self._config.reward)
+                columns = [scores for name, scores in parts.items() if name not in idle]
+            case Gigpo(gamma=gamma) if gamma < 1 and any(group.rewards):
+                columns.append([completion.num_turns for completion in group.completions])
         return any(len({column[place] for place in kept}) > 1 for column in columns)
 
     def _greedy(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:

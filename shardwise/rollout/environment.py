@@ -5,8 +5,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from shardwise.config import EnvironmentConfig
 from shardwise.types import Example
@@ -36,22 +35,19 @@ class Environment(Protocol):
 
 
 class EnvironmentCaller:
-    """Calls methods of many environments at a time, each within its deadline. A context manager.
+    """Calls methods of many environments at a time, each within its deadline.
 
-    Coroutines share one event loop from the first call to the last. Other methods run in threads; one that outlives
-    its deadline keeps its thread, which does not keep the process.
+    Coroutines share one event loop from the first call to `close`, so that what environments share (a client, a
+    semaphore) may belong to it. Other methods run in threads; one that outlives its deadline keeps its thread, which
+    does not keep the process.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
         self._runner = asyncio.Runner()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Ends the event loop."""
         self._runner.close()
 
     def call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -285,6 +285,11 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "data.validation_files",
         ),
         (
+            [*UNJUDGED, "rollout.environment={type: tools, functions: [a.py:f]}", "data.apply_chat_template=false"],
+            "rollout.environment.type=tools needs the chat template, which tells the policy of its tools and of what "
+            "they return; set data.apply_chat_template=true",
+        ),
+        (
             [*UNJUDGED, "data.difficulty.max_pass_rate=0.9"],
             "data.difficulty goes by what is correct, which nothing says without reward; give it or remove "
             "data.difficulty",

@@ -149,6 +149,18 @@ def test_an_observation_fits_templates_that_rewrite_earlier_turns(tokenizer):
     assert observed(tokenizer, "no", last="<|end|>") == "<|user|>no<|end|><|assistant|>"
 
 
+def test_half_a_character_in_an_observation_is_replaced(tokenizer):
+    tokenizer.chat_template = CHATML
+    assert observed(tokenizer, "a\ud83db", last="<|end|>") == "\n<|user|>\na?b<|end|>\n<|assistant|>\n"
+    assert observed(tokenizer, "a\ud83db", last="<|end|>", apply_chat_template=False) == "a?b"
+
+
+def test_a_template_that_drops_what_was_said_is_refused(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(DataError, match=r"^row: the chat template does not write what an assistant says as it is"):
+        observed(tokenizer, "no", last="<|end|>")
+
+
 def test_an_observation_without_template_is_its_own_tokens(tokenizer):
     tokenizer.chat_template = None
     assert observed(tokenizer, " no: ", last="<|end|>", apply_chat_template=False) == " no: "

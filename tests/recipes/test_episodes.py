@@ -1,5 +1,6 @@
 """Completions of several turns, against scripts."""
 
+import asyncio
 from functools import partial
 
 import pytest
@@ -28,6 +29,9 @@ class Policy:
     def __init__(self, scripts):
         self._scripts = {uid: list(turns) for uid, turns in scripts.items()}
         self.requests = []
+
+    def again(self, scripts):
+        self.__init__(scripts)
 
     def __call__(self, requests):
         self.requests.append(requests)
@@ -84,7 +88,11 @@ def nobody():
 def play(scripts, *, prompts=("1",), awaited="3", group_size=1, max_tokens=20, environment=Echo, **options):
     policy = Policy(scripts)
     config = CustomEnvironment(path="given.py:AsIs", **options)
-    episodes = Episodes(config, partial(environment, **config.parameters), Digits(), policy)
+    with Episodes(config, partial(environment, **config.parameters), Digits(), policy) as episodes:
+        return play_all(episodes, prompts, awaited, group_size, max_tokens), policy
+
+
+def play_all(episodes, prompts=("1",), awaited="3", group_size=1, max_tokens=20):
     examples = [
         Example(uid=f"row {p}", prompt_ids=[int(p)], prompt=p, data_source="", ground_truth=awaited) for p in prompts
     ]
@@ -99,7 +107,7 @@ def play(scripts, *, prompts=("1",), awaited="3", group_size=1, max_tokens=20, e
         )
         for example in examples
     ]
-    return episodes.play(examples, requests), policy
+    return episodes.play(examples, requests)
 
 
 def test_turns_and_observations_become_one_completion_by_hand():
@@ -204,3 +212,57 @@ def test_a_reward_of_another_kind_is_a_failure():
 
     ((episode,),), _ = play({"row 1/0": ["39"]}, environment=Odd)
     assert episode.outcome.failure.startswith("reward() returned the str 'good', expected a finite number")
+
+
+def test_an_environment_that_cannot_be_made_fails_its_episode_alone():
+    class ThirdFails(Echo):
+        def __init__(self):
+            if len(made) == 2:
+                made.append(None)
+                raise OSError("no room")
+            super().__init__()
+
+    scripts = {f"row 1/{index}": ["39"] for index in range(4)}
+    (group,), _ = play(scripts, group_size=4, environment=ThirdFails)
+    failures = [episode.outcome.failure for episode in group]
+    assert sum(failure is not None for failure in failures) == 1
+    assert next(filter(None, failures)).startswith("__init__() failed: OSError: no room")
+    assert [environment.calls[-1] for environment in made if environment is not None] == [("close",)] * 3
+
+
+def test_environments_are_closed_where_generation_fails():
+    def broken(requests):
+        raise RuntimeError("a rank is gone")
+
+    with (
+        Episodes(CustomEnvironment(path="a.py:B"), Echo, Digits(), broken) as episodes,
+        pytest.raises(RuntimeError, match="a rank is gone"),
+    ):
+        play_all(episodes, group_size=3)
+    assert [environment.calls for environment in made] == [[("reset", "row 1"), ("close",)]] * 3
+
+
+def test_steps_of_a_run_share_an_event_loop():
+    """What environments share, such as a client, belongs to the loop it was made in."""
+    loops = []
+
+    class Looks(Echo):
+        async def step(self, response):
+            loops.append(asyncio.get_running_loop())
+
+    policy = Policy({"row 1/0": ["39"]})
+    with Episodes(CustomEnvironment(path="a.py:B"), Looks, Digits(), policy) as episodes:
+        play_all(episodes)
+        policy.again({"row 1/0": ["39"]})
+        play_all(episodes)
+    assert len(loops) == 2
+    assert loops[0] is loops[1]
+    assert loops[0].is_closed()
+
+
+def test_what_the_last_turn_answers_is_everything_before_it():
+    ((episode,),), _ = play({"row 1/0": ["249", "59", "39"]})
+    assert episode.completion.token_ids == [2, 4, 9, 7, 2, 4, 5, 9, 7, 5, 3, 9]
+    assert episode.ids_before_last_turn == [2, 4, 9, 7, 2, 4, 5, 9, 7, 5]
+    ((episode,),), _ = play({"row 1/0": ["39"]})
+    assert episode.ids_before_last_turn == []

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from shardwise.config import RewardConfig, RolloutConfig
+from shardwise.config import RewardConfig, RolloutConfig, TrainingError
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import RewardResult
 from shardwise.types import Completion, Example
@@ -9,9 +11,8 @@ from shardwise.types import Completion, Example
 class Digits:
     """A tokenizer whose tokens are their own text; 0 is special."""
 
-    def decode(self, token_ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(str(token) for token in token_ids if token)
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(str(token) for token in token_ids if token or not skip_special_tokens)
 
 
 class Rewards:
@@ -114,3 +115,20 @@ def test_results_of_a_manager_are_correct_by_acc_or_by_the_reward():
     assert is_correct(0.5, {}, config)
     assert not is_correct(0.4, {"b": 1.0}, config)
     assert is_correct(0.0, {"acc": 1.0}, config)
+
+
+def test_without_rewards_an_environment_that_fails_stops_the_run(fake_group, tmp_path, monkeypatch):
+    """There is no policy for failures that would say what else to do."""
+    monkeypatch.chdir(tmp_path)
+    (path := Path("broken.py")).write_text(
+        "class Broken:\n    def reset(self, example):\n        raise ValueError('away')\n"
+        "    def step(self, response): ...\n    def reward(self): ...\n    def close(self): ...\n"
+    )
+    config = RolloutConfig(environment=f"{path}:Broken")
+    example = Example(uid="row", prompt_ids=[4], prompt="", data_source="s", ground_truth="")
+    failure = r"^the environment failed for row row: reset\(\) failed: ValueError: away"
+    with (
+        Rollouter(fake_group(1, generate=answer), Digits(), config, None) as rollouter,
+        pytest.raises(TrainingError, match=failure),
+    ):
+        rollouter.collect([example], num_completions=1, temperature=1.0, seed=0, stream="step 1")

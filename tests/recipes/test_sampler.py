@@ -1,6 +1,7 @@
 """Prompts drawn, completions sampled and judged, groups that teach nothing replaced."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -183,3 +184,34 @@ def test_pass_rates_go_by_what_is_correct_and_not_by_the_reward(make_group):
     sampler, _, stream = sampler_of(make_group, settings, {0: [[0.4, 0.5]], 1: [[0.0, 9.0]]})
     sampler.collect(1)
     assert stream.pass_rates == {0: 0.5, 1: 0.5}
+
+
+def kept_by(make_group, settings, *, rewards, parts=None, num_turns=(1, 1)):
+    """Whether dynamic sampling keeps a group."""
+    group = make_group(rewards, parts=parts)
+    completions = [replace(c, num_turns=n) for c, n in zip(group.completions, num_turns, strict=True)]
+    sampler, _, _ = sampler_of(make_group, settings, {})
+    return sampler._teaches(replace(group, completions=completions))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "num_turns", "kept"),
+    [
+        ({"name": "gigpo"}, [1.0, 1.0], (1, 2), True),  # its turns are discounted differently
+        ({"name": "gigpo"}, [1.0, 1.0], (2, 2), False),
+        ({"name": "gigpo"}, [0.0, 0.0], (1, 2), False),
+        ({"name": "gigpo", "gamma": 1.0}, [1.0, 1.0], (1, 2), False),
+        ("grpo", [1.0, 1.0], (1, 2), False),
+    ],
+)
+def test_under_gigpo_the_number_of_turns_teaches_too(make_group, advantage, rewards, num_turns, kept):
+    settings = config(advantage=advantage, dynamic_sampling={}, environment="a.py:Game")
+    assert kept_by(make_group, settings, rewards=rewards, num_turns=num_turns) is kept
+
+
+@pytest.mark.parametrize(("weight", "kept"), [(0.5, True), (0.0, False)])
+def test_under_gdpo_a_reward_without_weight_teaches_nothing(make_group, weight, kept):
+    functions = ["a:b", {"function": "c:d", "weight": weight}]
+    settings = config(advantage="gdpo", dynamic_sampling={}, reward={"functions": functions})
+    parts = [{"b": 1.0, "d": 0.0}, {"b": 1.0, "d": 3.0}]
+    assert kept_by(make_group, settings, rewards=[1.0, 1.0], parts=parts) is kept

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from shardwise.rollout import EnvironmentCaller
 
 
 def caller(**options):
-    return EnvironmentCaller(CustomEnvironment(path="a.py:B", **options))
+    return closing(EnvironmentCaller(CustomEnvironment(path="a.py:B", **options)))
 
 
 async def doubled(number):
