@@ -141,9 +141,10 @@ def test_a_rank_that_ignores_sigterm_is_ended_after_the_grace_period(command, tm
         os._exit(3)
     time.sleep(60)
     """
-    start = time.monotonic()
     assert launch(command(body), nproc=2) == 1
-    assert time.monotonic() - start < 4
+    assert (
+        time.time() - (tmp_path / "deaf-0").stat().st_mtime < 4
+    )  # rank 1 left then; how long ranks start is no matter
     assert_gone(tmp_path, 2)
 
 
