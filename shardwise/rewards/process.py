@@ -325,5 +325,9 @@ def wait_for_any(processes: Iterable[ForkServer | RewardProcess]) -> None:
 def _end(code: int) -> str:
     if code >= 0:
         return f"ended its process with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # most real-time signals have no name
+        name = f"signal {-code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"ended its process by {signal.Signals(-code).name}{hint}"
+    return f"ended its process by {name}{hint}"
