@@ -9,12 +9,15 @@ from shardwise.config.base import Choice
 
 
 def named(default: str) -> BeforeValidator:
-    """Reads a name, or an import path, as the choice with that name; keys without a name belong to the default one."""
+    """Reads a name, or an import path, as the choice with that name; keys without a name belong to the default one, or
+    to custom where `function` is one of them."""
 
     def expand(value: Any) -> Any:
         if isinstance(value, str):
             return {"name": "custom", "function": value} if ":" in value else {"name": value}
-        return {"name": default, **value} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {"name": "custom" if "function" in value else default, **value}
+        return value
 
     return BeforeValidator(expand)
 

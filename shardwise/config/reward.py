@@ -140,8 +140,8 @@ class RewardConfig(Config):
     failure_value: float = 0.0
     """The score of a failed call with on_failure=value."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops where more than this share of the calls of one step (all rounds of sampling together) fails,
-    whatever on_failure is; 1 never stops."""
+    """The run stops where more than this share of the calls of one step (all rounds of sampling so far) fails, whatever
+    on_failure is; 1 never stops."""
     correct_at: float = 1.0
     """A completion counts as correct in val/accuracy where the first entry's own score, before its weight, is at least
     this; a key "acc" in the dict it returned goes first. A failed call is never correct."""

@@ -283,7 +283,11 @@ def _require_finite(advantages: Tensor, samples: Sequence[Sample], config: Algor
             names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
             there = {name: values[place] for name in names if (values := getattr(sample, name)) is not None}
             shown = ", ".join(f"{name} {float(value):g}" for name, value in there.items())
+            cause = "a reward, logprob or value of its group is not finite"
+            chosen: str = config.advantage.name
+            if isinstance(config.advantage, Custom):
+                chosen, cause = config.advantage.function, f"the function divides by 0 there, say, or {cause}"
             raise TrainingError(
-                f"algorithm.advantage={config.advantage.name} gave {float(row[place])} for row {sample.uid}, token "
-                f"{place} (reward {sample.reward:g}, {shown}); a reward, logprob or value of its group is not finite"
+                f"algorithm.advantage={chosen} gave {float(row[place])} for row {sample.uid}, token {place} (reward "
+                f"{sample.reward:g}, {shown}); {cause}"
             )

@@ -22,8 +22,9 @@ from shardwise.config import (
     RewardModelConfig,
     RLConfig,
     TrainingError,
+    UserError,
 )
-from shardwise.rewards import load_function
+from shardwise.rewards import describe_error, load_function
 from shardwise.types import Metrics, MetricValue
 
 _CORRECTION = ("old_logprobs", "rollout_logprobs", "loss_mask")
@@ -75,7 +76,13 @@ class CustomFunction:
         return cls(key, chosen.function, function, chosen.parameters)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.function(*arguments, **named, **self.parameters)
+        """Raises TrainingError where it raises anything else than an error of the user's own kind: names its line."""
+        try:
+            return self.function(*arguments, **named, **self.parameters)
+        except UserError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"{self.key}={self.spec} failed: {describe_error(error)}") from error
 
     def asked(self, there: Collection[str]) -> list[str]:
         """Which of `EXTRAS` its signature names, without those that are not there and have a default, or that the

@@ -99,9 +99,9 @@ class Rollouter:
     def _text(self, episode: Episode) -> str:
         return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
-    def counting_failures(self, max_completions: int) -> AbstractContextManager[None]:
-        """All calls of `collect` inside count as one batch for reward.max_failure_rate, at most of so many."""
-        return nullcontext() if self._rewards is None else self._rewards.counting_failures(max_completions)
+    def counting_failures(self, min_completions: int) -> AbstractContextManager[None]:
+        """All calls of `collect` inside count as one batch for reward.max_failure_rate, of at least so many."""
+        return nullcontext() if self._rewards is None else self._rewards.counting_failures(min_completions)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Every rank takes each size-th request, so that neighbours of one length spread evenly."""

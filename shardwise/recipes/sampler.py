@@ -44,17 +44,11 @@ class Sampler:
 
     def collect(self, step: int) -> Rollout:
         """The groups of a step: as many as rollout.num_prompts, or fewer where rollout.dynamic_sampling ran out of
-        rounds. Where no round found a group that teaches something, those of the last."""
-        with self._rollouter.counting_failures(self._max_completions):
-            return self._collect(step)
-
-    @property
-    def _max_completions(self) -> int:
-        """Of one step."""
+        rounds. Where no round found a group that teaches something, those of the last. A small late round may fail as a
+        whole: failures are held against all rounds so far."""
         rollout = self._config.rollout
-        num_greedy = rollout.num_prompts if self._config.algorithm.advantage.name == "remax" else 0
-        max_rounds = 1 if rollout.dynamic_sampling is None else rollout.dynamic_sampling.max_rounds
-        return max_rounds * rollout.num_prompts * rollout.group_size + num_greedy
+        with self._rollouter.counting_failures(rollout.num_prompts * rollout.group_size):  # the first round
+            return self._collect(step)
 
     def _collect(self, step: int) -> Rollout:
         dynamic, num_prompts = self._config.rollout.dynamic_sampling, self._config.rollout.num_prompts

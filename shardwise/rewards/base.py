@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -128,7 +129,8 @@ def load_function(
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: type, message, and the last line of user code (not Python's or a package's) that was reached."""
+    """One line: type, message, and the last line of user code (not Python's, Shardwise's or a package's) that was
+    reached."""
     text = f"{type(error).__name__}: {one_line(str(error))}".removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     user_lines = [(file, line) for file, line in lines if not file.startswith(_NOT_USER_CODE)]
@@ -147,7 +149,7 @@ def one_line(text: str) -> str:
 _NOT_USER_CODE = (
     "<",
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    *(str(Path(__file__).with_name(name)) for name in ("base.py", "fork_server.py", "worker.py")),
+    f"{Path(__file__).parents[1]}{os.sep}",  # this package
 )
 
 

@@ -65,9 +65,9 @@ class Rewards:
         for judge in self._judges:
             judge.close()
 
-    def counting_failures(self, max_jobs: int) -> AbstractContextManager[None]:
-        """All calls of `score` inside count as one batch, of at most so many jobs, for reward.max_failure_rate."""
-        return self._failures.counting(max_jobs * len(self._config.functions))
+    def counting_failures(self, min_jobs: int) -> AbstractContextManager[None]:
+        """All calls of `score` inside count as one batch, of at least so many jobs, for reward.max_failure_rate."""
+        return self._failures.counting(min_jobs * len(self._config.functions))
 
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         """Judges are asked while the processes work.
@@ -151,9 +151,9 @@ class CustomRewards:
         """Calls the manager's own close."""
         self._manager.close()
 
-    def counting_failures(self, max_jobs: int) -> AbstractContextManager[None]:
-        """All calls of `score` inside count as one batch, of at most so many jobs, for reward.max_failure_rate."""
-        return self._failures.counting(max_jobs)
+    def counting_failures(self, min_jobs: int) -> AbstractContextManager[None]:
+        """All calls of `score` inside count as one batch, of at least so many jobs, for reward.max_failure_rate."""
+        return self._failures.counting(min_jobs)
 
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         """One result per job, in the order of the jobs. A result without a finite score is a failure of its row.
@@ -208,27 +208,22 @@ class FailurePolicy:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._max_calls: int | None = None
+        self._min_calls: int | None = None
         self._num_calls = self._num_failed = 0
         self._first = ""
 
     @contextmanager
-    def counting(self, max_calls: int) -> Iterator[None]:
-        """Holds the share of failures against reward.max_failure_rate over all calls that are made inside: as soon as
-        the rest of `max_calls` could not lower it enough, else at the end. Inside of another such block nothing.
-
-        Raises:
-            RewardError: at the end, too many calls failed.
-        """
-        if self._max_calls is not None:
+    def counting(self, min_calls: int) -> Iterator[None]:
+        """Every failure holds their share against reward.max_failure_rate: of all calls that are made inside, so far
+        and now, and at least of `min_calls`, which are sure to be made. Inside of another such block nothing."""
+        if self._min_calls is not None:
             yield
             return
-        self._max_calls, self._num_calls, self._num_failed, self._first = max_calls, 0, 0, ""
+        self._min_calls, self._num_calls, self._num_failed, self._first = min_calls, 0, 0, ""
         try:
             yield
-            self._hold_against(self._num_calls)
         finally:
-            self._max_calls = None
+            self._min_calls = None
 
     def expect(self, num_calls: int) -> None:
         """Counts calls that are made now."""
@@ -240,7 +235,7 @@ class FailurePolicy:
         Raises:
             RewardError: names the first one with its row, and what can be done.
         """
-        assert self._max_calls is not None
+        assert self._min_calls is not None
         config = self._config
         self._first = self._first or f"{who} failed for row {uid}: {failure}"
         self._num_failed += 1
@@ -249,13 +244,11 @@ class FailurePolicy:
                 f"{self._first}. Fix the function, or set reward.on_failure=value to score such rows "
                 f"reward.failure_value={config.failure_value:g}, or =mask to leave them out"
             )
-        self._hold_against(self._max_calls)
-
-    def _hold_against(self, num_calls: int) -> None:
-        if self._num_failed > self._config.max_failure_rate * num_calls:
+        num_calls = max(self._min_calls, self._num_calls)
+        if self._num_failed > config.max_failure_rate * num_calls:
             raise RewardError(
                 f"{self._num_failed} of {num_calls} reward calls failed, more than "
-                f"reward.max_failure_rate={self._config.max_failure_rate:g} allows. The first: {self._first}"
+                f"reward.max_failure_rate={config.max_failure_rate:g} allows. The first: {self._first}"
             )
 
 

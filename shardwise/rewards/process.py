@@ -29,6 +29,9 @@ LONG_SECONDS = 0.2
 """Jobs that wait behind a call that has run longer are taken back: the call may hang."""
 _END_SECONDS = 5.0
 _READ_BYTES = 1 << 18
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""Whatever the ranks have: a pool of threads that importing starts does not survive a fork, so the first use of it in a
+worker would wait for ever. The processes share the cores as they are."""
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,8 +58,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardwise.rewards.fork_server", str(theirs.fileno()), str(lifeline_read)],
                 cwd=_PACKAGE_ROOT,
-                # A pool of threads does not survive a fork, and the processes share the cores as they are.
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={**os.environ, **_ONE_THREAD},
                 pass_fds=(theirs.fileno(), lifeline_read),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
@@ -323,5 +325,9 @@ def wait_for_any(processes: Iterable[ForkServer | RewardProcess]) -> None:
 def _end(code: int) -> str:
     if code >= 0:
         return f"ended its process with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # most real-time signals have no name
+        name = f"signal {-code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"ended its process by {signal.Signals(-code).name}{hint}"
+    return f"ended its process by {name}{hint}"

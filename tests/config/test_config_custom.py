@@ -42,6 +42,7 @@ def test_parameters_are_given_beside_the_import_path():
     """Also as an override on the command line, and never to a bare path."""
     long = AlgorithmConfig.load(None, ["aggregation={name: custom, function: rules.py:mine, parameters: {a: 2}}"])
     assert long.aggregation == Custom(function="rules.py:mine", parameters={"a": 2})
+    assert AlgorithmConfig.load(None, ["aggregation={function: rules.py:mine, parameters: {a: 2}}"]) == long
     with pytest.raises(ConfigError, match=r"aggregation\.function: required, but not given"):
         AlgorithmConfig.parse({"aggregation": "custom"}, origin="test")
     with pytest.raises(ConfigError, match=r"aggregation\.power: name=custom has no such key; it has function, param"):
@@ -54,6 +55,7 @@ def test_parameters_are_given_beside_the_import_path():
         ("grpo", {"name": "grpo"}),
         ("rules.py:mine", {"name": "custom", "function": "rules.py:mine"}),
         ({"scale": 1}, {"name": "first", "scale": 1}),
+        ({"function": "rules.py:mine"}, {"name": "custom", "function": "rules.py:mine"}),
         ({"name": "second"}, {"name": "second"}),
         (3, 3),
     ],

@@ -1,6 +1,7 @@
 """Completions of several turns, against scripts."""
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -179,6 +180,19 @@ def test_an_environment_that_fails_fails_its_episode_and_is_closed(method):
     assert episode.outcome.failure.startswith(f"{method}() failed: ValueError: broken {method}")
     assert made[0].calls[-1] == ("close",)
     assert ("reward",) not in made[0].calls or method in ("reward", "close")
+
+
+@pytest.mark.parametrize(
+    ("step", "failure"),
+    [
+        (lambda self, response: time.sleep(1), "TimeoutError: no answer within 0.1 s"),
+        (lambda self: None, "TypeError: <lambda>() takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_f41_what_is_raised_before_a_line_of_the_environment_is_reached_names_no_line(step, failure):
+    environment = type("Other", (Echo,), {"step": step})
+    ((episode,),), _ = play({"row 1/0": ["29"]}, timeout_seconds=0.1, environment=environment)
+    assert episode.outcome.failure == f"step() failed: {failure}"
 
 
 def test_one_failure_leaves_the_other_episodes_alone():

@@ -34,6 +34,7 @@ STEP = Denominators(num_tokens=17, num_sequences=6)
 OWN = """
 import torch
 from shardwise.algorithms import bradley_terry, clipped_value_loss, dpo, kl_divergence
+from shardwise.config import ConfigError
 from shardwise.types import MetricValue
 
 def policy(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, power=1):
@@ -91,6 +92,12 @@ def loose_sum(first, *others):
 
 def short(first, *others):
     return first[:-1]
+
+def no_key(*arguments):
+    return {}['x']
+
+def refuses(*arguments):
+    raise ConfigError("critic=1 is too small")
 """
 
 
@@ -262,6 +269,22 @@ def test_what_a_function_of_ones_own_returns_is_checked(own, key, name, message)
         result_of(kind, config, batch(), numbers)
     shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
     assert str(error.value) == f"{shown}={own(name)['function']} returned {message}"
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_an_error_inside_a_function_of_ones_own_names_it_and_its_line(own, key):
+    kind, config, numbers = KINDS[key](own("no_key"))
+    with pytest.raises(TrainingError) as error:
+        result_of(kind, config, batch(), numbers)
+    shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
+    line = OWN.splitlines().index("    return {}['x']") + 1
+    assert str(error.value) == f"{shown}={own('no_key')['function']} failed: KeyError: 'x' (rules.py line {line})"
+
+
+def test_an_error_that_says_itself_what_is_wrong_passes_a_function_of_ones_own(own):
+    kind, config, numbers = KINDS["critic.value_loss"](own("refuses"))
+    with pytest.raises(ConfigError, match=r"^critic=1 is too small$"):
+        result_of(kind, config, batch(), numbers)
 
 
 @pytest.mark.parametrize("key", KINDS)

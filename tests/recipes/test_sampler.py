@@ -1,13 +1,14 @@
 """Prompts drawn, completions sampled and judged, groups that teach nothing replaced."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 
-from shardwise.config import RLConfig
+from shardwise.config import RewardError, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.sampler import Sampler
+from shardwise.rewards.composite import FailurePolicy
 from shardwise.types import Example
 
 EXAMPLES = [
@@ -38,10 +39,10 @@ class FakeRollouter:
         self.counted = []
 
     @contextmanager
-    def counting_failures(self, max_completions):
+    def counting_failures(self, min_completions):
         before = len(self.calls)
         yield
-        self.counted.append((max_completions, len(self.calls) - before))
+        self.counted.append((min_completions, len(self.calls) - before))
 
     def collect(self, examples, *, num_completions, temperature, seed, stream):
         rows = [int(example.prompt) for example in examples]
@@ -147,8 +148,37 @@ def test_greedy_rewards_are_in_the_order_of_the_groups_that_were_kept(make_group
     assert rows_of(found) == [1, 2]
     assert found.greedy_rewards == [10.0, 20.0]
     assert rollouter.calls[-1] == ([1, 2], 1, 0.0, 5, "step 3 greedy")
-    # Ten rounds of two groups of two and two greedy completions at most; two rounds and the greedy ones happened.
-    assert rollouter.counted == [(10 * 2 * 2 + 2, 3)]
+    # One round of two groups of two at least; two rounds and the greedy completions happened.
+    assert rollouter.counted == [(2 * 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "judged"),
+    [
+        ([0, 1], ([0, 1],)),
+        ([0, 2, 3], ([0, 1], [2, 3])),  # half of the first round is not too much
+        ([2, 3], ([0, 1], [2, 3], [4, 5])),
+    ],
+)
+def test_a_reward_that_fails_too_often_stops_the_step_in_the_round_that_shows_it(make_group, rows, judged):
+    settings = config(dynamic_sampling={"max_rounds": 3}, reward={"on_failure": "value"})
+    rewards = {row: [SAME] for row in range(6)}
+    sampler, rollouter, _ = sampler_of(make_group, settings, rewards, {row: [True, True] for row in rows})
+    policy = FailurePolicy(settings.reward)
+    collect = rollouter.collect
+
+    def held(examples, **others):
+        groups = collect(examples, **others)
+        policy.expect(2 * len(groups))
+        for group in groups:
+            for _ in filter(None, group.failed):
+                policy.add(group.example.uid, "reward", "no")
+        return groups
+
+    rollouter.collect, rollouter.counting_failures = held, policy.counting
+    with pytest.raises(RewardError, match="reward calls failed") if len(judged) < 3 else nullcontext():
+        sampler.collect(1)
+    assert tuple(call[0] for call in rollouter.calls) == judged
 
 
 @pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])

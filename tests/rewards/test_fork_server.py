@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import ConfigError, FunctionReward
-from shardwise.rewards import RewardJob
+from shardwise.rewards import Answer, RewardJob
 from shardwise.rewards.pool import RewardPool, check_functions
 
 RULES = """
@@ -117,3 +117,21 @@ def test_a_thread_that_importing_starts_is_an_error(tmp_path):
         "reward.functions=threaded.py:f: importing started the thread poller, which does not exist in the processes "
         "that are forked after it; start it in the function's first call"
     )
+
+
+def test_a_worker_multiplies_where_importing_has(tmp_path, monkeypatch):
+    """Ranks have several threads each; a pool of them that is left by the import would hang its copies."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    (tmp_path / "matrix.py").write_text(
+        "import torch\n"
+        "ONES = torch.ones(1000, 1000)\n"
+        "BEFORE = float((ONES @ ONES)[0, 0])\n"
+        "def f(**_):\n"
+        "    return {'score': float((ONES @ ONES)[-1, -1]), 'before': BEFORE, 'threads': torch.get_num_threads()}\n"
+    )
+    pool = RewardPool([FunctionReward(function="matrix.py:f")], num_workers=1, timeout_seconds=20.0)
+    try:
+        assert score(pool, ["", ""]) == [Answer(score=1000.0, parts={"before": 1000.0, "threads": 1.0})] * 2
+    finally:
+        pool.close()

@@ -214,25 +214,25 @@ def test_f41_a_manager_is_not_asked_about_an_environment_that_failed(monkeypatch
     assert [result.failure is None for result in results] == [True, False, True]
 
 
-def step(rewards, max_jobs, *calls):
-    """The failures of every call of a step of at most so many jobs."""
-    with rewards.counting_failures(max_jobs):
+def step(rewards, min_jobs, *calls):
+    """The failures of every call of a step of at least so many jobs."""
+    with rewards.counting_failures(min_jobs):
         return [[result.failure is not None for result in rewards.score(jobs(*texts))] for texts in calls]
 
 
 def test_calls_of_a_step_share_one_rate():
-    """A small late call may fail as a whole where the step does not; the end of the step counts all of them."""
+    """A small late call may fail as a whole where all so far do not."""
     config = RewardConfig(functions=TWO[0], num_workers=1, on_failure="mask", max_failure_rate=0.4)
     with Rewards(config) as rewards:
-        assert step(rewards, 6, ["1", "1", "1"], ["x", "y"]) == [[False] * 3, [True] * 2]
+        assert step(rewards, 3, ["1", "1", "1"], ["x", "y"]) == [[False] * 3, [True] * 2]
         assert step(rewards, 3, ["1", "1", "x"]) == [[False, False, True]]  # counted anew
-        with pytest.raises(RewardError, match=r"^2 of 4 reward calls failed"):
-            step(rewards, 100, ["x"], ["1"], ["1"], ["y"])
+        with pytest.raises(RewardError, match=r"^3 of 6 reward calls failed"):
+            step(rewards, 3, ["1", "1", "x"], ["x", "y", "1"], ["1"] * 100)
 
 
-def test_what_the_rest_of_a_step_cannot_make_good_stops_at_once():
+def test_what_the_rest_of_the_first_calls_cannot_make_good_stops_at_once():
     config = RewardConfig(functions=TWO[0], num_workers=1, on_failure="mask", max_failure_rate=0.5)
-    with Rewards(config) as rewards, pytest.raises(RewardError, match=r"^3 of 5 reward calls"):  # at the end: 3 of 4
+    with Rewards(config) as rewards, pytest.raises(RewardError, match=r"^3 of 5 reward calls"):  # all so far: 3 of 4
         step(rewards, 5, ["x", "x", "1"], ["x"])
 
 

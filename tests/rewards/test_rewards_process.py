@@ -89,6 +89,15 @@ def test_a_dead_process_is_noticed_while_a_grandchild_holds_its_pipe_open(start)
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, r"SIGKILL \(out of memory\?\)"), (39, "signal 39")])
+def test_a_process_that_a_signal_ended_says_which(start, number, name):
+    """A real-time signal has no name of its own."""
+    process = start(f"import os\ndef f(**_): os.kill(os.getpid(), {number})\n")
+    process.send(0, ARGUMENTS)
+    with pytest.raises(WorkerLost, match=f"^ended its process by {name}$"):
+        answers(process, 1)
+
+
 @pytest.mark.parametrize("hang", ["time.sleep(1000)", "7 ** (10 ** 9)"], ids=["sleeping", "in C with the lock held"])
 def test_the_death_of_the_parent_ends_process_and_grandchild_in_the_middle_of_a_call(tmp_path, hang):
     (tmp_path / "rules.py").write_text(
