@@ -77,6 +77,7 @@ def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
                 f"{TOOLS}: {name} does not say how it is called ({' '.join(str(error).split())}); give it type hints "
                 "and a docstring with an Args: section"
             ) from None
+        schemas[name]["function"]["name"] = name  # which need not be what the function calls itself
     return schemas
 
 

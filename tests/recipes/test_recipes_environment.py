@@ -62,6 +62,9 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+plus = add
+
+
 def undescribed(a: int) -> int:
     """Has no Args."""
 
@@ -84,10 +87,20 @@ def test_tools_are_described_by_their_hints_and_docstrings_and_called_by_name():
     assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "The second."}
     assert schema["parameters"]["required"] == ["a"]
     made = load_environment(tools("add", call_format="qwen", max_result_chars=9))()
-    made.reset(Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth=""))
-    text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"
-    assert asyncio.run(made.step(text)) == [{"role": "tool", "name": "add", "content": "5"}]
+    assert answer_of(made, "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>") == "5"
     assert tool_schemas(None) == {}
+
+
+def answer_of(made, text):
+    made.reset(Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth=""))
+    (message,) = asyncio.run(made.step(text))
+    return message["content"]
+
+
+def test_a_tool_is_offered_by_the_name_that_it_answers_to():
+    assert [schema["function"]["name"] for schema in tool_schemas(tools("plus", "add")).values()] == ["plus", "add"]
+    call = '<tool_call>{"name": "plus", "arguments": {"a": 4}}</tool_call>'
+    assert answer_of(load_environment(tools("plus"))(), call) == "5"
 
 
 @pytest.mark.parametrize(
