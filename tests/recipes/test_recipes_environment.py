@@ -1,6 +1,9 @@
 import asyncio
+import functools
+from typing import Annotated
 
 import pytest
+from pydantic import Field
 
 from shardwise.config import ConfigError, CustomEnvironment, ToolsEnvironment
 from shardwise.recipes.environment import check_environment, load_environment, tool_schemas
@@ -63,6 +66,66 @@ def add(a: int, b: int = 1) -> int:
 
 
 plus = add
+part = functools.partial(add, 1)
+
+
+class Adder:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+    def __init__(self, a: int): ...
+
+
+def steps(a: int):
+    """Adds up.
+
+    Args:
+        a: The first.
+    """
+    yield a
+
+
+def by_place(a: int, /) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+
+def many(*numbers: int) -> int:
+    """Adds.
+
+    Args:
+        numbers: All.
+    """
+
+
+def anything(**numbers: int) -> int:
+    """Adds.
+
+    Args:
+        numbers: All.
+    """
+
+
+def unresolved(a: "Nowhere") -> int:  # noqa: F821
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+
+def unchecked(a: Annotated[int, Field(discriminator="kind")]) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
 
 
 def undescribed(a: int) -> int:
@@ -108,6 +171,14 @@ def test_a_tool_is_offered_by_the_name_that_it_answers_to():
     [
         (["undescribed"], "undescribed does not say how it is called"),
         (["untyped"], "untyped does not say how it is called"),
+        (["unresolved"], r"unresolved does not say how it is called \(NameError: name 'Nowhere' is not defined"),
+        (["unchecked"], "arguments of unchecked cannot be checked against its type hints"),
+        (["part"], "part is a partial, expected a plain function or a coroutine function"),
+        (["Adder"], "Adder is a class, expected a plain function"),
+        (["steps"], "steps is a generator, expected a plain function"),
+        (["by_place"], "by_place has the positional-only parameter a, but a policy gives every argument by its name"),
+        (["many"], "many has the variadic positional parameter numbers"),
+        (["anything"], "anything has the variadic keyword parameter numbers"),
         (["add", "add"], "has two functions called add"),
         (["ad"], "did you mean add"),
     ],
