@@ -32,6 +32,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Any]:
                 checked_tools(config),
                 call_format=config.call_format,
                 tool_timeout_seconds=config.tool_timeout_seconds,
+                max_calls_per_turn=config.max_calls_per_turn,
                 max_result_chars=config.max_result_chars,
             )
 
