@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import validate_call
 
 from shardwise.config import ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
 from shardwise.rewards import load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 METHODS = ("reset", "step", "reward", "close")
 TOOLS = "rollout.environment.functions"
@@ -104,6 +107,27 @@ def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
             ) from None
         schemas[name]["function"]["name"] = name  # which need not be what the function calls itself
     return schemas
+
+
+def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Turns are read without special tokens: what marks a call must not be one.
+
+    Raises:
+        ConfigError: the tokenizer loses a tag of the call format, so that no call would ever be seen.
+    """
+    if not isinstance(config, ToolsEnvironment):
+        return
+    from shardwise.rollout.tool_calls import TAGS
+
+    for tag in TAGS[config.call_format]:
+        token_ids = tokenizer.encode(tag, add_special_tokens=False)
+        if tag not in tokenizer.decode(token_ids, skip_special_tokens=True):
+            raise ConfigError(
+                f"rollout.environment.call_format={config.call_format} marks calls with {tag}, which the tokenizer "
+                "drops from decoded text as a special token or cannot write, so no call would be seen; set "
+                'model.tokenizer_path to a tokenizer in which it is an ordinary added token ("special": false), or '
+                "choose another call_format"
+            )
 
 
 def _require_function(name: str, tool: Callable[..., Any]) -> None:

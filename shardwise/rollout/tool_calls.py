@@ -42,6 +42,11 @@ def qwen_calls(text: str) -> list[ToolCall]:
 
 FORMATS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
 """By name: the text of a turn -> the calls in it."""
+TAGS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
+}
+"""By name of the format: what a call is recognized by."""
 
 
 def _hermes_call(block: str) -> ToolCall:

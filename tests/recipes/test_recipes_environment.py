@@ -5,8 +5,11 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from shardwise.config import ConfigError, CustomEnvironment, ToolsEnvironment
-from shardwise.recipes.environment import check_environment, load_environment, tool_schemas
+from shardwise.config import ConfigError, CustomEnvironment, EvalConfig, RLConfig, ToolsEnvironment
+from shardwise.data import build_model_folder, train_tokenizer
+from shardwise.recipes.environment import check_environment, load_environment, require_tool_tags, tool_schemas
+from shardwise.recipes.evaluate import evaluate
+from shardwise.recipes.rl import train
 from shardwise.types import Example
 
 NUMBER = 9
@@ -186,3 +189,42 @@ def test_a_tool_is_offered_by_the_name_that_it_answers_to():
 def test_a_function_that_is_no_tool_is_refused(names, message):
     with pytest.raises(ConfigError, match=rf"^rollout\.environment\.functions.*{message}"):
         check_environment(tools(*names))
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["2+3=5"], vocab_size=261)
+
+
+@pytest.mark.parametrize("call_format", ["hermes", "qwen"])
+def test_tags_may_be_text_or_ordinary_added_tokens(tokenizer, call_format):
+    require_tool_tags(tools("add", call_format=call_format), tokenizer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<function="])
+    require_tool_tags(tools("add", call_format=call_format), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("call_format", "tag"), [("hermes", "<tool_call>"), ("hermes", "</tool_call>"), ("qwen", "<parameter=")]
+)
+def test_a_tag_that_decoding_drops_is_refused(tokenizer, call_format, tag):
+    tokenizer.add_tokens([tag], special_tokens=True)
+    with pytest.raises(ConfigError, match=rf"call_format={call_format} marks calls with {tag}, which the tokenizer"):
+        require_tool_tags(tools("add", call_format=call_format), tokenizer)
+    require_tool_tags(None, tokenizer)
+    require_tool_tags(CustomEnvironment(path="a.py:Game"), tokenizer)
+
+
+@pytest.mark.parametrize(("recipe", "config"), [(train, RLConfig), (evaluate, EvalConfig)])
+def test_a_recipe_looks_at_the_tags_before_it_reads_a_row(recipe, config, tokenizer, tmp_path):
+    tokenizer.add_tokens(["<tool_call>"], special_tokens=True)
+    build_model_folder(tmp_path, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=16)
+    tree = {
+        "model": {"path": str(tmp_path)},
+        "data": {"validation_files": "gone.jsonl", "max_prompt_tokens": 8},
+        "rollout": {"environment": tools("add").model_dump(), "max_response_tokens": 8},
+        "reward": {"functions": "a.py:b"},
+    }
+    if config is RLConfig:
+        tree["data"]["train_files"] = "gone.jsonl"
+    with pytest.raises(ConfigError, match="marks calls with <tool_call>"):
+        recipe(config.parse(tree, origin="test"), None)
