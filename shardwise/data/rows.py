@@ -1,9 +1,10 @@
 """Data files to what a run consumes: samples to learn from, or examples to answer."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -196,19 +197,36 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
 
 
 def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSchema]) -> list[str]:
-    """The names that the row gives, or all."""
-    if not tools or not has_column(row, config.tools_column):
+    """The names that the row gives, by themselves or in schemas, or all."""
+    cell = _tools_cell(row, config.tools_column) if tools else None
+    if cell is None:
         return list(tools)
-    names = get_column(row, config.tools_column)
-    if names is None:
-        return list(tools)
-    unknown = [name for name in names if name not in tools] if isinstance(names, list) else [names]
+    named = [(_tool_name(item), item) for item in cell] if isinstance(cell, list) else [(None, cell)]
+    unknown = [item for name, item in named if name not in tools]
     if unknown:
         raise DataError(
             f'{row.origin}: column "{config.tools_column}" has {preview(unknown[0])}, expected a list of names from '
-            f"{', '.join(tools)} (rollout.environment.functions)"
+            f"{', '.join(tools)} (rollout.environment.functions), or of schemas with these names"
         )
-    return names
+    return [name for name, _ in named if name is not None]
+
+
+def _tools_cell(row: Row, column: str) -> Any:
+    """The cell of a column of tools, parsed where it is a string of JSON; None where there is none."""
+    cell = get_column(row, column) if has_column(row, column) else None
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+
+
+def _tool_name(item: Any) -> str | None:
+    match item:
+        case str(name) | {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:

@@ -83,6 +83,8 @@ class ToolEnvironment:
     async def _call(self, call: ToolCall) -> str:
         if call.error is not None:
             raise _CallError(call.error)
+        if not self._offered:
+            raise _CallError("there are no tools")
         if call.name not in self._offered:
             nearest = difflib.get_close_matches(call.name, self._offered, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tools are {', '.join(sorted(self._offered))}"

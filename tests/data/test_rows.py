@@ -233,12 +233,31 @@ def test_a_row_offers_the_tools_it_names_or_all(tokenizer, write):
     assert [example.prompt for example in found] == [f"{tools}2+3=>" for tools in shown]
 
 
+def test_a_row_may_name_its_tools_by_their_schemas_or_as_a_string_of_json(tokenizer, write):
+    schemas = [TOOLS["now"], TOOLS["search"]]
+    files = write(
+        *({**RL_ROW, "tools": given} for given in (schemas, json.dumps(schemas), '["now", "search"]', "null"))
+    )
+    found = prompt_examples(PromptDataConfig(), files, tokenizer, max_rows=None, tools=TOOLS).rows
+    assert [example.tools for example in found] == [["now", "search"]] * 3 + [["calculate", "search", "now"]]
+
+
 def test_without_tools_their_column_is_not_read(tokenizer, write):
     (example,) = prompts(tokenizer, write({**RL_ROW, "tools": "anything"})).rows
     assert example.tools is None
 
 
-@pytest.mark.parametrize(("given", "shown"), [(["now", "brew"], '"brew"'), ("now", '"now"'), ([3], "3")])
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["now", "brew"], '"brew"'),
+        ("now", '"now"'),
+        ([3], "3"),
+        ([TOOLS["now"], {"function": {"name": "brew"}}], re.escape('{"function": {"name": "brew"}}')),
+        ([{"name": "now"}], re.escape('{"name": "now"}')),
+        ({"now": 1}, re.escape('{"now": 1}')),
+    ],
+)
 def test_a_tool_that_is_not_there_is_refused_by_line(tokenizer, write, given, shown):
     files = write({**RL_ROW, "offers": given})
     config = PromptDataConfig(tools_column="offers")

@@ -111,6 +111,9 @@ def test_a_row_offers_some_tools_only():
     made.reset(example(["nap", "fails"]))
     (message,) = asyncio.run(made.step(call("add", a=1)))
     assert "the tools are fails, nap" in message["content"]
+    made.reset(example([]))
+    (message,) = asyncio.run(made.step(call("add", a=1)))
+    assert message["content"] == "error: there are no tools"
 
 
 def test_the_other_format_is_read_where_it_is_chosen():
