@@ -16,6 +16,7 @@ from shardwise.data.chat import (
     render_conversation,
     render_prompt,
     render_response_sample,
+    without_nulls,
 )
 from shardwise.data.sources import (
     Row,
@@ -179,7 +180,9 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
                 "into text; set data.apply_chat_template=true, or data.messages_column to a column that is not there"
             )
         messages = get_column(row, config.messages_column)
-        return render_conversation(tokenizer, messages, row.origin, system_prompt=config.system_prompt)
+        return render_conversation(
+            tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=_schemas(config, row)
+        )
     if not (has_column(row, config.prompt_column) or has_column(row, config.response_column)):
         raise DataError(
             f'{row.origin}: neither a conversation in "{config.messages_column}" nor a prompt in '
@@ -193,7 +196,27 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
         apply_chat_template=config.apply_chat_template,
         system_prompt=config.system_prompt,
         origin=row.origin,
+        tools=_schemas(config, row) if config.apply_chat_template else (),
     )
+
+
+def _schemas(config: SupervisedDataConfig, row: Row) -> list[ToolSchema]:
+    """The tools of a row."""
+    cell = _tools_cell(row, config.tools_column)
+    if cell is None:
+        return []
+    unfit = [item for item in cell if not _is_schema(item)] if isinstance(cell, list) else [cell]
+    if unfit:
+        raise DataError(
+            f'{row.origin}: column "{config.tools_column}" has {preview(unfit[0])}, expected a list of JSON schemas of '
+            'the form {"type": "function", "function": {"name": ...}}; fix it, or set data.tools_column to a column '
+            "that is not there"
+        )
+    return [without_nulls(schema) for schema in cell]
+
+
+def _is_schema(item: Any) -> bool:
+    return isinstance(item, dict) and _tool_name(item) is not None
 
 
 def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSchema]) -> list[str]:

@@ -139,6 +139,37 @@ def test_supervised_rows_that_cannot_be_used_are_refused_by_line(tokenizer, writ
         supervised(tokenizer, write(SHORT, row), **PLAIN)
 
 
+SHOWN = {name: {"function": {"name": name, "parameters": {name: {"type": "string"}}}} for name in ("now", "search")}
+
+
+def test_supervised_rows_show_their_tools(tokenizer, write, tmp_path):
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    schemas = list(SHOWN.values())
+    rows = [{"prompt": "2+3=", "response": "5", "tools": given} for given in (schemas, json.dumps(schemas), [], None)]
+    talk = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}]
+    rows.append({"messages": talk, "tools": schemas})
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), tmp_path / "t.parquet")  # has nulls where keys differ
+    found = supervised(tokenizer, [*write(*rows), str(tmp_path / "t.parquet")]).rows
+    offered = "".join(map(json.dumps, schemas))
+    shown = [offered, offered, "", "", offered, offered]
+    assert [tokenizer.decode(sample.token_ids) for sample in found] == [f"{tools}2+3=5" for tools in shown]
+    assert [trained_text(tokenizer, sample) for sample in found] == ["5"] * 6
+    own = supervised(tokenizer, write({**rows[0], "offers": schemas[:1]}), tools_column="offers").rows
+    assert tokenizer.decode(own[0].token_ids) == f"{json.dumps(schemas[0])}2+3=5"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(["now"], '"now"'), ("now", '"now"'), ([{"name": "now"}], '{"name": "now"}'), (7, "7")]
+)
+def test_supervised_tools_that_are_no_schemas_are_refused_by_line(tokenizer, write, given, shown):
+    files = write({"prompt": "2+3=", "response": "5", "tools": given})
+    with pytest.raises(DataError, match=re.escape(f'train.jsonl line 1: column "tools" has {shown}, expected a list')):
+        supervised(tokenizer, files)
+    assert len(supervised(tokenizer, files, **PLAIN).rows) == 1
+
+
 def test_messages_cell_that_is_no_list_is_refused(tokenizer, write):
     with pytest.raises(DataError, match=r"train\.jsonl line 1: the messages are a string, expected a list"):
         supervised(tokenizer, write({"messages": "hello"}))
