@@ -62,7 +62,20 @@ class SupervisedDataConfig(SequenceDataConfig):
     response_column: str = "response"
     """The answer to learn, a string."""
     messages_column: str = "messages"
-    """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation."""
+    """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation. A turn
+    with tool_calls needs no content."""
+    tools_column: str = "tools"
+    """What the chat template says that the model may call: a list of JSON schemas as OpenAI and Hugging Face have them,
+    or a string of JSON that holds one; a row without the column has no tools."""
+
+    @model_validator(mode="after")
+    def _tools_are_rendered(self) -> Self:
+        if not self.apply_chat_template and self.tools_column != type(self).model_fields["tools_column"].default:
+            raise ValueError(
+                f"tools_column={self.tools_column} has no effect without the chat template, which says what the tools "
+                "are; set apply_chat_template=true or remove it"
+            )
+        return self
 
 
 class PreferenceDataConfig(SequenceDataConfig):
@@ -101,8 +114,8 @@ class EvalDataConfig(HeldOutData):
     data_source_column: str = "data_source"
     """Names the source of a row; where the column is absent, the file's name."""
     tools_column: str = "tools"
-    """Where there are tools (rollout.environment.type=tools): the names of those that a row offers; a row without the
-    column offers all."""
+    """Where there are tools (rollout.environment.type=tools): those that a row offers, a list of their names or
+    of schemas with these names; a row without the column offers all."""
     max_prompt_tokens: PositiveInt = 1024
     """The longest allowed prompt."""
     on_overlong: OverlongPolicy = "error"

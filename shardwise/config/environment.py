@@ -43,6 +43,8 @@ class ToolsEnvironment(_Environment):
     """How the policy writes a call: hermes (Hermes, Qwen2.5, Qwen3) or qwen (Qwen3-Coder)."""
     tool_timeout_seconds: PositiveFloat = 30.0
     """Of one call; the policy is told about a longer one. All calls of a turn run at the same time."""
+    max_calls_per_turn: PositiveInt = 16
+    """The policy is told that further calls of a turn were too many; they are not made."""
     max_result_chars: PositiveInt = 4096
     """What a call returns is cut here."""
 

@@ -1,5 +1,6 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,7 @@ def render_response_sample(
     apply_chat_template: bool,
     system_prompt: str | None,
     origin: str,
+    tools: Sequence[ToolSchema] = (),
 ) -> tuple[list[int], list[bool]]:
     """A prompt and the response to learn: the prompt is not trained, the response and its end-of-sequence token are.
 
@@ -110,7 +112,7 @@ def render_response_sample(
     if apply_chat_template:
         messages = prompt_messages(prompt, system_prompt, origin)
         answer = {"role": "assistant", "content": response}
-        return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages))
+        return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages), tools=tools)
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
     response_ids = [*_encode(tokenizer, response), tokenizer.eos_token_id]
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
@@ -169,6 +171,7 @@ def render_conversation(
     *,
     system_prompt: str | None = None,
     trained_from: int = 0,
+    tools: Sequence[ToolSchema] = (),
 ) -> tuple[list[int], list[bool]]:
     """A conversation with loss on the assistant's turns.
 
@@ -181,11 +184,12 @@ def render_conversation(
         origin: names the row in errors.
         system_prompt: put before messages that have no system message.
         trained_from: assistant turns before this message, counted with the system prompt, are context.
+        tools: what the chat template tells the model that it may call.
     Returns:
         token ids [L] and loss mask [L].
     Raises:
-        DataError: bad messages, no chat template, or one that changes the text of earlier turns as later ones arrive,
-            so that no mask over them would be right.
+        DataError: bad messages, no chat template, one that leaves out a turn's tool calls, or one that changes the text
+            of earlier turns as later ones arrive, so that no mask over them would be right.
     """
     messages = with_system_prompt(checked_messages(messages, origin), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
@@ -200,9 +204,11 @@ def render_conversation(
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     for turn in turns:
-        prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True)
+        prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True, tools=tools)
         prompt_ids = _at_least_one(_extend(tokenizer, text, token_ids, prompt, origin), origin)
-        text = _render(tokenizer, messages[: turn + 1], origin, add_generation_prompt=False)
+        text = _render(tokenizer, messages[: turn + 1], origin, add_generation_prompt=False, tools=tools)
+        if "tool_calls" in messages[turn]:
+            _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools)
         token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
         num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer.eos_token_id)
@@ -229,20 +235,24 @@ def with_system_prompt(messages: list[Message], system_prompt: str | None) -> li
 
 
 def checked_messages(messages: Any, origin: str) -> list[Message]:
-    """The messages without keys that are null.
+    """The messages without keys that are null, and tool calls with their arguments as objects, as templates take them.
 
     Raises:
-        DataError: not a list of objects with a role and a content that are strings; names the message.
+        DataError: not a list of objects with a role and a content that are strings; names the message. Only a message
+            with tool calls needs no content, which is then empty.
     """
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else describe_type(messages)
         raise DataError(f"{origin}: the messages are {what}, expected a list of {{role, content}}: {preview(messages)}")
+    checked = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise DataError(
                 f"{origin}: message {number} is {describe_type(message)}, expected {{role, content}}: "
                 f"{preview(message)}"
             )
+        if message.get("tool_calls"):
+            message = _with_tool_calls(message, f"{origin}: message {number}")
         for key in ("role", "content"):
             if key not in message:
                 raise DataError(f'{origin}: message {number} has no "{key}": {preview(message)}')
@@ -251,8 +261,42 @@ def checked_messages(messages: Any, origin: str) -> list[Message]:
                     f'{origin}: "{key}" of message {number} is {describe_type(message[key])}, expected a string: '
                     f"{preview(message[key])}"
                 )
-    # Parquet gives every message the keys of all of them, null where a message had none; templates test for presence.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # Parquet gives every message the keys of all of them, null where it had none; templates test for presence.
+        checked.append({key: value for key, value in message.items() if value is not None})
+    return checked
+
+
+def without_nulls(value: Any) -> Any:
+    """JSON values without the keys that are null: parquet gives every object of a column the keys of all of them."""
+    match value:
+        case dict():
+            return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+        case list():
+            return [without_nulls(inner) for inner in value]
+    return value
+
+
+def _with_tool_calls(message: Message, place: str) -> Message:
+    calls, content = message["tool_calls"], message.get("content")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{place} has tool_calls that are no list of objects: {preview(calls)}")
+    calls = [_with_arguments(without_nulls(call), place) for call in calls]
+    return {**message, "content": "" if content is None else content, "tool_calls": calls}
+
+
+def _with_arguments(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """The call with its arguments as an object, which OpenAI's form has as a string of JSON."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(written := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(written or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{place} calls a tool with arguments that are no JSON object: {preview(written)}; fix the row")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _require_content(messages: list[Message], origin: str) -> None:
@@ -308,6 +352,23 @@ def _render(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"
         ) from None
+
+
+def _require_calls_written(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    text: str,
+    origin: str,
+    tools: Sequence[ToolSchema],
+) -> None:
+    """The text of messages shows the tool calls of the last one."""
+    silent = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
+    if _render(tokenizer, [*messages[:-1], silent], origin, add_generation_prompt=False, tools=tools) == text:
+        raise DataError(
+            f"{origin}: the chat template does not write the tool calls of an assistant turn, so the model would learn "
+            f"not to make them: {preview(messages[-1])}; set model.chat_template=FILE to one that does, or write the "
+            "calls into content"
+        )
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

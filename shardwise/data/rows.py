@@ -1,9 +1,10 @@
 """Data files to what a run consumes: samples to learn from, or examples to answer."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from shardwise.data.chat import (
     render_conversation,
     render_prompt,
     render_response_sample,
+    without_nulls,
 )
 from shardwise.data.sources import (
     Row,
@@ -178,7 +180,9 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
                 "into text; set data.apply_chat_template=true, or data.messages_column to a column that is not there"
             )
         messages = get_column(row, config.messages_column)
-        return render_conversation(tokenizer, messages, row.origin, system_prompt=config.system_prompt)
+        return render_conversation(
+            tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=_schemas(config, row)
+        )
     if not (has_column(row, config.prompt_column) or has_column(row, config.response_column)):
         raise DataError(
             f'{row.origin}: neither a conversation in "{config.messages_column}" nor a prompt in '
@@ -192,23 +196,60 @@ def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "Pre
         apply_chat_template=config.apply_chat_template,
         system_prompt=config.system_prompt,
         origin=row.origin,
+        tools=_schemas(config, row) if config.apply_chat_template else (),
     )
 
 
+def _schemas(config: SupervisedDataConfig, row: Row) -> list[ToolSchema]:
+    """The tools of a row."""
+    cell = _tools_cell(row, config.tools_column)
+    if cell is None:
+        return []
+    unfit = [item for item in cell if not _is_schema(item)] if isinstance(cell, list) else [cell]
+    if unfit:
+        raise DataError(
+            f'{row.origin}: column "{config.tools_column}" has {preview(unfit[0])}, expected a list of JSON schemas of '
+            'the form {"type": "function", "function": {"name": ...}}; fix it, or set data.tools_column to a column '
+            "that is not there"
+        )
+    return [without_nulls(schema) for schema in cell]
+
+
+def _is_schema(item: Any) -> bool:
+    return isinstance(item, dict) and _tool_name(item) is not None
+
+
 def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSchema]) -> list[str]:
-    """The names that the row gives, or all."""
-    if not tools or not has_column(row, config.tools_column):
+    """The names that the row gives, by themselves or in schemas, or all."""
+    cell = _tools_cell(row, config.tools_column) if tools else None
+    if cell is None:
         return list(tools)
-    names = get_column(row, config.tools_column)
-    if names is None:
-        return list(tools)
-    unknown = [name for name in names if name not in tools] if isinstance(names, list) else [names]
+    named = [(_tool_name(item), item) for item in cell] if isinstance(cell, list) else [(None, cell)]
+    unknown = [item for name, item in named if name not in tools]
     if unknown:
         raise DataError(
             f'{row.origin}: column "{config.tools_column}" has {preview(unknown[0])}, expected a list of names from '
-            f"{', '.join(tools)} (rollout.environment.functions)"
+            f"{', '.join(tools)} (rollout.environment.functions), or of schemas with these names"
         )
-    return names
+    return [name for name, _ in named if name is not None]
+
+
+def _tools_cell(row: Row, column: str) -> Any:
+    """The cell of a column of tools, parsed where it is a string of JSON; None where there is none."""
+    cell = get_column(row, column) if has_column(row, column) else None
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+
+
+def _tool_name(item: Any) -> str | None:
+    match item:
+        case str(name) | {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:

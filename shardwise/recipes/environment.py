@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import validate_call
 
 from shardwise.config import ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
 from shardwise.rewards import load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 METHODS = ("reset", "step", "reward", "close")
 TOOLS = "rollout.environment.functions"
@@ -29,9 +32,10 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Any]:
 
             return partial(
                 ToolEnvironment,
-                {name: validate_call(tool) for name, tool in load_tools(config).items()},
+                checked_tools(config),
                 call_format=config.call_format,
                 tool_timeout_seconds=config.tool_timeout_seconds,
+                max_calls_per_turn=config.max_calls_per_turn,
                 max_result_chars=config.max_result_chars,
             )
 
@@ -43,10 +47,16 @@ def check_environment(config: EnvironmentConfig) -> None:
             _load_class(config)
         case ToolsEnvironment():
             tool_schemas(config)
+            checked_tools(config)
 
 
 def load_tools(config: EnvironmentConfig | None) -> dict[str, Callable[..., Any]]:
-    """The functions that a policy may call, by name; none where there are no tools."""
+    """The functions that a policy may call, by name; none where there are no tools.
+
+    Raises:
+        ConfigError: one cannot be imported, is no plain function or coroutine function, or has parameters that a call
+            by keyword cannot give; or two have one name.
+    """
     if not isinstance(config, ToolsEnvironment):
         return {}
     tools: dict[str, Callable[..., Any]] = {}
@@ -55,7 +65,26 @@ def load_tools(config: EnvironmentConfig | None) -> dict[str, Callable[..., Any]
         name = spec.rpartition(":")[2]
         if name in tools:
             raise ConfigError(f"{TOOLS} has two functions called {name}, which the policy could not tell apart")
+        _require_function(name, tool)
         tools[name] = tool
+    return tools
+
+
+def checked_tools(config: ToolsEnvironment) -> dict[str, Callable[..., Any]]:
+    """The tools by name, each checking what it is called with against its type hints.
+
+    Raises:
+        ConfigError: type hints that nothing can be checked against.
+    """
+    tools = {}
+    for name, tool in load_tools(config).items():
+        try:
+            tools[name] = validate_call(tool)
+        except Exception as error:
+            raise ConfigError(
+                f"{TOOLS}: arguments of {name} cannot be checked against its type hints ({_one_line(error)}); "
+                "use types that pydantic knows"
+            ) from None
     return tools
 
 
@@ -66,18 +95,58 @@ def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
         ConfigError: a function without type hints, or without a docstring that describes its arguments.
     """
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     schemas = {}
     for name, tool in load_tools(config).items():
         try:
             schemas[name] = get_json_schema(tool)
-        except (DocstringParsingException, TypeHintParsingException) as error:
+        except Exception as error:  # whatever evaluating its type hints raises
             raise ConfigError(
-                f"{TOOLS}: {name} does not say how it is called ({' '.join(str(error).split())}); give it type hints "
+                f"{TOOLS}: {name} does not say how it is called ({_one_line(error)}); give it type hints "
                 "and a docstring with an Args: section"
             ) from None
+        schemas[name]["function"]["name"] = name  # which need not be what the function calls itself
     return schemas
+
+
+def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Turns are read without special tokens: what marks a call must not be one.
+
+    Raises:
+        ConfigError: the tokenizer loses a tag of the call format, so that no call would ever be seen.
+    """
+    if not isinstance(config, ToolsEnvironment):
+        return
+    from shardwise.rollout.tool_calls import TAGS
+
+    for tag in TAGS[config.call_format]:
+        token_ids = tokenizer.encode(tag, add_special_tokens=False)
+        if tag not in tokenizer.decode(token_ids, skip_special_tokens=True):
+            raise ConfigError(
+                f"rollout.environment.call_format={config.call_format} marks calls with {tag}, which the tokenizer "
+                "drops from decoded text as a special token or cannot write, so no call would be seen; set "
+                'model.tokenizer_path to a tokenizer in which it is an ordinary added token ("special": false), or '
+                "choose another call_format"
+            )
+
+
+def _require_function(name: str, tool: Callable[..., Any]) -> None:
+    if not inspect.isfunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        other = "class" if inspect.isclass(tool) else type(tool).__name__
+        what = "generator" if inspect.isfunction(tool) else other
+        raise ConfigError(
+            f"{TOOLS}: {name} is a {what}, expected a plain function or a coroutine function; wrap it in one"
+        )
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"{TOOLS}: {name} has the {parameter.kind.description} parameter {parameter.name}, but a policy gives "
+                "every argument by its name; name the parameters, without / and *"
+            )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _load_class(config: CustomEnvironment) -> Callable[[], Any]:

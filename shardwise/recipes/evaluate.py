@@ -11,7 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
-from shardwise.recipes.environment import tool_schemas
+from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
@@ -30,6 +30,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         "data.max_prompt_tokens + rollout.max_response_tokens",
         config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
+    require_tool_tags(config.rollout.environment, model.tokenizer)
     rows = prompt_examples(
         config.data,
         config.data.validation_files,

@@ -10,7 +10,7 @@ from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import SampleLog
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine, load_metrics
-from shardwise.recipes.environment import tool_schemas
+from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
 from shardwise.recipes.reward_engines import build_reward_engines
@@ -29,6 +29,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     num_minibatches x num_epochs optimizer steps."""
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    require_tool_tags(config.rollout.environment, model.tokenizer)
     data = config.data
     read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tool_schemas(config.rollout.environment))
     examples = read(data.train_files, max_rows=data.max_train_rows)

@@ -9,6 +9,7 @@ from typing import Any
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
+_UNREADABLE = (ValueError, RecursionError)  # no JSON, or an integer too long, or nested too deeply, for Python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,17 @@ def qwen_calls(text: str) -> list[ToolCall]:
 
 FORMATS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
 """By name: the text of a turn -> the calls in it."""
+TAGS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
+}
+"""By name of the format: what a call is recognized by."""
 
 
 def _hermes_call(block: str) -> ToolCall:
     try:
         call = json.loads(block)
-    except json.JSONDecodeError as error:
+    except _UNREADABLE as error:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
     name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -65,5 +71,5 @@ def _qwen_calls(block: str) -> Iterator[ToolCall]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except _UNREADABLE:
         return text

@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ class ToolEnvironment:
         *,
         call_format: str,
         tool_timeout_seconds: float,
+        max_calls_per_turn: int,
         max_result_chars: int,
     ) -> None:
         """
@@ -34,12 +36,14 @@ class ToolEnvironment:
             functions: by the name they are called by; plain functions or coroutines.
             call_format: one of tool_calls.FORMATS.
             tool_timeout_seconds: of one call.
+            max_calls_per_turn: further ones are answered with an error.
             max_result_chars: what is beyond is cut off.
         """
         self._functions = functions
         self._offered = set(functions)
         self._read = FORMATS[call_format]
         self._seconds = tool_timeout_seconds
+        self._max_calls = max_calls_per_turn
         self._max_chars = max_result_chars
         self._num_calls = self._num_errors = 0
 
@@ -49,7 +53,11 @@ class ToolEnvironment:
 
     async def step(self, response: str) -> Messages | None:
         """One message of role tool for each call."""
-        calls = self._read(response)
+        too_many = f"too many calls in one turn, at most {self._max_calls}"
+        calls = [
+            call if number < self._max_calls else replace(call, error=too_many)
+            for number, call in enumerate(self._read(response))
+        ]
         results = await asyncio.gather(*map(self._answer, calls))
         self._num_calls += len(calls)
         messages = [
@@ -75,6 +83,8 @@ class ToolEnvironment:
     async def _call(self, call: ToolCall) -> str:
         if call.error is not None:
             raise _CallError(call.error)
+        if not self._offered:
+            raise _CallError("there are no tools")
         if call.name not in self._offered:
             nearest = difflib.get_close_matches(call.name, self._offered, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tools are {', '.join(sorted(self._offered))}"

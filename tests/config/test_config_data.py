@@ -37,6 +37,13 @@ def test_system_prompt_without_a_chat_template_is_refused():
     )
 
 
+def test_a_column_of_tools_that_nothing_renders_is_refused():
+    tree = {"tools_column": "offers", "apply_chat_template": False}
+    with pytest.raises(ConfigError, match=r"^test: tools_column=offers has no effect without the chat template"):
+        SupervisedDataConfig.parse(tree, origin="test")
+    assert SupervisedDataConfig.parse({"apply_chat_template": False}, origin="test").tools_column == "tools"
+
+
 def test_keys_of_the_other_kind_of_data_are_unknown():
     with pytest.raises(ConfigError, match=r"^test: max_prompt_tokens: unknown key"):
         SupervisedDataConfig.parse({"max_prompt_tokens": 5}, origin="test")

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from shardwise.config import DataError, ModelConfig, ModelError
@@ -24,6 +26,17 @@ FORGETS_THINKING = (  # as reasoning models do: only the last turn keeps what wa
     "(m.content if loop.last else m.content.split('</think>')[-1]) + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+WITH_TOOLS = (  # as Hermes and Qwen have it
+    "{% if tools %}{{ '<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '</tools>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "2+3="},
@@ -201,6 +214,48 @@ def test_template_that_rewrites_earlier_turns_serves_single_turns_and_context(to
     ]
 
 
+CALLS = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "2", "tool_calls": None},
+]
+
+
+def test_tools_are_in_the_prompt_as_in_reinforcement_learning_and_calls_are_trained(tokenizer):
+    tokenizer.chat_template = WITH_TOOLS
+    token_ids, loss_mask = render_conversation(tokenizer, CALLS, "row", tools=[ADD])
+    prompt = render_prompt(
+        tokenizer, CALLS[:1], apply_chat_template=True, system_prompt=None, origin="row", tools=[ADD]
+    )
+    assert token_ids[: len(prompt)] == prompt
+    assert tokenizer.decode(prompt) == f"<tools>{json.dumps(ADD)}</tools><|user|>1+1=<|end|><|assistant|>"
+    assert spans(tokenizer, token_ids[len(prompt) :], loss_mask[len(prompt) :]) == [
+        (True, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'),
+        (False, "<|tool|>2<|end|><|assistant|>"),
+        (True, "2<|end|>"),
+    ]
+    assert not any(loss_mask[: len(prompt)])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"function": {"name": "add", "arguments": '{"a": 1}'}},  # as OpenAI writes them
+        {"function": {"name": "add", "arguments": {"a": 1, "b": None}}, "id": None},  # as parquet fills them up
+    ],
+)
+def test_arguments_come_in_several_forms(tokenizer, call):
+    tokenizer.chat_template = WITH_TOOLS
+    turn = {"role": "assistant", "tool_calls": [call]}
+    assert render_conversation(tokenizer, [CALLS[0], turn], "row") == render_conversation(tokenizer, CALLS[:2], "row")
+
+
+def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"^row: the chat template does not write the tool calls of an assistant turn"):
+        render_conversation(tokenizer, CALLS, "row")
+
+
 def test_response_sample_with_template_equals_the_conversation(tokenizer):
     sample = render_response_sample(
         tokenizer, "2+3=", "5", apply_chat_template=True, system_prompt="be brief", origin="row"
@@ -290,6 +345,12 @@ def test_template_that_refuses_the_messages_names_the_row(tokenizer):
         ([TALK[1], {"role": "assistant"}], 'message 2 has no "content": {"role": "assistant"}'),
         ([{"role": "user", "content": ["x"]}], '"content" of message 1 is a list, expected a string: ["x"]'),
         ([{"role": "user", "content": None}], '"content" of message 1 is null, expected a string: null'),
+        ([TALK[1], {"role": "assistant", "content": None, "tool_calls": []}], '"content" of message 2 is null'),
+        ([TALK[1], {"role": "assistant", "tool_calls": "add"}], "message 2 has tool_calls that are no list of objects"),
+        (
+            [TALK[1], {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "a=1"}}]}],
+            'message 2 calls a tool with arguments that are no JSON object: "a=1"',
+        ),
         (TALK[:2], "the conversation has no assistant turn"),
         (TALK[2:], "the conversation begins with an assistant turn"),
         ([{"role": "user", "content": " "}, TALK[2]], "the prompt is empty"),

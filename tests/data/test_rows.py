@@ -139,6 +139,37 @@ def test_supervised_rows_that_cannot_be_used_are_refused_by_line(tokenizer, writ
         supervised(tokenizer, write(SHORT, row), **PLAIN)
 
 
+SHOWN = {name: {"function": {"name": name, "parameters": {name: {"type": "string"}}}} for name in ("now", "search")}
+
+
+def test_supervised_rows_show_their_tools(tokenizer, write, tmp_path):
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    schemas = list(SHOWN.values())
+    rows = [{"prompt": "2+3=", "response": "5", "tools": given} for given in (schemas, json.dumps(schemas), [], None)]
+    talk = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}]
+    rows.append({"messages": talk, "tools": schemas})
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), tmp_path / "t.parquet")  # has nulls where keys differ
+    found = supervised(tokenizer, [*write(*rows), str(tmp_path / "t.parquet")]).rows
+    offered = "".join(map(json.dumps, schemas))
+    shown = [offered, offered, "", "", offered, offered]
+    assert [tokenizer.decode(sample.token_ids) for sample in found] == [f"{tools}2+3=5" for tools in shown]
+    assert [trained_text(tokenizer, sample) for sample in found] == ["5"] * 6
+    own = supervised(tokenizer, write({**rows[0], "offers": schemas[:1]}), tools_column="offers").rows
+    assert tokenizer.decode(own[0].token_ids) == f"{json.dumps(schemas[0])}2+3=5"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(["now"], '"now"'), ("now", '"now"'), ([{"name": "now"}], '{"name": "now"}'), (7, "7")]
+)
+def test_supervised_tools_that_are_no_schemas_are_refused_by_line(tokenizer, write, given, shown):
+    files = write({"prompt": "2+3=", "response": "5", "tools": given})
+    with pytest.raises(DataError, match=re.escape(f'train.jsonl line 1: column "tools" has {shown}, expected a list')):
+        supervised(tokenizer, files)
+    assert len(supervised(tokenizer, files, **PLAIN).rows) == 1
+
+
 def test_messages_cell_that_is_no_list_is_refused(tokenizer, write):
     with pytest.raises(DataError, match=r"train\.jsonl line 1: the messages are a string, expected a list"):
         supervised(tokenizer, write({"messages": "hello"}))
@@ -233,12 +264,31 @@ def test_a_row_offers_the_tools_it_names_or_all(tokenizer, write):
     assert [example.prompt for example in found] == [f"{tools}2+3=>" for tools in shown]
 
 
+def test_a_row_may_name_its_tools_by_their_schemas_or_as_a_string_of_json(tokenizer, write):
+    schemas = [TOOLS["now"], TOOLS["search"]]
+    files = write(
+        *({**RL_ROW, "tools": given} for given in (schemas, json.dumps(schemas), '["now", "search"]', "null"))
+    )
+    found = prompt_examples(PromptDataConfig(), files, tokenizer, max_rows=None, tools=TOOLS).rows
+    assert [example.tools for example in found] == [["now", "search"]] * 3 + [["calculate", "search", "now"]]
+
+
 def test_without_tools_their_column_is_not_read(tokenizer, write):
     (example,) = prompts(tokenizer, write({**RL_ROW, "tools": "anything"})).rows
     assert example.tools is None
 
 
-@pytest.mark.parametrize(("given", "shown"), [(["now", "brew"], '"brew"'), ("now", '"now"'), ([3], "3")])
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["now", "brew"], '"brew"'),
+        ("now", '"now"'),
+        ([3], "3"),
+        ([TOOLS["now"], {"function": {"name": "brew"}}], re.escape('{"function": {"name": "brew"}}')),
+        ([{"name": "now"}], re.escape('{"name": "now"}')),
+        ({"now": 1}, re.escape('{"now": 1}')),
+    ],
+)
 def test_a_tool_that_is_not_there_is_refused_by_line(tokenizer, write, given, shown):
     files = write({**RL_ROW, "offers": given})
     config = PromptDataConfig(tools_column="offers")

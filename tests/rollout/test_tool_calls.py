@@ -35,6 +35,8 @@ def test_text_without_calls_has_none(read, text):
         ('{"name": 3, "arguments": {}}', "not of the form"),
         ('{"name": "add", "arguments": "a=1"}', "not of the form"),
         ('{"arguments": {}}', "not of the form"),
+        ("7" * 5000, "not valid JSON: Exceeds the limit"),
+        ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
     ],
 )
 def test_a_hermes_call_that_cannot_be_read_says_why(block, error):
@@ -55,3 +57,9 @@ def test_qwen_calls_read_values_as_json_where_they_are():
     ]
     (call,) = qwen_calls('<tool_call>{"name": "a"}</tool_call>')
     assert "<function=name>" in call.error
+
+
+@pytest.mark.parametrize("value", ["7" * 5000, "[" * 100_000])
+def test_a_qwen_value_beyond_what_python_reads_as_json_is_text(value):
+    text = f"<tool_call><function=a><parameter=b>{value}</parameter></function></tool_call>"
+    assert qwen_calls(text) == [ToolCall(name="a", arguments={"b": value})]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import pytest
@@ -25,13 +26,18 @@ def nap(seconds: float) -> str:
     return "rested"
 
 
+def active_threads() -> int:
+    time.sleep(0.05)
+    return threading.active_count()
+
+
 def fails() -> None:
     raise RuntimeError("the tool is away")
 
 
 def environment(**options):
-    defaults = {"call_format": "hermes", "tool_timeout_seconds": 5.0, "max_result_chars": 40}
-    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails)}
+    defaults = {"call_format": "hermes", "tool_timeout_seconds": 5.0, "max_calls_per_turn": 16, "max_result_chars": 60}
+    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails, active_threads)}
     return ToolEnvironment(tools, **(defaults | options))
 
 
@@ -65,11 +71,20 @@ def test_calls_of_a_turn_run_at_the_same_time():
     assert time.perf_counter() - began < 0.9
 
 
+def test_calls_beyond_the_limit_of_a_turn_are_not_made():
+    made = environment(max_calls_per_turn=2)
+    before = threading.active_count()
+    *first, last = answers(made, *[call("active_threads")] * 300)[:3]
+    assert all(int(count) <= before + 2 for count in first)
+    assert last == "error: too many calls in one turn, at most 2"
+    assert made.reward() == {"score": 0.0, "tool_calls": 300, "tool_errors": 298}
+
+
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
         (call("ad", a=1), "error: there is no tool 'ad'; did you mean add?"),
-        (call("xyz"), "error: there is no tool 'xyz'; the tools are add, fails, nap, slow_echo"),
+        (call("xyz"), "error: there is no tool 'xyz'; the tools are active_threads, add, fails, nap, slow_echo"),
         (call("add", a="two"), "error: add: a: Input should be a valid integer"),
         (call("add"), "error: add: a: Missing required argument"),
         (call("add", a=1, c=1), "error: add: c: Unexpected keyword argument"),
@@ -96,6 +111,9 @@ def test_a_row_offers_some_tools_only():
     made.reset(example(["nap", "fails"]))
     (message,) = asyncio.run(made.step(call("add", a=1)))
     assert "the tools are fails, nap" in message["content"]
+    made.reset(example([]))
+    (message,) = asyncio.run(made.step(call("add", a=1)))
+    assert message["content"] == "error: there are no tools"
 
 
 def test_the_other_format_is_read_where_it_is_chosen():
