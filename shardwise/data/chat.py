@@ -207,7 +207,7 @@ def render_conversation(
         prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True, tools=tools)
         prompt_ids = _at_least_one(_extend(tokenizer, text, token_ids, prompt, origin), origin)
         text = _render(tokenizer, messages[: turn + 1], origin, add_generation_prompt=False, tools=tools)
-        if "tool_calls" in messages[turn]:
+        if messages[turn].get("tool_calls"):
             _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools)
         token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))

@@ -251,6 +251,12 @@ def test_arguments_come_in_several_forms(tokenizer, call):
     assert render_conversation(tokenizer, [CALLS[0], turn], "row") == render_conversation(tokenizer, CALLS[:2], "row")
 
 
+def test_an_empty_list_of_tool_calls_is_none(tokenizer):
+    plain = render_conversation(tokenizer, TALK[1:3], "row")
+    empty = [TALK[1], {**TALK[2], "tool_calls": []}]
+    assert render_conversation(tokenizer, empty, "row") == plain
+
+
 def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"^row: the chat template does not write the tool calls of an assistant turn"):
         render_conversation(tokenizer, CALLS, "row")
