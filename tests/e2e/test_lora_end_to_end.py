@@ -21,7 +21,7 @@ def sft(assets, shell, tmp_path_factory):
         *["engine.activation_checkpointing=full", "engine.apply_tiled_mlp=true"],
     )
     assert done.code == 0, done.err
-    assert "M trained) on 2 ranks" in done.out
+    assert "(4.61K trained) on 2 ranks" in done.out
     return folder
 
 
