@@ -60,11 +60,6 @@ class RankPool:
             RankError: a rank raised, died or did not answer in time. Ranks that died or hung are replaced.
         """
         assert 1 <= world_size <= self._size, f"world_size={world_size}, the pool has {self._size} ranks"
-        # torch caches meshes by their shape and ranks: a mesh of a later call would get the groups of an earlier one,
-        # which are gone. So calls that may make meshes inside meshes find and leave fresh processes, which are cheap:
-        # the fork server has imported everything.
-        if world_size > 2:
-            self._end()
         self._start()  # the first call waits for the ranks' imports, which are no part of its own time
         payload = pickle.dumps((function, args))
         store = str(Path(self._scratch.name) / f"store-{next(self._calls)}")
@@ -73,6 +68,8 @@ class RankPool:
         try:
             return self._collect(world_size, timeout_seconds)
         finally:
+            # torch caches meshes by their shape and ranks: a 2 x 2 mesh of a later call would get the groups of an
+            # earlier one, which are gone. Fresh processes are cheap, for the fork server has imported everything.
             if world_size > 2:
                 self._end()
 
