@@ -82,7 +82,8 @@ def sft_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int)
 
 
 def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) -> RLConfig:
-    """GRPO without division by the group's standard deviation, one optimizer step for each rollout batch."""
+    """GRPO, one optimizer step for each rollout batch. Without the division by the group's standard deviation one of
+    three seeds fell back from 0.76 to 0.52 in the last steps."""
     return RLConfig.parse(
         {
             "model": {"path": str(model)},
@@ -98,7 +99,7 @@ def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) 
                 "max_concurrent_sequences": 256,
             },
             "reward": {"functions": "shardwise.rewards.math:number_match"},
-            "algorithm": {"advantage": {"name": "grpo", "scale": "none"}},
+            "algorithm": {"advantage": "grpo"},
             "trainer": {
                 "output_dir": str(output_dir),
                 "resume": "never",
