@@ -34,6 +34,7 @@ from shardwise.config.errors import (
     UserError,
 )
 from shardwise.config.kl import AdaptiveKl, KlController
+from shardwise.config.placement import Colocated, Split
 from shardwise.config.preference import (
     BradleyTerry,
     DistillationConfig,

@@ -1,11 +1,12 @@
 """What reinforcement learning adds: rollout, reward, algorithm."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
+from shardwise.config.placement import Colocated, Placement, Split
 
 
 class GenerationConfig(Config):
@@ -58,6 +59,27 @@ class RolloutConfig(GenerationConfig):
 
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups that teach nothing (DAPO); null keeps them."""
+
+    placement: Placement = Colocated()
+    """colocated: every rank trains and samples in turn. split: the last ranks only sample."""
+    max_staleness: NonNegativeInt = 0
+    """How many updates of the policy may lie between the weights that sampled a completion and those that are trained
+    on it. 0 samples after each step; 1 samples for the next step during this one; more lets sampling run further ahead.
+    Needs placement=split."""
+
+    @model_validator(mode="after")
+    def _staleness_needs_ranks(self) -> Self:
+        if self.max_staleness and self.num_rollout_ranks == 0:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} samples while training goes on, which ranks that do both in turn "
+                "cannot; set rollout.placement=split, or max_staleness=0"
+            )
+        return self
+
+    @property
+    def num_rollout_ranks(self) -> int:
+        """Ranks that only sample."""
+        return self.placement.num_ranks if isinstance(self.placement, Split) else 0
 
     def generation(self) -> GenerationConfig:
         """The part that a rollout engine needs."""

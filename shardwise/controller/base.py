@@ -24,5 +24,8 @@ class WorkerGroup(Protocol):
         and the first of them gives the result.
         """
 
+    def part(self, first: int, last: int, *, timeout_seconds: float) -> "WorkerGroup":
+        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers."""
+
     def shutdown(self) -> None:
         """Ends the serving loop of every other rank."""

@@ -1,12 +1,13 @@
-"""A worker group over the ranks of one job: rank 0 commands and works, the others serve.
+"""A worker group over ranks of one job: rank 0 commands, and works where it is one of them; the others serve.
 
 The same under `shardwise --nproc`, under torchrun, and alone on one process.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,32 @@ _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)
 
 
 class RankGroup:
-    """Rank 0's view of the group; its own worker is called directly, in this process."""
+    """Rank 0's view of a group of ranks. If it is one of them, its own worker is called directly, in this process.
 
-    def __init__(self, worker: Any, control: dist.ProcessGroup, *, timeout_seconds: float) -> None:
+    Calls from several threads wait for each other, so that ranks always work on one call together.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        control: dist.ProcessGroup,
+        *,
+        timeout_seconds: float,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """
         Args:
-            worker: the object whose methods are called; every other rank runs `serve` with its own.
-            timeout_seconds: how much later than rank 0 another rank may be done with its part of a call.
+            worker: rank 0's own object whose methods are called; every other rank runs `serve` with its own.
+            timeout_seconds: how much later than rank 0 another rank may be done with its part of a call; in a group
+                without rank 0, how long it may take.
+            ranks: the members in ascending order; None: every rank.
         """
         self._worker = worker
         self._control = control
         self._timeout = timedelta(seconds=timeout_seconds)
-        self.size = dist.get_world_size(control)
+        self._ranks = range(control.size()) if ranks is None else ranks
+        self._lock = threading.Lock()
+        self.size = len(self._ranks)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls the method with the same arguments on every rank. Results by rank, a tuple as a list.
@@ -50,22 +65,30 @@ class RankGroup:
         messages = [encode([method, [shard, *args]]) for shard in shards for _ in range(num_sharing)]
         return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
+    def part(self, first: int, last: int, *, timeout_seconds: float) -> Self:
+        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers."""
+        ranks = self._ranks[first:last]
+        return type(self)(self._worker, self._control, timeout_seconds=timeout_seconds, ranks=ranks)
+
     def shutdown(self) -> None:
         """Lets the other ranks return from `serve`."""
-        for rank in range(1, self.size):
-            _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
+        for rank in self._ranks:
+            if rank != 0:
+                _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
-        with self._watch("take", method) as rank_in_turn:
-            for rank in range(1, self.size):
-                rank_in_turn[0] = rank
-                _send(messages[rank], rank, self._control, self._timeout)
-        results = [getattr(self._worker, method)(*own_args)]
-        with self._watch("answer", method) as rank_in_turn:
-            for rank in range(1, self.size):
-                rank_in_turn[0] = rank
-                results.append(decode(_receive(rank, self._control, self._timeout)))
-        return results
+        with self._lock:
+            with self._watch("take", method) as rank_in_turn:
+                for rank, message in zip(self._ranks, messages, strict=True):
+                    rank_in_turn[0] = rank
+                    if rank != 0:
+                        _send(message, rank, self._control, self._timeout)
+            results = [getattr(self._worker, method)(*own_args)] if self._ranks[0] == 0 else []
+            with self._watch("answer", method) as rank_in_turn:
+                for rank in self._ranks[len(results) :]:
+                    rank_in_turn[0] = rank
+                    results.append(decode(_receive(rank, self._control, self._timeout)))
+            return results
 
     @contextmanager
     def _watch(self, verb: str, method: str) -> Iterator[list[int]]:
@@ -97,20 +120,12 @@ def serve(worker: Any, control: dist.ProcessGroup) -> None:
 
 def _send(message: Tensor, rank: int, group: dist.ProcessGroup, timeout: timedelta) -> None:
     for part in (torch.tensor([message.numel()]), message):
-        work = dist.isend(part, rank, group)
-        assert work is not None
-        work.wait(timeout)
+        group.send([part], rank, 0).wait(timeout)
 
 
 def _receive(rank: int, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
-    _receive_into(size, rank, group, timeout)
+    group.recv([size], rank, 0).wait(timeout)
     message = torch.empty(int(size), dtype=torch.uint8)
-    _receive_into(message, rank, group, timeout)
+    group.recv([message], rank, 0).wait(timeout)
     return message
-
-
-def _receive_into(target: Tensor, rank: int, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    work = dist.irecv(target, rank, group)
-    assert work is not None
-    work.wait(timeout)

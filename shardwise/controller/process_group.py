@@ -36,38 +36,67 @@ def backend_of(device_type: str) -> str:
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
+def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
+    """Where the ranks of this job leave what the others need to find them."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if rank.world_size == 1:
+        return dist.HashStore()
+    if STORE_VARIABLE in os.environ:
+        store: dist.Store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
+    else:  # torchrun: MASTER_ADDR and MASTER_PORT
+        store, _, _ = next(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
 @contextmanager
-def process_group(rank: Rank, *, device_type: str, timeout_seconds: int) -> Iterator[dist.ProcessGroup]:
+def process_group(
+    rank: Rank,
+    *,
+    device_type: str,
+    timeout_seconds: int,
+    num_together: int | None = None,
+    store: dist.Store | None = None,
+) -> Iterator[dist.ProcessGroup]:
     """Joins the default process group (gloo; beside it the accelerator's own) and leaves it at the end.
 
     Args:
         device_type: where the model lives, such as "cpu"; a build of torch may know NCCL on a machine without a GPU.
         timeout_seconds: how long a collective of the model may wait for a rank.
+        num_together: so many ranks, the first ones, have the default process group; the others take commands alone.
+            None: all of them.
+        store: from `open_store`, which is called where it is None.
     Raises:
         RuntimeError: another rank did not come in time.
     Yields:
-        A second gloo group for commands. A rank may wait in it as long as the others are at work elsewhere; a rank that
-        dies closes its connections, which ends the wait.
+        A gloo group of all ranks for commands. A rank may wait in it as long as the others are at work elsewhere; a
+        rank that dies closes its connections, which ends the wait.
     """
-    if rank.world_size == 1:
-        store: dist.Store | None = dist.HashStore()
-    elif STORE_VARIABLE in os.environ:
-        store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
-    else:
-        store = None  # torchrun: MASTER_ADDR and MASTER_PORT
     try:
-        dist.init_process_group(
-            backend_of(device_type),
-            store=store,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    except RuntimeError as error:  # such as "Wait timeout", which names nobody
-        raise RuntimeError(
-            f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: {error}"
-        ) from error
-    try:
-        yield dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        try:
+            store = open_store(rank, timeout_seconds=timeout_seconds) if store is None else store
+            _meet(rank, store)
+            if num_together is None or rank.rank < num_together:
+                dist.init_process_group(
+                    backend_of(device_type),
+                    store=dist.PrefixStore("together", store),
+                    rank=rank.rank,
+                    world_size=rank.world_size if num_together is None else num_together,
+                    timeout=timedelta(seconds=timeout_seconds),
+                )
+        except RuntimeError as error:  # such as "Wait timeout", which names nobody
+            raise RuntimeError(
+                f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: "
+                f"{error}"
+            ) from error
+        control = dist.PrefixStore("control", store)
+        yield dist.ProcessGroupGloo(control, rank.rank, rank.world_size, _CONTROL_TIMEOUT)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _meet(rank: Rank, store: dist.Store) -> None:
+    """Waits for every rank to be there, as long as the store allows."""
+    store.set(f"present/{rank.rank}", "")
+    store.wait([f"present/{other}" for other in range(rank.world_size)])

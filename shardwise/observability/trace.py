@@ -26,7 +26,11 @@ class Spans:
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Counts seconds that were measured elsewhere."""
+        self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
         """Seconds since the last `take`, as {"seconds/<name>": seconds}, and starts from zero."""

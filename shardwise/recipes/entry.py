@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import (
+    ConfigError,
     DistillConfig,
     EngineConfig,
     EvalConfig,
@@ -18,7 +23,7 @@ from shardwise.config import (
 )
 from shardwise.controller.launch import follow_lifeline, note_failure
 from shardwise.controller.local import RankGroup, serve
-from shardwise.controller.process_group import Rank, process_group
+from shardwise.controller.process_group import Rank, open_store, process_group
 from shardwise.engine import take_device
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
@@ -29,6 +34,7 @@ from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
 from shardwise.recipes.workers import Worker
+from shardwise.transfer import Medium, ProcessGroupMedium
 
 
 def run_recipe(config: RecipeConfig) -> int:
@@ -49,7 +55,8 @@ def run_recipe(config: RecipeConfig) -> int:
             case EvalConfig():
                 evaluate(config, group)
 
-    return run_rank(recipe, timeout_seconds=config.engine.collective_timeout_seconds)
+    num_apart = config.rollout.num_rollout_ranks if isinstance(config, RLConfig) else 0
+    return run_rank(recipe, timeout_seconds=config.engine.collective_timeout_seconds, num_apart=num_apart)
 
 
 def run_quickstart(*, output_dir: str, seed: int) -> int:
@@ -68,9 +75,11 @@ def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: s
     )
 
 
-def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> int:
+def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
+    Args:
+        num_apart: so many ranks, the last ones, only sample, and are no part of the default process group.
     Returns:
         The exit code of this process.
     """
@@ -79,9 +88,19 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> in
     rank = Rank.from_environment()
     with ExitStack() as stack:
         try:
+            _require_trainers(rank, num_apart)
             device = take_device(rank.local_rank)
-            control = stack.enter_context(process_group(rank, device_type=device.type, timeout_seconds=timeout_seconds))
-            worker = Worker(device)
+            store = open_store(rank, timeout_seconds=timeout_seconds)
+            control = stack.enter_context(
+                process_group(
+                    rank,
+                    device_type=device.type,
+                    timeout_seconds=timeout_seconds,
+                    num_together=rank.world_size - num_apart,
+                    store=store,
+                )
+            )
+            worker = Worker(device, _medium_of(rank, num_apart, store, device, timeout_seconds=timeout_seconds))
             if rank.rank == 0:
                 group = RankGroup(worker, control, timeout_seconds=timeout_seconds)
                 recipe(group)
@@ -92,3 +111,29 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int) -> in
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
             return note_failure(error, rank.rank)
     return 0
+
+
+def _require_trainers(rank: Rank, num_apart: int) -> None:
+    if num_apart >= rank.world_size:
+        raise ConfigError(
+            f"rollout.placement.num_ranks={num_apart} leaves none of the job's {rank.world_size} ranks to train; start "
+            f"at least {num_apart + 1} (--nproc {num_apart + 1}), or lower it"
+        )
+
+
+def _medium_of(
+    rank: Rank, num_apart: int, store: dist.Store, device: torch.device, *, timeout_seconds: int
+) -> Callable[[], Medium] | None:
+    """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
+    num_together = rank.world_size - num_apart
+    if num_apart == 0 or 0 < rank.rank < num_together:
+        return None
+    return partial(
+        ProcessGroupMedium.join,
+        dist.PrefixStore("weights", store),
+        0 if rank.rank == 0 else rank.rank - num_together + 1,
+        1 + num_apart,
+        backend="gloo" if device.type == "cpu" else "nccl",
+        timeout=timedelta(seconds=timeout_seconds),
+        device=device,
+    )

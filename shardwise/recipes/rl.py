@@ -13,11 +13,13 @@ from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
+from shardwise.recipes.pipeline import Pipeline
+from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
-from shardwise.recipes.run import Run, Stateful
+from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
-from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows
+from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
 from shardwise.rewards import make_rewards
 from shardwise.types import MetricValue
 
@@ -25,8 +27,13 @@ LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
 
 
 def train(config: RLConfig, group: WorkerGroup) -> None:
-    """Runs the whole recipe. One step consumes `rollout.num_prompts` groups sampled by the current weights and makes
-    num_minibatches x num_epochs optimizer steps."""
+    """Runs the whole recipe. One step consumes `rollout.num_prompts` groups and makes num_minibatches x num_epochs
+    optimizer steps.
+
+    Args:
+        group: every rank; the last ones only sample where rollout.placement=split.
+    """
+    ranks = Ranks.of(group, config)
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     require_tool_tags(config.rollout.environment, model.tokenizer)
@@ -41,31 +48,48 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     stream = PromptStream(sources, data, seed=config.trainer.seed)
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
-    engines = build_engines(config, model, group, total_steps)
+    engines = build_engines(config, model, ranks.trainers, total_steps)
+    ranks.build_rollout(model.config, config.rollout.generation(), dtype=config.engine.param_dtype)
     learner = Learner(engines, config)
-    parts: dict[str, Stateful] = {"prompts": stream, "learner": learner}
-    reward_models = {} if config.reward is None else build_reward_engines(config.reward, group)
+    reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
-        Rollouter(group, model.tokenizer, config.rollout, rewards) as rollouter,
-        Run("rl", config, parts=parts, engines=engines.saved, total_steps=total_steps) as run,
+        Rollouter(ranks.rollouts, model.tokenizer, config.rollout, rewards) as rollouter,
+        Pipeline(
+            Sampler(rollouter, stream, examples.rows, config),
+            stream,
+            total_steps=total_steps,
+            max_staleness=config.rollout.max_staleness if ranks.are_split else None,
+        ) as pipeline,
+        Run(
+            "rl",
+            config,
+            parts={"learner": learner, "pipeline": pipeline},
+            engines=engines.saved,
+            total_steps=total_steps,
+        ) as run,
         SampleLog(run.output_dir, last_step=run.last_logged_step) as sample_log,
     ):
-        sampler = Sampler(rollouter, stream, examples.rows, config)
-        group.call("sync_weights", run.first_step - 1)
+        ranks.sync_weights(run.first_step - 1)
+        pipeline.start(run.first_step)
         for step in run.steps():
             with run.spans("rollout"):
-                rollout = sampler.collect(step)
+                rollout = pipeline.take(step)
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
-            with run.spans("sync"):
-                group.call("sync_weights", step)
-            if held_out is not None and config.reward is not None and run.should_validate(step):
-                with run.spans("validate"):
-                    metrics |= greedy_accuracy(rollouter, held_out, config.reward)
+            validates = held_out is not None and run.should_validate(step)
+            if validates or pipeline.takes_weights():
+                with run.spans("sync"), pipeline.serving(step):
+                    ranks.sync_weights(step)
+                    if held_out is not None and config.reward is not None and validates:
+                        with run.spans("validate"):
+                            metrics |= greedy_accuracy(rollouter, held_out, config.reward)
             sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
             metrics |= rollout_metrics(rollout.groups) | counts
+            if ranks.are_split:
+                metrics |= staleness_metrics(rollout.groups, version=step - 1)
+                run.spans.add("rollout_idle", pipeline.take_idle_seconds())
             if config.reward is not None:
                 metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             run.report(step, metrics, num_tokens=rollout.num_tokens)
@@ -99,7 +123,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> Engines:
-    """Every model that the algorithm needs, and rollout engines, which wait for the policy's weights."""
+    """Every model that the algorithm needs."""
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
@@ -145,10 +169,4 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
             config.teacher_layout(teacher),
             temperature=temperature,
         )
-    group.call(
-        "build_rollout",
-        model.config.model_dump_json(),
-        config.rollout.generation().model_dump_json(),
-        config.engine.param_dtype,
-    )
     return engines

@@ -2,14 +2,15 @@
 nothing replaced."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from shardwise.config import Gdpo, Gigpo, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.recipes.samples import reward_columns, to_samples
-from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
+from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,28 @@ class Rollout:
     greedy_rewards: list[float] | None
     """Of each group the reward of its prompt's greedy completion, where algorithm.advantage=remax compares with it."""
     metrics: Metrics
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the policy, among those that sampled a token."""
+        return min(completion.policy_version for group in self.groups for completion in group.completions)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it, with the uid of each row instead of the row."""
+        groups = [asdict(replace(group, example=None)) | {"example": group.example.uid} for group in self.groups]
+        return {**asdict(replace(self, groups=[])), "groups": groups}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:
+        """What `to_json` was called on; `examples` holds its rows."""
+        by_uid = {example.uid: example for example in examples}
+
+        def group_of(group: dict[str, Any]) -> RolloutGroup:
+            completions = [Completion(**completion) for completion in group["completions"]]
+            return RolloutGroup(**{**group, "example": by_uid[group["example"]], "completions": completions})
+
+        metrics = {name: MetricValue(**value) for name, value in tree["metrics"].items()}
+        return cls(**{**tree, "groups": [group_of(group) for group in tree["groups"]], "metrics": metrics})
 
     @property
     def num_tokens(self) -> int:
@@ -39,7 +62,7 @@ class Sampler:
     ) -> None:
         self._rollouter = rollouter
         self._stream = stream
-        self._examples = examples
+        self.examples = examples
         self._config = config
 
     def collect(self, step: int) -> Rollout:
@@ -81,7 +104,7 @@ class Sampler:
     def _sample(self, num_prompts: int, *, step: int, round: int) -> list[RolloutGroup]:
         rows = self._stream.take(num_prompts, step=step)
         groups = self._rollouter.collect(
-            [self._examples[row] for row in rows],
+            [self.examples[row] for row in rows],
             num_completions=self._config.rollout.group_size,
             temperature=self._config.rollout.temperature,
             seed=self._config.trainer.seed,

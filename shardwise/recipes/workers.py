@@ -1,5 +1,6 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
-from shardwise.transfer import sync_local
+from shardwise.transfer import Medium, pull_weights, push_weights, sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
 
 POLICY = "policy"
@@ -50,8 +51,14 @@ class Worker:
     what the others' param_offload and optimizer_offload name has left it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, join_medium: Callable[[], Medium] | None = None) -> None:
+        """
+        Args:
+            join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
+        """
         self._device = device
+        self._join_medium = join_medium
+        self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
 
@@ -155,6 +162,19 @@ class Worker:
         dtype = getattr(torch, seat.config.param_dtype)
         return sync_local(seat.engine, self._rollout, version=version, dtype=dtype).num_bytes
 
+    def push_weights(self, version: int) -> int:
+        """Sends the policy's weights to the ranks that sample. Returns the bytes that this rank sent."""
+        seat = self._take_device(POLICY, "params")
+        dtype = getattr(torch, seat.config.param_dtype)
+        receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype)
+        return 0 if receipt is None else receipt.num_bytes
+
+    def pull_weights(self) -> int:
+        """Takes over the weights that `push_weights` sends, verified. Returns their bytes."""
+        medium = self._joined_medium()
+        assert self._rollout is not None and medium is not None
+        return pull_weights(self._rollout, medium).num_bytes
+
     def save_weights(self, role: str, model: str, folder: str) -> None:
         """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         seat = self._take_device(role, "params")
@@ -197,6 +217,12 @@ class Worker:
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
         self._seats, self._rollout = {}, None
+
+    def _joined_medium(self) -> Medium | None:
+        """Joined at the first sync, where all ends are there."""
+        if self._medium is None and self._join_medium is not None:
+            self._medium = self._join_medium()
+        return self._medium
 
     def _lessons(self, batches: list[TokenBatch], role: str, teacher: str) -> list[Lesson]:
         divergence = self._seats[role].loss.divergence

@@ -127,8 +127,8 @@ def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, 
     """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
     state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
     assert state["learner"]["kl_coef"] != 0.1
-    assert state["prompts"]["pass_rates"]
-    assert state["prompts"]["taken"] == {"sums": 6, "products": 2}
+    assert state["pipeline"]["prompts"]["pass_rates"]
+    assert state["pipeline"]["prompts"]["taken"] == {"sums": 6, "products": 2}
     run = stop_after(ppo_run, 2, tmp_path / "run")
     done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO, timeout=240)
     assert done.code == 0, done.err

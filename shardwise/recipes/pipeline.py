@@ -1,0 +1,179 @@
+"""When the rollouts of a step are sampled: in turn with training, or on ranks of their own while it goes on."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from shardwise.config import TrainingError
+from shardwise.data import PromptStream
+from shardwise.recipes.sampler import Rollout, Sampler
+
+
+class Pipeline:
+    """Gives training its rollouts, and new weights their turn. A context manager.
+
+    In turn, the rollouts of a step are sampled when it begins. Ahead, a thread samples them as far ahead as the bound on
+    staleness allows: those of step s begin once the engines serve version s - 1 - max_staleness, and new weights wait
+    for rollouts that have begun. With max_staleness 0 or 1 that leaves one order of events, whatever takes how long, so
+    runs repeat bit for bit; with more, the weights that sample a step depend on timing, within the bound.
+    """
+
+    def __init__(
+        self, sampler: Sampler, stream: PromptStream, *, total_steps: int, max_staleness: int | None = None
+    ) -> None:
+        """
+        Args:
+            max_staleness: versions of the policy; None samples in turn.
+        """
+        self._sampler = sampler
+        self._stream = stream
+        self._total_steps = total_steps
+        self._max_staleness = max_staleness
+        self._changed = threading.Condition()
+        # What follows is read and written under the condition.
+        self._ready: deque[Rollout] = deque()
+        self._version = 0
+        self._is_sampling = self._is_held = self._is_over = False
+        self._failure: BaseException | None = None
+        self._idle = _StopWatch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Begins no further rollouts. Does not wait for those that have begun: after an error they may never end."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def start(self, step: int) -> None:
+        """Begins with the rollouts of `step`; the engines serve the weights before it."""
+        self._version = step - 1
+        if self._max_staleness is not None:
+            steps = range(step + len(self._ready), self._total_steps + 1)
+            threading.Thread(target=self._sample_ahead, args=(steps,), name="rollouts", daemon=True).start()
+
+    def take(self, step: int) -> Rollout:
+        """What a step trains on. Steps are taken in order.
+
+        Consumes: rollouts that are ready. Waits for: those of `step`. Unblocked by: the thread that samples them, whose
+        failure is raised here.
+        """
+        if self._max_staleness is None:
+            return self._ready.popleft() if self._ready else self._sampler.collect(step)
+        with self._changed:
+            self._wait_for(lambda: bool(self._ready))
+            rollout = self._ready.popleft()
+        staleness = step - 1 - rollout.oldest_version
+        if staleness > self._max_staleness:
+            raise TrainingError(
+                f"a completion of step {step} was sampled {staleness} versions ago, and rollout.max_staleness="
+                f"{self._max_staleness}: an error of Shardwise's; please report it"
+            )
+        return rollout
+
+    def takes_weights(self) -> bool:
+        """Whether the engines should serve new weights now: always, unless they are busy and training has what to go on
+        with."""
+        with self._changed:
+            return not (self._is_sampling and self._ready)
+
+    @contextmanager
+    def serving(self, version: int) -> Iterator[None]:
+        """Inside nothing is sampled ahead; the body makes the engines serve `version`."""
+        with self._at_rest():
+            yield
+            self._version = version
+
+    def take_idle_seconds(self) -> float:
+        """How long nothing was sampled ahead, since the last call; 0 where sampling has no ranks of its own."""
+        with self._changed:
+            return self._idle.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides on the rollouts to come, as JSON can hold it; those that have begun are waited for."""
+        with self._at_rest():
+            ready = [rollout.to_json() for rollout in self._ready]
+            return {"prompts": self._stream.state_dict(), "ready": ready}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the pipeline that gave the state was, in turn or ahead."""
+        self._stream.load_state_dict(state["prompts"])
+        self._ready = deque(Rollout.from_json(rollout, self._sampler.examples) for rollout in state["ready"])
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Waits for rollouts that have begun, and lets no others begin in its body."""
+        with self._changed:
+            self._is_held = True
+            self._wait_for(lambda: not self._is_sampling and self._failure is None)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
+    def _sample_ahead(self, steps: range) -> None:
+        """The thread."""
+        try:
+            for step in steps:
+                if not self._begin(step):
+                    return
+                rollout = self._sampler.collect(step)
+                with self._changed:
+                    self._is_sampling = False
+                    self._ready.append(rollout)
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._is_sampling = False
+                self._failure = error
+                self._changed.notify_all()
+
+    def _begin(self, step: int) -> bool:
+        """Waits until the rollouts of a step may begin; False where the run ends before."""
+        assert self._max_staleness is not None
+        oldest = step - 1 - self._max_staleness
+        with self._changed:
+            self._idle.start()
+            self._changed.wait_for(lambda: self._is_over or (not self._is_held and self._version >= oldest))
+            self._idle.stop()
+            self._is_sampling = not self._is_over
+            return self._is_sampling
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Raises what ended the thread, unless what is waited for is there."""
+        self._changed.wait_for(lambda: condition() or self._failure is not None)
+        if self._failure is not None and not condition():
+            raise self._failure
+
+
+class _StopWatch:
+    """Seconds between starts and stops."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._add()
+        self._started = None
+
+    def take(self) -> float:
+        """Of what runs now, the seconds so far. Counts from zero again."""
+        self._add()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _add(self) -> None:
+        now = time.perf_counter()
+        if self._started is not None:
+            self._seconds += now - self._started
+            self._started = now

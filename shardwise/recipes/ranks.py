@@ -1,0 +1,69 @@
+"""Who does what in reinforcement learning: the ranks that train, those that sample, and the weights between them."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from shardwise.config import GenerationConfig, ModelConfig, RLConfig, Split
+from shardwise.controller.base import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a job by what they do."""
+
+    trainers: WorkerGroup
+    rollouts: WorkerGroup
+    """The trainers themselves, or others."""
+
+    @classmethod
+    def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
+        """Divides the ranks of a job as rollout.placement says."""
+        placement = config.rollout.placement
+        if not isinstance(placement, Split):
+            return cls(group, group)
+        num_trainers = group.size - placement.num_ranks
+        return cls(
+            group.part(0, num_trainers, timeout_seconds=config.engine.collective_timeout_seconds),
+            group.part(num_trainers, group.size, timeout_seconds=placement.timeout_seconds),
+        )
+
+    @property
+    def are_split(self) -> bool:
+        return self.rollouts is not self.trainers
+
+    def build_rollout(self, model: ModelConfig, config: GenerationConfig, *, dtype: str) -> None:
+        """Builds the rollout engines, which wait for the policy's weights."""
+        self.rollouts.call("build_rollout", model.model_dump_json(), config.model_dump_json(), dtype)
+
+    def sync_weights(self, version: int) -> None:
+        """Lets the rollout engines serve the policy's weights, verified."""
+        if not self.are_split:
+            self.trainers.call("sync_weights", version)
+            return
+        receive = _Background(lambda: self.rollouts.call("pull_weights"))
+        self.trainers.call("push_weights", version)
+        receive.result()
+
+
+class _Background:
+    """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> None:
+        """Waits for: the call. Raises what it raised."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._failure = error

@@ -1,0 +1,160 @@
+"""Ranks that only sample, beside or ahead of those that train."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPLIT, AHEAD = ["rollout.placement=split"], ["rollout.placement=split", "rollout.max_staleness=1"]
+
+
+def options(assets, output_dir) -> list[str]:
+    return [
+        f"model.path={assets.model}",
+        f"data.train_files={assets.parquet}",
+        f"data.validation_files={assets.parquet}",
+        "data.max_prompt_tokens=40",
+        "engine.max_tokens_per_micro_batch=128",
+        "rollout.num_prompts=4",
+        "rollout.group_size=4",
+        "rollout.max_response_tokens=8",
+        f"reward.functions={assets.reward}",
+        "trainer.total_steps=5",
+        "trainer.save_every_steps=2",
+        "trainer.validate_every_steps=2",
+        "trainer.learning_rate=1e-2",
+        "trainer.tensorboard=false",
+        f"trainer.output_dir={output_dir}",
+    ]
+
+
+def without_staleness(rows):
+    return [{name: value for name, value in row.items() if not name.startswith("staleness/")} for row in rows]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert without_staleness(lines(found / "metrics.jsonl")) == without_staleness(lines(expected / "metrics.jsonl"))
+    for name in ("samples.jsonl", "checkpoints/step_5/hf/model.safetensors"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def ahead(assets, shell, tmp_path_factory):
+    """Two ranks: one trains, the other samples one step ahead."""
+    folder = tmp_path_factory.mktemp("ahead") / "run"
+    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, folder), *AHEAD, timeout=240)
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_ranks_that_sample_without_staleness_change_no_bit(assets, shell, command, tmp_path):
+    done = command("rl", *options(assets, tmp_path / "colocated"))
+    assert done.code == 0, done.err
+    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "split"), *SPLIT, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(tmp_path / "split", tmp_path / "colocated")
+    assert {row["staleness/max"] for row in lines(tmp_path / "split" / "metrics.jsonl")} == {0.0}
+
+
+def test_one_step_ahead_every_sample_is_one_version_old(ahead):
+    assert [row["staleness/max"] for row in lines(ahead / "metrics.jsonl")] == [0, 1, 1, 1, 1]
+    assert {row["staleness/share_1"] for row in lines(ahead / "metrics.jsonl")[1:]} == {1.0}
+    versions = {(row["step"], row["policy_version"]) for row in lines(ahead / "samples.jsonl")}
+    assert versions == {(1, 0), (2, 0), (3, 1), (4, 2), (5, 3)}
+    for row in lines(ahead / "performance.jsonl"):
+        assert row["seconds/rollout_idle"] >= 0
+
+
+def test_one_step_ahead_the_same_seed_gives_the_same_bytes(ahead, assets, shell, tmp_path):
+    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "run"), *AHEAD, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(tmp_path / "run", ahead)
+
+
+def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, shell, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(ahead, run)
+    for step in (4, 5):
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+    state = json.loads((run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
+    assert len(state["pipeline"]["ready"]) >= 1
+    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, run), *AHEAD, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(run, ahead)
+
+
+@pytest.mark.slow
+def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, shell, metrics_of, tmp_path):
+    placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]
+    done = shell("shardwise", "rl", "--nproc", "4", *options(assets, tmp_path / "run"), *placement, timeout=240)
+    assert done.code == 0, done.err
+    for four, two in zip(metrics_of(tmp_path / "run"), metrics_of(ahead), strict=True):
+        for name in ("train/loss", "train/grad_norm", "policy/entropy", "reward/mean", "staleness/mean"):
+            assert four[name] == pytest.approx(two[name], abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (SPLIT, "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train; start at least 2 (--nproc 2)"),
+        (["rollout.max_staleness=1"], "set rollout.placement=split, or max_staleness=0"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_one_line(assets, command, tmp_path, arguments, message):
+    done = command("rl", *options(assets, tmp_path / "run"), *arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_of_either_kind_ends_the_run_and_is_named(assets, marked, tmp_path, victim):
+    arguments = [*options(assets, tmp_path / "run"), *AHEAD, "trainer.total_steps=100000"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHARDWISE_TEST_MARK": str(tmp_path)}
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step_2").is_dir() and time.monotonic() < deadline:
+            assert launcher.poll() is None, launcher.communicate()[1]
+            time.sleep(0.05)
+        pids = [pid for pid in marked(str(tmp_path)) if f"\0RANK={victim}\0".encode() in environ_of(pid)]
+        rank = next(pid for pid in pids if parent_of(pid) == launcher.pid)
+        os.kill(rank, signal.SIGKILL)
+        _, error = launcher.communicate(timeout=20)
+        left = marked(str(tmp_path))
+    finally:
+        for pid in marked(str(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+    assert launcher.returncode == 1
+    assert f"error: rank {victim} was ended by SIGKILL; the other ranks were stopped" in error
+    assert not left
+
+
+def environ_of(pid: int) -> bytes:
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

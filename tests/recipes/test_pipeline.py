@@ -1,0 +1,168 @@
+import json
+import threading
+import time
+
+import pytest
+
+from shardwise.config import PromptDataConfig, TrainingError
+from shardwise.data import PromptStream
+from shardwise.recipes.pipeline import Pipeline
+from shardwise.recipes.sampler import Rollout
+from shardwise.types import Completion, Example, MetricValue, RolloutGroup
+
+EXAMPLES = [Example(uid=f"row {n}", prompt_ids=[n], prompt=str(n), data_source="", ground_truth=n) for n in range(5)]
+
+
+class Engines:
+    """Stands for rollout engines and their sampler: says which version served which step, and checks that nothing is
+    sampled while weights change."""
+
+    examples = EXAMPLES
+
+    def __init__(self, stream, *, seconds=0.0, fails_at=None):
+        self.version, self.stream, self.seconds, self.fails_at = 0, stream, seconds, fails_at
+        self.is_sampling = False
+        self.log = []
+
+    def collect(self, step):
+        self.is_sampling = True
+        version = self.version
+        if step == self.fails_at:
+            raise ValueError("the moon is full")
+        time.sleep(self.seconds)
+        (row,) = self.stream.take(1, step=step)
+        assert self.version == version, "the weights changed under a rollout"
+        self.is_sampling = False
+        self.log.append((step, version))
+        completion = Completion(token_ids=[step], logprobs=[-0.1], finish_reason="stop", policy_version=version)
+        group = RolloutGroup(
+            example=EXAMPLES[row], completions=[completion], texts=["x"], rewards=[0.5], reward_parts=[{}], failed=[False]
+        )
+        return Rollout(groups=[group], greedy_rewards=[1 / 3], metrics={"a": MetricValue.mean(1.0, 3)})
+
+
+def new_stream():
+    return PromptStream([""] * len(EXAMPLES), PromptDataConfig(), seed=0)
+
+
+def play(*, max_staleness, sample_seconds=0.0, train_seconds=0.0, total_steps=6, first_step=1, state=None):
+    """Trains without training. Returns by step the version that sampled it, the rows, and the state after step 3."""
+    stream = new_stream()
+    engines = Engines(stream, seconds=sample_seconds)
+    taken, saved = [], None
+    with Pipeline(engines, stream, total_steps=total_steps, max_staleness=max_staleness) as pipeline:
+        if state is not None:
+            pipeline.load_state_dict(json.loads(json.dumps(state)))
+        engines.version = first_step - 1
+        pipeline.start(first_step)
+        for step in range(first_step, total_steps + 1):
+            rollout = pipeline.take(step)
+            assert rollout.groups[0].completions[0].token_ids == [step]
+            taken.append((step, rollout.oldest_version, rollout.groups[0].example.uid))
+            time.sleep(train_seconds)
+            if pipeline.takes_weights():
+                with pipeline.serving(step):
+                    assert not engines.is_sampling
+                    engines.version = step
+            if step == 3:
+                saved = pipeline.state_dict()
+        idle = pipeline.take_idle_seconds()
+    return taken, saved, idle
+
+
+def versions(taken):
+    return [version for _, version, _ in taken]
+
+
+@pytest.mark.parametrize(("sample_seconds", "train_seconds"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.03), (0.02, 0.02)])
+@pytest.mark.parametrize("max_staleness", [None, 0, 1])
+def test_up_to_a_staleness_of_one_the_order_of_events_does_not_depend_on_time(
+    max_staleness, sample_seconds, train_seconds
+):
+    taken, _, _ = play(max_staleness=max_staleness, sample_seconds=sample_seconds, train_seconds=train_seconds)
+    assert versions(taken) == ([0, 0, 1, 2, 3, 4] if max_staleness else [0, 1, 2, 3, 4, 5])
+
+
+def test_rows_are_the_same_however_far_ahead_they_are_sampled():
+    rows = [[uid for _, _, uid in play(max_staleness=bound)[0]] for bound in (None, 0, 1, 3)]
+    assert all(other == rows[0] for other in rows)
+
+
+@pytest.mark.parametrize(("sample_seconds", "train_seconds"), [(0.03, 0.0), (0.0, 0.03), (0.02, 0.02)])
+def test_a_larger_bound_holds_and_is_used(sample_seconds, train_seconds):
+    taken, _, _ = play(
+        max_staleness=3, sample_seconds=sample_seconds, train_seconds=train_seconds, total_steps=12
+    )
+    staleness = [step - 1 - version for step, version, _ in taken]
+    assert max(staleness) <= 3
+    if sample_seconds < train_seconds:
+        assert max(staleness) == 3  # nothing but the bound stops sampling
+
+
+def test_sampling_and_training_overlap():
+    """Ten steps of 50 ms each: 1 s in turn, little more than half of it with one step ahead."""
+    start = time.perf_counter()
+    play(max_staleness=1, sample_seconds=0.05, train_seconds=0.05, total_steps=10)
+    ahead = time.perf_counter() - start
+    assert 0.5 < ahead < 0.8
+
+
+def test_idle_time_is_what_sampling_waited_for_training():
+    _, _, idle = play(max_staleness=0, train_seconds=0.05, total_steps=4)
+    assert 0.15 <= idle < 0.4
+    _, _, idle = play(max_staleness=None, train_seconds=0.05, total_steps=4)
+    assert idle == 0.0
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 1])
+@pytest.mark.parametrize("sample_seconds", [0.0, 0.02])
+def test_a_run_goes_on_from_its_state_with_the_rollouts_that_were_ahead(max_staleness, sample_seconds):
+    whole, saved, _ = play(max_staleness=max_staleness, sample_seconds=sample_seconds)
+    if max_staleness is not None:  # what the bound allows, begun or not when the state was asked for
+        assert len(saved["ready"]) in (max_staleness, max_staleness + 1)
+    rest, _, _ = play(max_staleness=max_staleness, first_step=4, state=saved)
+    assert rest == whole[3:]
+
+
+def test_rollouts_that_were_sampled_ahead_are_used_where_they_are_sampled_in_turn():
+    _, saved, _ = play(max_staleness=0)
+    rest, _, _ = play(max_staleness=None, first_step=4, state=saved)
+    assert rest == play(max_staleness=None)[0][3:]
+
+
+def test_a_rollout_comes_back_from_json_as_it_was():
+    rollout = Engines(new_stream()).collect(1)
+    assert Rollout.from_json(json.loads(json.dumps(rollout.to_json())), EXAMPLES) == rollout
+
+
+def test_what_ends_sampling_ends_training():
+    stream = new_stream()
+    with Pipeline(Engines(stream, fails_at=2), stream, total_steps=5, max_staleness=1) as pipeline:
+        pipeline.start(1)
+        pipeline.take(1)
+        with pytest.raises(ValueError, match="the moon is full"):
+            pipeline.take(2)
+        with pytest.raises(ValueError, match="the moon is full"), pipeline.serving(1):
+            pytest.fail("weights were served after sampling failed")
+
+
+def test_leaving_it_does_not_wait_for_rollouts_that_have_begun():
+    stream = new_stream()
+    engines = Engines(stream)
+    hangs = threading.Event()
+    engines.collect = lambda step: hangs.wait()
+    start = time.perf_counter()
+    with Pipeline(engines, stream, total_steps=5, max_staleness=1) as pipeline:
+        pipeline.start(1)
+    assert time.perf_counter() - start < 1
+    hangs.set()
+
+
+def test_a_completion_older_than_the_bound_never_reaches_training():
+    stream = new_stream()
+    engines = Engines(stream)
+    with Pipeline(engines, stream, total_steps=5, max_staleness=1) as pipeline:
+        engines.version = 2
+        pipeline.start(5)  # says that version 4 is served
+        with pytest.raises(TrainingError, match="step 5 was sampled 2 versions ago, and rollout.max_staleness=1"):
+            pipeline.take(5)
