@@ -1,6 +1,7 @@
 """The receipt of a weight sync: what was sent and what is served must be the same bytes."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +33,16 @@ class SyncReceipt:
 def checksum(tensor: Tensor) -> int:
     """xxh3 of the tensor's bytes in memory order."""
     return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Whatever happens to what is gathered, the other ranks wait for this one in every tensor's collective."""
+    try:
+        yield
+    finally:
+        for _ in weights:
+            pass
 
 
 class Manifest:

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from shardwise.transfer.base import Manifest, SyncReceipt
+from shardwise.transfer.base import Manifest, SyncReceipt, gathered_to_the_end
 from shardwise.types import WeightReceiver, WeightSender
 
 
@@ -16,7 +16,9 @@ def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, 
     """
     started = time.perf_counter()
     manifest = Manifest(version, receiver.served_weights())
-    receiver.load_weights(manifest.record(sender.named_weights(dtype)))
+    weights = iter(sender.named_weights(dtype))
+    with gathered_to_the_end(weights):
+        receiver.load_weights(manifest.record(weights))
     num_proven = manifest.verify(receiver.served_weights())
     receiver.commit_weights(version)
     return manifest.receipt(seconds=time.perf_counter() - started, num_proven=num_proven)

@@ -6,14 +6,13 @@ It is a transaction: every end says what it has, and only when all say the same 
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum
+from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum, gathered_to_the_end
 from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
 from shardwise.transfer.medium import Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
@@ -39,7 +38,7 @@ def push_weights(
         WeightSyncError: a receiver does not hold what was sent. No receiver has committed the version.
     """
     weights = iter(sender.named_weights(dtype))
-    with _gathered_to_the_end(weights):
+    with gathered_to_the_end(weights):
         if medium is None:
             return None
         started = time.perf_counter()
@@ -163,13 +162,3 @@ def _break_off(medium: Medium, error: MediumError) -> NoReturn:
 
 def _described(error: Exception) -> str:
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Whatever happens to what is gathered, the other ranks wait for this one in every tensor's collective."""
-    try:
-        yield
-    finally:
-        for _ in weights:
-            pass
