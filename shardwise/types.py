@@ -297,10 +297,13 @@ class WeightReceiver(Protocol):
     """The rollout side of a weight sync."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the tensors into the served model."""
+        """Copies the tensors into the served model; each is valid until the next one is taken. From the first one until
+        the commit the engine refuses to generate, for it holds weights of two versions."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on."""
+        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on. One that
+        the engine takes but cannot read back is on the meta device, which tells its dtype and shape."""
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`."""
+        """From here on completions carry `version`, and nothing computed with other weights is used again (prefix
+        caches)."""

@@ -13,4 +13,10 @@ class RolloutEngine(WeightReceiver, Protocol):
         """`num_completions` completions for each request, in the order of the requests.
 
         The tokens drawn for a request depend on its seed, uid and the completion's index, not on the rest of the batch.
+
+        Raises:
+            RuntimeError: weights were loaded and never committed.
         """
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of every token after the first, at temperature 1, in nats. Raises RuntimeError as `generate`."""

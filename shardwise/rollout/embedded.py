@@ -75,7 +75,7 @@ class EmbeddedEngine:
         self._stop_ids = torch.cat([_stop_ids(model), torch.tensor(stop_token_ids, dtype=torch.int64)]).to(device)
         self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
         self._decode = decode
-        self._version = 0
+        self._version: int | None = 0
         _require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
 
     @classmethod
@@ -107,7 +107,9 @@ class EmbeddedEngine:
 
         Raises:
             ModelError: a prompt and its completion would be so long that they change what others are computed with.
+            RuntimeError: as RolloutEngine.generate.
         """
+        version = self._require_version()
         if self._rotary_limit and (reason := self._rotary_limit.refusal(_longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
         results: list[list[Completion | None]] = [[None] * request.num_completions for request in requests]
@@ -118,15 +120,31 @@ class EmbeddedEngine:
                     token_ids=row.token_ids,
                     logprobs=row.logprobs,
                     finish_reason="stop" if finish_reason == "stop" else "length",
-                    policy_version=self._version,
+                    policy_version=version,
                 )
         return [[completion for completion in group if completion is not None] for group in results]
+
+    @torch.inference_mode()
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See RolloutEngine.logprobs. One sequence at a time: what a probe asks for is little."""
+        self._require_version()
+        projection, results = self.projection(), []
+        for sequence in sequences:
+            tokens = torch.tensor([sequence], device=self._device)
+            cache = KVCache(num_rows=1, capacity_tokens=len(sequence), device=self._device)
+            cache.begin_prefill(prompt_of_row=torch.zeros(1, dtype=torch.int64, device=self._device), first_row=0)
+            positions = torch.arange(len(sequence), device=self._device)[None]
+            hidden = self.hidden_states(tokens, positions, cache)[0, :-1]
+            scored = self.logits(hidden, projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
+            results.append(scored[:, 0].tolist())
+        return results
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by Hugging Face name."""
         served = dict(self.served_weights())
         with torch.no_grad():
             for name, tensor in weights:
+                self._version = None
                 served[name].copy_(tensor)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -137,6 +155,11 @@ class EmbeddedEngine:
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`. There is no prefix cache to drop: none outlives `generate`."""
         self._version = version
+
+    def _require_version(self) -> int:
+        if self._version is None:
+            raise RuntimeError("the rollout engine holds a part of new weights; sync them whole before it generates")
+        return self._version
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
         """input_ids, position_ids [B, L] -> [B, L, D].

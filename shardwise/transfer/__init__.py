@@ -2,3 +2,6 @@
 
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum
 from shardwise.transfer.local import sync_local
+from shardwise.transfer.medium import Medium, MediumError
+from shardwise.transfer.process_group import ProcessGroupMedium
+from shardwise.transfer.sync import pull_weights, push_weights

@@ -1,7 +1,8 @@
 """The receipt of a weight sync: what was sent and what is served must be the same bytes."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -14,11 +15,19 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SyncReceipt:
-    """A sync that was verified."""
+    """A sync that was verified. Those of the two sides are equal, or something else arrived than was sent."""
 
     version: int
     num_tensors: int
     num_bytes: int
+    """Of the weights."""
+    digest: str
+    """xxh3 over the names and checksums of all tensors, in the order they were sent."""
+    seconds: float = field(default=0.0, compare=False)
+    num_bytes_moved: int = field(default=0, compare=False)
+    """What travelled: fewer bytes than the weights have, where only changes do."""
+    num_proven: int = field(default=0, compare=False)
+    """Tensors that the engine could read back; of the others it is proven that they arrived."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -26,13 +35,24 @@ def checksum(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
 
+@contextmanager
+def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Whatever happens to what is gathered, the other ranks wait for this one in every tensor's collective."""
+    try:
+        yield
+    finally:
+        for _ in weights:
+            pass
+
+
 class Manifest:
     """Name, checksum and size of every tensor of one version, written down while the tensors stream by."""
 
-    def __init__(self, version: int, served: Iterable[tuple[str, Tensor]]) -> None:
-        """`served`: what the engine serves before the sync, which tells the names, shapes and dtypes it can take."""
+    def __init__(self, version: int, served: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """`served`: what the engine serves before the sync, which tells the names, shapes and dtypes it can take; None
+        on the side that has no engine."""
         self._version = version
-        self._forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
+        self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
         self._checksums: dict[str, int] = {}
         self._num_bytes = 0
 
@@ -43,37 +63,64 @@ class Manifest:
             WeightSyncError: a tensor that the engine has no place for, before it is passed on.
         """
         for name, tensor in weights:
-            self._require_place(name, tensor)
-            self._checksums[name] = checksum(tensor)
-            self._num_bytes += tensor.nbytes
+            self.require_place(name, tensor.dtype, tuple(tensor.shape))
+            self.note(name, checksum(tensor), tensor.nbytes)
             yield name, tensor
 
-    def verify(self, served: Iterable[tuple[str, Tensor]]) -> SyncReceipt:
-        """Compares with what the engine serves.
+    def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
+        if name in self._checksums:
+            raise self._error(f"{name} was sent twice")
+        if self._forms is None:
+            return
+        if name not in self._forms:
+            raise self._error(f"{name} was sent, which the engine does not serve")
+        if self._forms[name] != (dtype, shape):
+            sent, served = (f"{kind} {list(size)}" for kind, size in ((dtype, shape), self._forms[name]))
+            raise self._error(f"{name} was sent as {sent}, the engine serves {served}")
 
+    def note(self, name: str, digest: int, num_bytes: int) -> None:
+        """Writes a tensor down."""
+        self._checksums[name] = digest
+        self._num_bytes += num_bytes
+
+    def receipt(self, *, seconds: float = 0.0, num_bytes_moved: int = 0, num_proven: int = 0) -> SyncReceipt:
+        """Of what was noted so far."""
+        digest = xxhash.xxh3_64()
+        for name, value in self._checksums.items():
+            digest.update(f"{name}:{value:016x}\n".encode())
+        return SyncReceipt(
+            self._version,
+            len(self._checksums),
+            self._num_bytes,
+            digest.hexdigest(),
+            seconds=seconds,
+            num_bytes_moved=num_bytes_moved,
+            num_proven=num_proven,
+        )
+
+    def verify(self, served: Iterable[tuple[str, Tensor]]) -> int:
+        """Compares with what the engine serves. Tensors on the meta device say that the engine has such a weight and
+        cannot read it back.
+
+        Returns:
+            How many tensors could be compared.
         Raises:
             WeightSyncError: names the first tensor that was lost, altered, or never sent.
         """
-        missing = dict(self._checksums)
+        missing, num_proven = dict(self._checksums), 0
         for name, tensor in served:
             if name not in missing:
-                raise WeightSyncError(f"weight sync {self._version}: the engine serves {name}, which was not sent")
-            if checksum(tensor) != missing.pop(name):
-                raise WeightSyncError(
-                    f"weight sync {self._version}: the engine serves other values of {name} than were sent"
-                )
+                raise self._error(f"the engine serves {name}, which was not sent")
+            sent = missing.pop(name)
+            if tensor.is_meta:
+                continue
+            if checksum(tensor) != sent:
+                raise self._error(f"the engine serves other values of {name} than were sent")
+            num_proven += 1
         if missing:
-            raise WeightSyncError(
-                f"weight sync {self._version}: the engine does not serve {', '.join(sorted(missing))}"
-            )
-        return SyncReceipt(self._version, len(self._checksums), self._num_bytes)
+            raise self._error(f"the engine does not serve {', '.join(sorted(missing))}")
+        return num_proven
 
-    def _require_place(self, name: str, tensor: Tensor) -> None:
-        if name not in self._forms:
-            raise WeightSyncError(f"weight sync {self._version}: {name} was sent, which the engine does not serve")
-        if name in self._checksums:
-            raise WeightSyncError(f"weight sync {self._version}: {name} was sent twice")
-        form = (tensor.dtype, tuple(tensor.shape))
-        if form != self._forms[name]:
-            sent, served = (f"{dtype} {list(shape)}" for dtype, shape in (form, self._forms[name]))
-            raise WeightSyncError(f"weight sync {self._version}: {name} was sent as {sent}, the engine serves {served}")
+    def _error(self, message: str) -> WeightSyncError:
+        return WeightSyncError(f"weight sync {self._version}: {message}")

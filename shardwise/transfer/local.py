@@ -1,8 +1,10 @@
 """Weight sync inside one process: from the shards of all ranks into this rank's own rollout engine."""
 
+import time
+
 import torch
 
-from shardwise.transfer.base import Manifest, SyncReceipt
+from shardwise.transfer.base import Manifest, SyncReceipt, gathered_to_the_end
 from shardwise.types import WeightReceiver, WeightSender
 
 
@@ -12,8 +14,11 @@ def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, 
     Raises:
         WeightSyncError: the engine serves something else than was sent; the version is not committed.
     """
+    started = time.perf_counter()
     manifest = Manifest(version, receiver.served_weights())
-    receiver.load_weights(manifest.record(sender.named_weights(dtype)))
-    receipt = manifest.verify(receiver.served_weights())
+    weights = iter(sender.named_weights(dtype))
+    with gathered_to_the_end(weights):
+        receiver.load_weights(manifest.record(weights))
+    num_proven = manifest.verify(receiver.served_weights())
     receiver.commit_weights(version)
-    return receipt
+    return manifest.receipt(seconds=time.perf_counter() - started, num_proven=num_proven)

@@ -46,8 +46,38 @@ def test_every_served_weight_can_be_loaded_and_is_then_served(engine):
     assert doubled.keys() == dict(engine.served_weights()).keys()
 
 
-def test_the_version_changes_with_the_commit_and_not_with_the_load(engine):
-    engine.load_weights(dict(engine.served_weights()).items())
+def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(engine):
     assert engine.generate([request_of("a", [5])])[0][0].policy_version == 0
+    weights = dict(engine.served_weights())
+    engine.load_weights(iter([]))  # a sync that failed before its first tensor has changed nothing
+    assert engine.generate([request_of("a", [5])])[0][0].policy_version == 0
+    engine.load_weights(weights.items())
+    for ask in (lambda: engine.generate([request_of("a", [5])]), lambda: engine.logprobs([[5, 6]])):
+        with pytest.raises(RuntimeError, match="sync them whole before it generates"):
+            ask()
     engine.commit_weights(7)
     assert engine.generate([request_of("a", [5])])[0][0].policy_version == 7
+
+
+def test_a_sync_that_fails_in_the_middle_leaves_nothing_to_generate_with(engine):
+    name, tensor = next(engine.served_weights())
+
+    def breaking_off():
+        yield name, tensor.clone()
+        raise OSError("the sender is gone")
+
+    with pytest.raises(OSError, match="the sender is gone"):
+        engine.load_weights(breaking_off())
+    with pytest.raises(RuntimeError, match="sync them whole before it generates"):
+        engine.generate([request_of("a", [5])])
+
+
+def test_logprobs_are_those_that_sampling_at_temperature_1_reported(engine):
+    """1e-4 nats in float32: prefill and decoding add up in another order."""
+    prompts = [[5, 6, 7], [9]]
+    groups = engine.generate([request_of(f"{i}", ids, num_completions=2) for i, ids in enumerate(prompts)])
+    pairs = [(ids, completion) for ids, group in zip(prompts, groups, strict=True) for completion in group]
+    scored = engine.logprobs([ids + completion.token_ids for ids, completion in pairs])
+    for (ids, completion), logprobs in zip(pairs, scored, strict=True):
+        assert len(logprobs) == len(ids) + len(completion.token_ids) - 1
+        assert logprobs[len(ids) - 1 :] == pytest.approx(completion.logprobs, abs=1e-4)

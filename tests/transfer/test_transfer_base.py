@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import xxhash
 
 from shardwise.transfer import Manifest, WeightSyncError, checksum
+
+SERVED = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0).view(2, 2))]
 
 
 def test_checksum_is_xxh3_of_the_bytes_in_memory_order():
@@ -29,17 +33,37 @@ def test_receipt_counts_tensors_and_bytes():
     weights = {"a": torch.ones(3, 5, dtype=torch.bfloat16), "b": torch.ones(7), "c": torch.tensor(2.0)}
     manifest = Manifest(12, weights.items())
     assert dict(manifest.record(weights.items())).keys() == weights.keys()
-    receipt = manifest.verify(weights.items())
+    assert manifest.verify(weights.items()) == 3
+    receipt = manifest.receipt()
     assert (receipt.version, receipt.num_tensors, receipt.num_bytes) == (12, 3, 3 * 5 * 2 + 7 * 4 + 4)
+
+
+def receipt_of(weights):
+    manifest = Manifest(1)
+    list(manifest.record(weights))
+    return manifest.receipt()
+
+
+def test_receipts_are_equal_when_names_order_and_values_are():
+    receipts = [receipt_of(weights) for weights in (SERVED, SERVED[::-1], [("c", SERVED[0][1]), SERVED[1]])]
+    assert receipts[0] == receipt_of([(name, tensor.clone()) for name, tensor in SERVED])
+    assert len({receipt.digest for receipt in receipts}) == 3
+    assert replace(receipts[0], seconds=3.0, num_bytes_moved=5, num_proven=1) == receipts[0]  # differ between the sides
+
+
+def test_weights_that_cannot_be_read_back_are_counted_apart_and_still_have_a_form():
+    served = [SERVED[0], ("b", SERVED[1][1].to("meta"))]
+    manifest = Manifest(1, served)
+    list(manifest.record(SERVED))
+    assert manifest.verify(served) == 1
+    with pytest.raises(WeightSyncError, match=r"b was sent as torch\.float64"):
+        Manifest(1, served).require_place("b", torch.float64, (2, 2))
 
 
 def sync_to_nowhere(served, sent):
     manifest = Manifest(3, served)
     list(manifest.record(sent))
     return manifest.verify(served)
-
-
-SERVED = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0).view(2, 2))]
 
 
 @pytest.mark.parametrize(

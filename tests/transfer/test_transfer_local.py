@@ -65,6 +65,14 @@ def version_of(engine: EmbeddedEngine) -> int:
     return engine.generate([request])[0][0].policy_version
 
 
+def assert_refuses_until_a_whole_sync(engine: EmbeddedEngine) -> None:
+    with pytest.raises(RuntimeError, match="sync them whole before it generates"):
+        version_of(engine)
+    sync_local(Sender(1), engine, version=3, dtype=torch.float32)
+    assert version_of(engine) == 3
+    assert tokens_of(engine) == tokens_of(build_engine(1))
+
+
 def tokens_of(engine: EmbeddedEngine) -> list[list[int]]:
     wanted = [
         GenerateRequest(uid=f"{i}", prompt_ids=[2 + i, 5], max_tokens=8, temperature=1.0, num_completions=2)
@@ -85,6 +93,7 @@ def test_after_a_sync_the_engine_serves_what_was_sent_and_says_how_much(dtype):
     # Embedding and head 2 x 32 x 16; four projections 16 x 16; three of the MLP 24 x 16; three norms of 16.
     numbers = 2 * 32 * 16 + 4 * 16 * 16 + 3 * 24 * 16 + 3 * 16
     assert (receipt.version, receipt.num_bytes, receipt.num_tensors) == (5, numbers * dtype.itemsize, 12)
+    assert receipt.num_proven == 12
 
 
 def flip_one_bit(weights):
@@ -114,7 +123,7 @@ def test_a_sender_that_differs_from_the_engine_is_named_and_nothing_committed(ta
     sync_local(Sender(0), engine, version=1, dtype=torch.float32)
     with pytest.raises(WeightSyncError, match=f"weight sync 2: {named}"):
         sync_local(Sender(1, tamper), engine, version=2, dtype=torch.float32)
-    assert version_of(engine) == 1
+    assert_refuses_until_a_whole_sync(engine)
 
 
 @pytest.mark.parametrize(
@@ -126,4 +135,20 @@ def test_a_tensor_damaged_or_lost_on_the_way_is_named_and_nothing_committed(tamp
     engine = build_engine(0)
     with pytest.raises(WeightSyncError, match=f"the engine serves other values of {named} than were sent"):
         sync_local(Sender(1), LosingEngine(engine, tamper), version=2, dtype=torch.float32)
-    assert version_of(engine) == 0
+    assert_refuses_until_a_whole_sync(engine)
+
+
+def test_a_rank_whose_engine_fails_takes_part_in_gathering_to_the_end():
+    """Else the other trainer ranks would wait for it in the next tensor's collective."""
+    gathered = []
+
+    class CountingSender(Sender):
+        def named_weights(self, dtype):
+            for name, tensor in super().named_weights(dtype):
+                gathered.append(name)
+                yield name, tensor
+
+    sender = CountingSender(1, lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(1)}))
+    with pytest.raises(WeightSyncError, match="embed_tokens"):
+        sync_local(sender, build_engine(0), version=2, dtype=torch.float32)
+    assert len(gathered) == 12

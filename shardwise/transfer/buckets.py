@@ -1,0 +1,239 @@
+"""Tensors in buckets of bytes: small ones share a bucket, a large one is cut into chunks.
+
+Nothing is pickled: a header is JSON, the data are the tensors' bytes.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.transfer.base import WeightSyncError
+from shardwise.transfer.medium import Medium
+
+MAX_HEADER_BYTES = 1 << 15
+"""What a medium carries beside a bucket's data."""
+
+DEFAULT_BUCKET_BYTES = 1 << 25
+_ALIGNMENT_BYTES = 16
+_HEADER_RESERVE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as it travels.
+
+    Example: `Entry("model.norm.weight", "bfloat16", (1024,), checksum=0x5d41402abc4b2a76, encoding="whole",
+    num_bytes=2048)`
+    """
+
+    name: str
+    dtype: str
+    """torch's name of it, without the prefix."""
+    shape: tuple[int, ...]
+    checksum: int
+    """xxh3 of the tensor that the receiver has to end up with."""
+    encoding: Literal["whole", "delta"]
+    num_bytes: int
+    """That travel."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WeightSyncError(f"{self.name} was sent as {self.dtype!r}, which is no dtype")
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of an entry's bytes that one bucket holds."""
+
+    entry: Entry
+    start: int
+    """Where it begins in the entry's bytes."""
+    offset: int
+    """Where it begins in the bucket."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a bucket holds."""
+
+    version: int
+    index: int
+    segments: list[Segment]
+    num_bytes: int
+    """Of its data."""
+    is_last: bool
+    failure: str = ""
+    """Why the sender gives up; such a bucket is the last."""
+
+    def encode(self) -> str:
+        """As JSON."""
+        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(content | {"segments": [_encode(segment) for segment in self.segments]})
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """What was encoded."""
+        content = json.loads(text)
+        return cls(**content | {"segments": [_decode(fields) for fields in content["segments"]]})
+
+
+class BucketWriter:
+    """Packs entries into buckets and sends each when it is full."""
+
+    def __init__(self, medium: Medium, *, version: int, bucket_bytes: int) -> None:
+        if bucket_bytes < _ALIGNMENT_BYTES or bucket_bytes % _ALIGNMENT_BYTES:
+            raise ValueError(f"bucket_bytes={bucket_bytes} is not a positive multiple of {_ALIGNMENT_BYTES}")
+        self._medium, self._version, self._bucket_bytes = medium, version, bucket_bytes
+        self._num_sent = 0
+        self._begin()
+        self.num_bytes = 0
+        """Sent so far."""
+
+    def write(self, entry: Entry, payload: Tensor) -> None:
+        """payload [entry.num_bytes] uint8, on any device."""
+        start = 0
+        while start < entry.num_bytes or start == 0:
+            size = min(entry.num_bytes - start, self._bucket_bytes - self._used)
+            segment = Segment(entry, start, self._used, size)
+            header_bytes = len(json.dumps(_encode(segment))) + 2
+            no_room = entry.num_bytes > 0 and size == 0
+            if self._segments and (no_room or self._header_bytes + header_bytes > MAX_HEADER_BYTES):
+                self._flush(is_last=False)
+                continue
+            self._buffer[self._used : self._used + size].copy_(payload[start : start + size])
+            self._segments.append(segment)
+            self._header_bytes += header_bytes
+            self._used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start += size
+            if entry.num_bytes == 0:
+                break
+
+    def finish(self) -> None:
+        """Sends what is left."""
+        self._flush(is_last=True)
+
+    def give_up(self, reason: str) -> None:
+        """Tells the receivers that no more will come."""
+        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason[: MAX_HEADER_BYTES // 8])
+        self._medium.send(header.encode(), self._buffer[:0])
+
+    def _begin(self) -> None:
+        self._buffer = self._medium.buffer(self._bucket_bytes)
+        self._segments: list[Segment] = []
+        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+
+    def _flush(self, *, is_last: bool) -> None:
+        header = Header(self._version, self._num_sent, self._segments, self._used, is_last)
+        self._medium.send(header.encode(), self._buffer[: self._used])
+        self.num_bytes += self._used
+        self._num_sent += 1
+        if not is_last:
+            self._begin()
+
+
+class BucketReader:
+    """Puts entries together again."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._num_received = 0
+        self.version: int | None = None
+        """Of the weights that arrive; known with the first bucket."""
+        self.is_finished = False
+        """Whether the last bucket has come."""
+        self.num_bytes = 0
+        """Received so far."""
+
+    def begin(self, version: int | None) -> int:
+        """Waits for the first bucket. Returns the version of the weights; raises WeightSyncError: another one is due,
+        or the sender gave up."""
+        self._bucket = self._receive()
+        assert self.version is not None
+        if version not in (None, self.version):
+            raise self._error(f"version {version} is due, but version {self.version} came")
+        return self.version
+
+    def entries(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Yields each entry with its bytes, [entry.num_bytes] uint8; they are valid until the next one is taken.
+
+        Raises:
+            WeightSyncError: the sender gave up, or a bucket or a part of a tensor is missing.
+            MediumError: nothing came in time.
+        """
+        partial: tuple[Entry, Tensor, int] | None = None
+        header, data = self._bucket
+        while True:
+            for segment in header.segments:
+                part = data[segment.offset : segment.offset + segment.num_bytes]
+                partial = self._joined(partial, segment, part)
+                entry, payload, num_there = partial
+                if num_there == entry.num_bytes:
+                    partial = None
+                    yield entry, payload
+            if header.is_last:
+                break
+            header, data = self._receive()
+        if partial is not None:
+            raise self._error(f"{partial[0].name} ends after {partial[2]} of {partial[0].num_bytes} bytes")
+
+    def drain(self) -> None:
+        """Receives what is left and drops it, so that the sender can finish. Raises MediumError."""
+        while not self.is_finished:
+            header, _ = self._medium.receive()
+            self.is_finished = Header.decode(header).is_last
+
+    def _receive(self) -> tuple[Header, Tensor]:
+        text, data = self._medium.receive()
+        header = Header.decode(text)
+        self.is_finished = header.is_last
+        if self.version is None:
+            self.version = header.version
+        if header.failure:
+            raise self._error(f"the sender gave up: {header.failure}")
+        if header.index != self._num_received:
+            raise self._error(f"bucket {header.index} came where bucket {self._num_received} was due")
+        if self.version != header.version:
+            raise self._error(f"a bucket of version {header.version} came among those of this one")
+        self._num_received += 1
+        self.num_bytes += data.numel()
+        return header, data
+
+    def _joined(
+        self, partial: tuple[Entry, Tensor, int] | None, segment: Segment, part: Tensor
+    ) -> tuple[Entry, Tensor, int]:
+        """The entry so far: its bytes, and how many of them are there."""
+        entry = segment.entry
+        if part.numel() != segment.num_bytes:
+            raise self._error(f"{entry.name} has {part.numel()} of {segment.num_bytes} bytes in a bucket")
+        before, there = (None, 0) if partial is None else (partial[0], partial[2])
+        if segment.start != there or before not in (None, entry):
+            name = entry.name if before is None else before.name
+            raise self._error(f"a part of {name} is missing from byte {there} on")
+        if partial is None:
+            if segment.num_bytes == entry.num_bytes:
+                return entry, part, segment.num_bytes
+            partial = entry, torch.empty(entry.num_bytes, dtype=torch.uint8, device=part.device), 0
+        payload = partial[1]
+        payload[there : there + segment.num_bytes].copy_(part)
+        return entry, payload, there + segment.num_bytes
+
+    def _error(self, message: str) -> WeightSyncError:
+        return WeightSyncError(f"weight sync{'' if self.version is None else f' {self.version}'}: {message}")
+
+
+def _encode(segment: Segment) -> list[Any]:
+    return [*dataclasses.astuple(segment.entry), segment.start, segment.offset, segment.num_bytes]
+
+
+def _decode(fields: list[Any]) -> Segment:
+    name, dtype, shape, digest, encoding, num_bytes, *place = fields
+    return Segment(Entry(name, dtype, tuple(shape), digest, encoding, num_bytes), *place)

@@ -1,0 +1,101 @@
+"""What carries weights from one end to many, and where the ends of it meet."""
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.transfer.base import WeightSyncError
+
+SENDER = 0
+"""The end that sends; all others receive."""
+
+
+def name_of(rank: int) -> str:
+    """What errors call an end."""
+    return "the sender" if rank == SENDER else f"receiver {rank}"
+
+
+class MediumError(WeightSyncError):
+    """The medium itself failed: an end is silent or gone. It carries nothing any more; join a new one."""
+
+
+class Medium(Protocol):
+    """One end of a pipe of buckets from end 0 to all others. Whatever waits has a deadline, then raises MediumError.
+
+    A sync on it: all ends `meet`, end 0 sends bucket after bucket, all ends `meet` again and compare their receipts.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets lie."""
+
+    def meet(self, phase: str, message: str) -> list[str]:
+        """Gives every end's message to every end, in the order of the ends. `phase` is what errors call the wait."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 to fill with the next bucket, while the one before is on its way."""
+
+    def send(self, header: str, data: Tensor) -> None:
+        """Begins to send a bucket; `data` is the front of the last `buffer`. `header` has at most MAX_HEADER_BYTES."""
+
+    def receive(self) -> tuple[str, Tensor]:
+        """The next bucket's header and data, which are valid until the next call; the bucket after is on its way."""
+
+    def break_off(self, message: str) -> list[str | None]:
+        """After a MediumError: lets the other ends fail too, tells them why, and returns what they said, None of those
+        that said nothing for a few seconds."""
+
+    def close(self) -> None:
+        """Frees connections and memory."""
+
+
+class Rendezvous:
+    """Short messages between the ends of a medium, through a torch Store: deadlines that name who did not come."""
+
+    GRACE = timedelta(seconds=2)
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: timedelta) -> None:
+        assert 0 <= rank < size, (rank, size)
+        if size < 2:
+            raise ValueError(f"a medium has a sender and at least one receiver, but size={size}; give 2 or more")
+        self._store = dist.PrefixStore("rendezvous", store)
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._count = 0
+
+    def meet(self, phase: str, message: str) -> list[str]:
+        """See Medium.meet."""
+        answers = self._exchange(f"{self._count}", message, self._timeout, phase)
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        if silent:
+            names = " and ".join(name_of(rank) for rank in silent)
+            raise MediumError(f"{phase}: waited {self._timeout.total_seconds():g} s for {names}")
+        # Who has come to this meeting has read the messages of the one before.
+        if self._count:
+            self._store.delete_key(f"{self._count - 1}/{self._rank}")
+        self._count += 1
+        return [answer for answer in answers if answer is not None]
+
+    def break_off(self, message: str) -> list[str | None]:
+        """See Medium.break_off."""
+        try:
+            return self._exchange("broken", message, min(self.GRACE, self._timeout), "breaking off")
+        except MediumError:
+            return [None] * self._size
+
+    def _exchange(self, meeting: str, message: str, timeout: timedelta, phase: str) -> list[str | None]:
+        deadline = time.monotonic() + timeout.total_seconds()
+        keys = [f"{meeting}/{rank}" for rank in range(self._size)]
+        try:
+            self._store.set(keys[self._rank], message)
+            for key in keys:
+                remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+                with suppress(RuntimeError):  # the deadline, or the store is gone, which `check` tells
+                    self._store.wait([key], remaining)
+            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+        except RuntimeError as error:
+            raise MediumError(f"{phase}: the store where the ends meet is gone ({error})") from error

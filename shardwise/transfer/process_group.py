@@ -1,0 +1,175 @@
+"""A medium over a process group of its own: trainer and rollout processes that share nothing but a torch Store."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
+from shardwise.transfer.medium import SENDER, MediumError, Rendezvous
+
+_POLL_SECONDS = 0.0005
+
+
+class ProcessGroupMedium:
+    """Broadcasts buckets with gloo or NCCL. The group is no part of torch's registry: neither end needs a default
+    process group, and theirs may be of other sizes and backends.
+
+    A bucket is two broadcasts: its header, of a fixed size, then its data, into one of two buffers in turn.
+    """
+
+    def __init__(
+        self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._group, self._rendezvous = group, rendezvous
+        self._is_gloo, self._timeout, self._device = is_gloo, timeout, device
+        self._headers = [torch.zeros(MAX_HEADER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._works: list[list[Any]] = [[], []]
+        """What still reads or writes each of the two buffers."""
+        self._turn = 0
+        self._next: tuple[str, Tensor] | None = None
+        """The bucket that is on its way to this receiver."""
+
+    @classmethod
+    def join(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout: timedelta = timedelta(minutes=5),
+        device: torch.device | None = None,
+    ) -> Self:
+        """Waits until all ends have joined.
+
+        Args:
+            store: the same for all ends and for nothing else; a PrefixStore of another one will do.
+            rank: 0 sends, 1 .. size - 1 receive.
+            timeout: of every single wait.
+            device: where buckets lie; the host with gloo, this process's GPU with nccl.
+        Raises:
+            ValueError: the backend cannot carry buckets of the device, or this build of torch has no such backend.
+            MediumError: an end did not come in time.
+        """
+        device = torch.device("cpu") if device is None else device
+        if (backend == "gloo") != (device.type == "cpu"):
+            raise ValueError(
+                f"the process group of a weight sync has backend={backend} and device={device}; gloo carries buckets "
+                "on the host (cpu), nccl on a GPU"
+            )
+        rendezvous = Rendezvous(store, rank, size, timeout=timeout)
+        rendezvous.meet("joining the process group", "")
+        group_store = dist.PrefixStore(backend, store)
+        try:
+            if backend == "gloo":
+                group = dist.ProcessGroupGloo(group_store, rank, size, timeout=timeout)
+            else:
+                group = _nccl_group(group_store, rank, size, timeout)
+        except RuntimeError as error:
+            raise MediumError(f"joining the process group: {error}") from error
+        return cls(group, rendezvous, is_gloo=backend == "gloo", timeout=timeout, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """See Medium."""
+        return self._device
+
+    def meet(self, phase: str, message: str) -> list[str]:
+        """See Medium. In a store the dead are only silent, but gloo notices at once that a connection has closed."""
+        if self._is_gloo:
+            self._start(self._turn, lambda: self._group.barrier())
+            self._finish(self._turn, phase)
+        return self._rendezvous.meet(phase, message)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """See Medium. Waits for the broadcast before the last one, which read this buffer."""
+        self._turn = 1 - self._turn
+        self._finish(self._turn, "sending weights")
+        return self._room(self._turn, num_bytes)
+
+    def send(self, header: str, data: Tensor) -> None:
+        """See Medium."""
+        encoded = header.encode()
+        if len(encoded) > MAX_HEADER_BYTES:
+            raise ValueError(f"a bucket's header has {len(encoded)} bytes, more than {MAX_HEADER_BYTES}")
+        padded = torch.frombuffer(bytearray(encoded.ljust(MAX_HEADER_BYTES)), dtype=torch.uint8)
+        self._headers[self._turn].copy_(padded)
+        self._broadcast(self._turn, self._headers[self._turn])
+        if data.numel():
+            self._broadcast(self._turn, data)
+
+    def receive(self) -> tuple[str, Tensor]:
+        """See Medium."""
+        if self._next is None:
+            self._next = self._expect()
+        header, data = self._next
+        self._finish(self._turn, "receiving weights")
+        self._next = None if Header.decode(header).is_last else self._expect()
+        return header, data
+
+    def break_off(self, message: str) -> list[str | None]:
+        """See Medium."""
+        self.close()
+        return self._rendezvous.break_off(message)
+
+    def close(self) -> None:
+        """See Medium. Without the group its connections close, which ends the wait of the other ends."""
+        self._works, self._group = [[], []], None
+
+    def _expect(self) -> tuple[str, Tensor]:
+        """Waits for the next header and begins to receive its data."""
+        self._turn = 1 - self._turn
+        self._broadcast(self._turn, self._headers[self._turn])
+        self._finish(self._turn, "receiving weights")
+        header = bytes(self._headers[self._turn].cpu().numpy()).decode().rstrip()
+        data = self._room(self._turn, Header.decode(header).num_bytes)
+        if data.numel():
+            self._broadcast(self._turn, data)
+        return header, data
+
+    def _room(self, turn: int, num_bytes: int) -> Tensor:
+        if self._buffers[turn].numel() < num_bytes:
+            self._buffers[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[turn][:num_bytes]
+
+    def _broadcast(self, turn: int, data: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        self._start(turn, lambda: self._group.broadcast([data], options))
+
+    def _start(self, turn: int, collective: Callable[[], Any]) -> None:
+        try:
+            self._works[turn].append(collective())
+        except RuntimeError as error:
+            raise MediumError(f"the process group failed: {str(error).strip()}") from error
+
+    def _finish(self, turn: int, phase: str) -> None:
+        """Waits until nothing reads or writes a buffer any more."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        try:
+            for work in self._works[turn]:
+                # gloo keeps its deadline itself. NCCL's watchdog would end the process.
+                while not self._is_gloo and not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise MediumError(f"{phase}: timed out after {self._timeout.total_seconds():g} s")
+                    time.sleep(_POLL_SECONDS)
+                work.wait()
+        except MediumError:
+            raise
+        except RuntimeError as error:
+            raise MediumError(f"{phase}: {str(error).strip()}") from error
+        self._works[turn] = []
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    if not dist.is_nccl_available():
+        raise ValueError("this build of torch has no NCCL; use backend=gloo")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout  # ours comes first, and names who is missing
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,164 @@
+"""Weight sync over a medium: from the shards of all trainer ranks into the rollout engines at its other ends.
+
+It is a transaction: every end says what it has, and only when all say the same do the receivers commit the version.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum, gathered_to_the_end
+from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
+from shardwise.transfer.medium import Medium, MediumError, name_of
+from shardwise.types import WeightReceiver, WeightSender
+
+
+def push_weights(
+    sender: WeightSender,
+    medium: Medium | None,
+    *,
+    version: int,
+    dtype: torch.dtype,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> SyncReceipt | None:
+    """Collective over the sender's ranks. Streams the weights in `dtype` to all receivers and waits for their receipts.
+
+    Args:
+        medium: its sending end; None on the ranks that have none and only take part in gathering.
+        bucket_bytes: of the pieces that travel, a multiple of 16; two of them are held at a time.
+    Returns:
+        The receipt that all receivers agree with; None on ranks without an end of the medium.
+    Raises:
+        MediumError: a receiver was silent for too long or is gone; the medium can carry nothing any more.
+        WeightSyncError: a receiver does not hold what was sent. No receiver has committed the version.
+    """
+    weights = iter(sender.named_weights(dtype))
+    with gathered_to_the_end(weights):
+        if medium is None:
+            return None
+        started = time.perf_counter()
+        manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
+        _meet(medium, f"weight sync {version}: beginning", "")
+
+        def send() -> SyncReceipt:
+            for name, tensor in weights:
+                manifest.require_place(name, tensor.dtype, tuple(tensor.shape))
+                writer.write(*_whole(name, tensor.to(medium.device), manifest))
+            writer.finish()
+            return manifest.receipt(num_bytes_moved=writer.num_bytes)
+
+        receipt = _concluded(medium, version, send, on_failure=lambda error: writer.give_up(_described(error)))
+        return replace(receipt, seconds=time.perf_counter() - started)
+
+
+def pull_weights(receiver: WeightReceiver, medium: Medium, *, version: int | None = None) -> SyncReceipt:
+    """Receives one sync into an engine, verifies what arrived and what is served, and commits the version.
+
+    From the first tensor until the commit the engine holds weights of two versions and refuses to generate, also after
+    an error, until a whole sync has succeeded.
+
+    Args:
+        version: the one that is due; None takes whatever comes.
+    Raises:
+        MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
+        WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
+            failed. The version is not committed.
+    """
+    started = time.perf_counter()
+    _meet(medium, f"weight sync{'' if version is None else f' {version}'}: beginning", "")
+    reader = BucketReader(medium)
+
+    def receive() -> SyncReceipt:
+        manifest = Manifest(reader.begin(version), receiver.served_weights())
+        receiver.load_weights(_arrived(reader, manifest))
+        if not reader.is_finished:
+            raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
+        num_proven = manifest.verify(receiver.served_weights())
+        return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
+
+    receipt = _concluded(medium, version, receive, on_failure=lambda _: reader.drain())
+    receiver.commit_weights(receipt.version)
+    return replace(receipt, seconds=time.perf_counter() - started)
+
+
+def _whole(name: str, tensor: Tensor, manifest: Manifest) -> tuple[Entry, Tensor]:
+    payload = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    digest = checksum(payload)
+    manifest.note(name, digest, payload.numel())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Entry(name, dtype, tuple(tensor.shape), digest, "whole", payload.numel()), payload
+
+
+def _arrived(reader: BucketReader, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they come, each checked before the engine sees it."""
+    for entry, payload in reader.entries():
+        manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
+        tensor = payload.view(entry.torch_dtype).view(entry.shape)
+        if checksum(tensor) != entry.checksum:
+            raise WeightSyncError(f"weight sync {reader.version}: other values of {entry.name} arrived than were sent")
+        manifest.note(entry.name, entry.checksum, tensor.nbytes)
+        yield entry.name, tensor
+
+
+def _concluded(
+    medium: Medium,
+    version: int | None,
+    transfer: Callable[[], SyncReceipt],
+    *,
+    on_failure: Callable[[Exception], None],
+) -> SyncReceipt:
+    """Does one end's part, tells the others how it went, and learns how theirs went.
+
+    Args:
+        on_failure: what keeps the others going until they meet again.
+    Returns:
+        The receipt, which is that of all ends.
+    Raises:
+        WeightSyncError: some end failed, this one or another. The error of this end itself is raised as it is.
+    """
+    phase = f"weight sync{'' if version is None else f' {version}'}: comparing receipts"
+    try:
+        receipt = transfer()
+    except MediumError as error:
+        _break_off(medium, error)
+    except Exception as error:
+        try:
+            on_failure(error)
+            medium.meet(phase, json.dumps({"failure": _described(error)}))
+        except MediumError as second:
+            medium.break_off(_described(second))
+        raise
+    answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
+    for rank, answer in enumerate(map(json.loads, answers)):
+        if "failure" in answer:
+            raise WeightSyncError(f"weight sync {receipt.version} failed at {name_of(rank)}: {answer['failure']}")
+        other = SyncReceipt(**answer["receipt"])
+        if other != receipt:
+            raise WeightSyncError(
+                f"weight sync {receipt.version}: {name_of(rank)} has {other}, this end has {receipt}; both should be "
+                "of the same weights"
+            )
+    return receipt
+
+
+def _meet(medium: Medium, phase: str, message: str) -> list[str]:
+    try:
+        return medium.meet(phase, message)
+    except MediumError as error:
+        _break_off(medium, error)
+
+
+def _break_off(medium: Medium, error: MediumError) -> NoReturn:
+    """Raises the error together with the names of the ends that said nothing after it."""
+    answers = medium.break_off(_described(error))
+    silent = [name_of(rank) for rank, answer in enumerate(answers) if answer is None]
+    raise MediumError(f"{error}; nothing was heard from {' and '.join(silent)}" if silent else str(error)) from error
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,120 @@
+"""Packing into buckets and putting together again, over a medium that is a list."""
+
+import json
+
+import pytest
+import torch
+
+from shardwise.transfer import WeightSyncError
+from shardwise.transfer.buckets import MAX_HEADER_BYTES, BucketReader, BucketWriter, Entry
+
+
+class ListMedium:
+    """Keeps what is sent; `device`, `meet` and the rest are not needed here."""
+
+    def __init__(self) -> None:
+        self.buckets: list[tuple[str, torch.Tensor]] = []
+        self._next = 0
+
+    def buffer(self, num_bytes):
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def send(self, header, data):
+        self.buckets.append((header, data.clone()))
+
+    def receive(self):
+        self._next += 1
+        return self.buckets[self._next - 1]
+
+
+def entry_of(name: str, payload: torch.Tensor) -> Entry:
+    return Entry(name, "uint8", (payload.numel(),), 0, "whole", payload.numel())
+
+
+def packed(payloads: dict[str, torch.Tensor], bucket_bytes: int) -> ListMedium:
+    medium = ListMedium()
+    writer = BucketWriter(medium, version=3, bucket_bytes=bucket_bytes)
+    for name, payload in payloads.items():
+        writer.write(entry_of(name, payload), payload)
+    writer.finish()
+    assert writer.num_bytes == sum(data.numel() for _, data in medium.buckets)
+    return medium
+
+
+def unpacked(medium: ListMedium) -> dict[str, torch.Tensor]:
+    reader = BucketReader(medium)
+    assert reader.begin(None) == 3
+    return {entry.name: payload.clone() for entry, payload in reader.entries()}
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 64, 4096])
+@pytest.mark.parametrize("sizes", [[], [0], [16], [64, 64], [1, 0, 63, 65, 0, 200, 7], [4096, 1, 4095, 9000]])
+def test_what_was_packed_comes_out_in_order(sizes, bucket_bytes):
+    payloads = {f"{i}": torch.randint(0, 256, (size,), dtype=torch.uint8) for i, size in enumerate(sizes)}
+    medium = packed(payloads, bucket_bytes)
+    assert all(data.numel() <= bucket_bytes for _, data in medium.buckets)
+    found = unpacked(medium)
+    assert list(found) == list(payloads)
+    assert all(torch.equal(found[name], payload) for name, payload in payloads.items())
+
+
+def test_buckets_are_full_but_for_the_last():
+    medium = packed({"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(92, dtype=torch.uint8)}, 64)
+    assert [data.numel() for _, data in medium.buckets] == [64, 64, 64, 16]  # b begins at a multiple of 16
+
+
+def test_headers_stay_within_what_a_medium_carries():
+    payloads = {f"model.layers.{i}.a_name_as_long_as_they_are.weight": torch.ones(2).byte() for i in range(1000)}
+    medium = packed(payloads, 1 << 20)
+    assert len(medium.buckets) > 1
+    assert max(len(header) for header, _ in medium.buckets) <= MAX_HEADER_BYTES
+    assert list(unpacked(medium)) == list(payloads)
+
+
+def without_bucket(buckets):
+    del buckets[1]
+
+
+def cut_bucket(buckets):
+    buckets[1] = (buckets[1][0], buckets[1][1][:10])
+
+
+def of_another_version(buckets):
+    buckets[1] = (json.dumps(json.loads(buckets[1][0]) | {"version": 4}), buckets[1][1])
+
+
+def without_a_part(buckets):
+    header = json.loads(buckets[1][0])
+    buckets[1] = (json.dumps(header | {"segments": []}), buckets[1][1])
+
+
+def ending_early(buckets):
+    buckets[1] = (json.dumps(json.loads(buckets[1][0]) | {"is_last": True}), buckets[1][1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_bucket, "weight sync 3: bucket 2 came where bucket 1 was due"),
+        (cut_bucket, "weight sync 3: a has 10 of 64 bytes in a bucket"),
+        (of_another_version, "weight sync 3: a bucket of version 4 came among those of this one"),
+        (without_a_part, "weight sync 3: a part of a is missing from byte 64 on"),
+        (ending_early, "weight sync 3: a ends after 128 of 300 bytes"),
+    ],
+)
+def test_damaged_buckets_are_named(damage, message):
+    medium = packed({"a": torch.ones(300, dtype=torch.uint8)}, 64)
+    damage(medium.buckets)
+    with pytest.raises(WeightSyncError) as caught:
+        unpacked(medium)
+    assert str(caught.value) == message
+
+
+def test_a_dtype_is_one_of_torch_and_nothing_else():
+    with pytest.raises(WeightSyncError, match="a was sent as '__import__', which is no dtype"):
+        Entry("a", "__import__", (1,), 0, "whole", 1).torch_dtype  # noqa: B018
+
+
+def test_a_bucket_size_that_would_split_numbers_is_refused():
+    with pytest.raises(ValueError, match="bucket_bytes=100 is not a positive multiple of 16"):
+        BucketWriter(ListMedium(), version=1, bucket_bytes=100)
