@@ -29,7 +29,7 @@ class RankGroup:
     def __init__(
         self,
         worker: Any,
-        control: dist.ProcessGroup,
+        control: dist.ProcessGroupGloo,
         *,
         timeout_seconds: float,
         ranks: Sequence[int] | None = None,
@@ -105,7 +105,7 @@ class RankGroup:
             ) from error
 
 
-def serve(worker: Any, control: dist.ProcessGroup) -> None:
+def serve(worker: Any, control: dist.ProcessGroupGloo) -> None:
     """Runs on every rank but 0. Consumes commands, sends results; waits for rank 0 as long as it is alive; returns at
     `shutdown`.
 
@@ -118,12 +118,12 @@ def serve(worker: Any, control: dist.ProcessGroup) -> None:
         _send(encode(getattr(worker, method)(*args)), 0, control, _FOR_AS_LONG_AS_IT_TAKES)
 
 
-def _send(message: Tensor, rank: int, group: dist.ProcessGroup, timeout: timedelta) -> None:
+def _send(message: Tensor, rank: int, group: dist.ProcessGroupGloo, timeout: timedelta) -> None:
     for part in (torch.tensor([message.numel()]), message):
         group.send([part], rank, 0).wait(timeout)
 
 
-def _receive(rank: int, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:
+def _receive(rank: int, group: dist.ProcessGroupGloo, timeout: timedelta) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait(timeout)
     message = torch.empty(int(size), dtype=torch.uint8)

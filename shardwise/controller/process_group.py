@@ -57,7 +57,7 @@ def process_group(
     timeout_seconds: int,
     num_together: int | None = None,
     store: dist.Store | None = None,
-) -> Iterator[dist.ProcessGroup]:
+) -> Iterator[dist.ProcessGroupGloo]:
     """Joins the default process group (gloo; beside it the accelerator's own) and leaves it at the end.
 
     Args:

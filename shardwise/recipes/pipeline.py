@@ -15,7 +15,7 @@ from shardwise.recipes.sampler import Rollout, Sampler
 class Pipeline:
     """Gives training its rollouts, and new weights their turn. A context manager.
 
-    In turn, the rollouts of a step are sampled when it begins. Ahead, a thread samples them as far ahead as the bound on
+    In turn, the rollouts of a step are sampled when it begins. Ahead, a thread samples them as early as the bound on
     staleness allows: those of step s begin once the engines serve version s - 1 - max_staleness, and new weights wait
     for rollouts that have begun. With max_staleness 0 or 1 that leaves one order of events, whatever takes how long, so
     runs repeat bit for bit; with more, the weights that sample a step depend on timing, within the bound.

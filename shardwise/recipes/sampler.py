@@ -29,8 +29,10 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it, with the uid of each row instead of the row."""
-        groups = [asdict(replace(group, example=None)) | {"example": group.example.uid} for group in self.groups]
-        return {**asdict(replace(self, groups=[])), "groups": groups}
+        tree = asdict(self)
+        for group in tree["groups"]:
+            group["example"] = group["example"]["uid"]
+        return tree
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:

@@ -67,9 +67,7 @@ def staleness_metrics(groups: list[RolloutGroup], *, version: int) -> Metrics:
     """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
     maximum, and the share of completions at each number."""
     ages = [version - completion.policy_version for group in groups for completion in group.completions]
-    shares = {
-        f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(max(ages) + 1)
-    }
+    shares = {f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(max(ages) + 1)}
     return {
         "staleness/mean": MetricValue.mean(sum(ages), len(ages)),
         "staleness/max": MetricValue.max(max(ages)),

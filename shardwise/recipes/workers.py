@@ -172,7 +172,8 @@ class Worker:
     def pull_weights(self) -> int:
         """Takes over the weights that `push_weights` sends, verified. Returns their bytes."""
         medium = self._joined_medium()
-        assert self._rollout is not None and medium is not None
+        assert self._rollout is not None
+        assert medium is not None, "this rank is no end of what carries weights"
         return pull_weights(self._rollout, medium).num_bytes
 
     def save_weights(self, role: str, model: str, folder: str) -> None:

@@ -107,7 +107,10 @@ def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, asse
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (SPLIT, "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train; start at least 2 (--nproc 2)"),
+        (
+            SPLIT,
+            "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train; start at least 2 (--nproc 2)",
+        ),
         (["rollout.max_staleness=1"], "set rollout.placement=split, or max_staleness=0"),
     ],
 )

@@ -36,7 +36,12 @@ class Engines:
         self.log.append((step, version))
         completion = Completion(token_ids=[step], logprobs=[-0.1], finish_reason="stop", policy_version=version)
         group = RolloutGroup(
-            example=EXAMPLES[row], completions=[completion], texts=["x"], rewards=[0.5], reward_parts=[{}], failed=[False]
+            example=EXAMPLES[row],
+            completions=[completion],
+            texts=["x"],
+            rewards=[0.5],
+            reward_parts=[{}],
+            failed=[False],
         )
         return Rollout(groups=[group], greedy_rewards=[1 / 3], metrics={"a": MetricValue.mean(1.0, 3)})
 
@@ -90,9 +95,7 @@ def test_rows_are_the_same_however_far_ahead_they_are_sampled():
 
 @pytest.mark.parametrize(("sample_seconds", "train_seconds"), [(0.03, 0.0), (0.0, 0.03), (0.02, 0.02)])
 def test_a_larger_bound_holds_and_is_used(sample_seconds, train_seconds):
-    taken, _, _ = play(
-        max_staleness=3, sample_seconds=sample_seconds, train_seconds=train_seconds, total_steps=12
-    )
+    taken, _, _ = play(max_staleness=3, sample_seconds=sample_seconds, train_seconds=train_seconds, total_steps=12)
     staleness = [step - 1 - version for step, version, _ in taken]
     assert max(staleness) <= 3
     if sample_seconds < train_seconds:
@@ -164,5 +167,5 @@ def test_a_completion_older_than_the_bound_never_reaches_training():
     with Pipeline(engines, stream, total_steps=5, max_staleness=1) as pipeline:
         engines.version = 2
         pipeline.start(5)  # says that version 4 is served
-        with pytest.raises(TrainingError, match="step 5 was sampled 2 versions ago, and rollout.max_staleness=1"):
+        with pytest.raises(TrainingError, match=r"step 5 was sampled 2 versions ago, and rollout\.max_staleness=1"):
             pipeline.take(5)
