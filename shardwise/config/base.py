@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from shardwise.config.errors import ConfigError
 
@@ -64,6 +64,17 @@ class Choice(Config):
     def arguments(self) -> dict[str, Any]:
         """Its other keys and their values: what the function of that name takes by keyword."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != self.tag}
+
+
+def by_type(default: str) -> BeforeValidator:
+    """Reads a type alone as the choice of that type with its defaults; keys without one belong to the default type."""
+
+    def expand(given: Any) -> Any:
+        if isinstance(given, str):
+            return {"type": given}
+        return {"type": default, **given} if isinstance(given, dict) else given
+
+    return BeforeValidator(expand)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

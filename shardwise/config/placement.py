@@ -1,28 +1,32 @@
 """Which ranks train and which sample."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from shardwise.config.base import Choice
-from shardwise.config.custom import named
+from shardwise.config.base import Choice, by_type
 
 
 class Colocated(Choice):
     """Every rank does both in turn."""
 
-    name: Literal["colocated"] = "colocated"
+    tag: ClassVar[str] = "type"
+    type: Literal["colocated"] = "colocated"
+    """colocated: every rank trains and samples in turn; split: the last ranks of the job only sample. The name alone
+    stands for the defaults."""
 
 
 class Split(Choice):
     """The last ranks of the job sample and hold no other engine; the others train. Both work at the same time where
     rollout.max_staleness allows it."""
 
-    name: Literal["split"] = "split"
+    tag: ClassVar[str] = "type"
+    type: Literal["split"] = "split"
+    """split: the last ranks of the job only sample."""
     num_ranks: PositiveInt = 1
     """So many ranks sample."""
     timeout_seconds: PositiveInt = 3600
     """How long a sampling rank may take for one batch of requests."""
 
 
-Placement = Annotated[Colocated | Split, Field(discriminator="name"), named("split")]
+Placement = Annotated[Colocated | Split, Field(discriminator="type"), by_type("split")]

@@ -7,13 +7,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
 from shardwise.config.placement import Colocated, Placement, Split
+from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig, VllmRollout
+
+VLLM_LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this."""
 
 
 class GenerationConfig(Config):
     """How completions are sampled."""
 
-    engine: Literal["embedded"] = "embedded"
-    """embedded: Shardwise's own batched generation, on the trainer's ranks."""
+    engine: RolloutEngineConfig = EmbeddedRollout()
+    """What samples them: embedded or vllm, alone or as the type in a group of keys."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
     top_k: NonNegativeInt = 0
@@ -36,6 +40,27 @@ class GenerationConfig(Config):
     environment: EnvironmentConfig | None = None
     """What answers the policy between its turns: a class of your own, by its import path or as a group of keys, or
     tools (type: tools). null: a completion is one turn."""
+
+    @model_validator(mode="after")
+    def _logprobs_are_of_the_policy(self) -> Self:
+        """vLLM gives logprobs at temperature 1 before anything is left out, or at the temperature after it."""
+        if not isinstance(self.engine, VllmRollout) or self.temperature == 1:
+            return self
+        if self.temperature < VLLM_LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature:g}: engine=vllm would sample at {VLLM_LEAST_TEMPERATURE:g} without a "
+                f"word; use at least that, or engine=embedded"
+            )
+        restricting = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
+        given = [name for name, restricts in (restricting | {"bad_token_ids": bool(self.bad_token_ids)}).items()
+                 if restricts]  # fmt: skip
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} with temperature={self.temperature:g}: engine=vllm can give no logprobs of the "
+                f"policy at a temperature once tokens are left out; set temperature=1, remove {', '.join(given)}, or "
+                "use engine=embedded"
+            )
+        return self
 
 
 class DynamicSamplingConfig(Config):

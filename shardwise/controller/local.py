@@ -10,10 +10,9 @@ from datetime import timedelta
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.controller.base import RankSilentError
+from shardwise.controller.base import Connections, RankSilentError
 from shardwise.controller.codec import decode, encode
 
 _SHUTDOWN = ""
@@ -29,7 +28,7 @@ class RankGroup:
     def __init__(
         self,
         worker: Any,
-        control: dist.ProcessGroupGloo,
+        control: Connections,
         *,
         timeout_seconds: float,
         ranks: Sequence[int] | None = None,
@@ -105,7 +104,7 @@ class RankGroup:
             ) from error
 
 
-def serve(worker: Any, control: dist.ProcessGroupGloo) -> None:
+def serve(worker: Any, control: Connections) -> None:
     """Runs on every rank but 0. Consumes commands, sends results; waits for rank 0 as long as it is alive; returns at
     `shutdown`.
 
@@ -118,12 +117,12 @@ def serve(worker: Any, control: dist.ProcessGroupGloo) -> None:
         _send(encode(getattr(worker, method)(*args)), 0, control, _FOR_AS_LONG_AS_IT_TAKES)
 
 
-def _send(message: Tensor, rank: int, group: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+def _send(message: Tensor, rank: int, group: Connections, timeout: timedelta) -> None:
     for part in (torch.tensor([message.numel()]), message):
         group.send([part], rank, 0).wait(timeout)
 
 
-def _receive(rank: int, group: dist.ProcessGroupGloo, timeout: timedelta) -> Tensor:
+def _receive(rank: int, group: Connections, timeout: timedelta) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait(timeout)
     message = torch.empty(int(size), dtype=torch.uint8)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Self, cast
 
 import torch.distributed as dist
 
+from shardwise.controller.base import Connections
 from shardwise.controller.launch import STORE_VARIABLE
 
 _CONTROL_TIMEOUT = timedelta(days=30)
@@ -57,7 +58,7 @@ def process_group(
     timeout_seconds: int,
     num_together: int | None = None,
     store: dist.Store | None = None,
-) -> Iterator[dist.ProcessGroupGloo]:
+) -> Iterator[Connections]:
     """Joins the default process group (gloo; beside it the accelerator's own) and leaves it at the end.
 
     Args:
@@ -90,7 +91,7 @@ def process_group(
                 f"{error}"
             ) from error
         control = dist.PrefixStore("control", store)
-        yield dist.ProcessGroupGloo(control, rank.rank, rank.world_size, _CONTROL_TIMEOUT)
+        yield cast(Connections, dist.ProcessGroupGloo(control, rank.rank, rank.world_size, _CONTROL_TIMEOUT))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -16,9 +16,10 @@ class Pipeline:
     """Gives training its rollouts, and new weights their turn. A context manager.
 
     In turn, the rollouts of a step are sampled when it begins. Ahead, a thread samples them as early as the bound on
-    staleness allows: those of step s begin once the engines serve version s - 1 - max_staleness, and new weights wait
-    for rollouts that have begun. With max_staleness 0 or 1 that leaves one order of events, whatever takes how long, so
-    runs repeat bit for bit; with more, the weights that sample a step depend on timing, within the bound.
+    staleness allows: those of step s may begin once the engines serve version s - 1 - max_staleness. With max_staleness
+    0 or 1, new weights wait for all rollouts that may begin. That leaves one order of events, whatever takes how long,
+    and costs no time, since training needs those rollouts next; so runs repeat bit for bit. With more, new weights wait
+    for rollouts that have begun alone, and what samples a step depends on timing, within the bound.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Pipeline:
         # What follows is read and written under the condition.
         self._ready: deque[Rollout] = deque()
         self._version = 0
+        self._next_step: int | None = None
+        """What the thread begins next; None where nothing is left, or no thread."""
         self._is_sampling = self._is_held = self._is_over = False
         self._failure: BaseException | None = None
         self._idle = _StopWatch()
@@ -53,8 +56,8 @@ class Pipeline:
         """Begins with the rollouts of `step`; the engines serve the weights before it."""
         self._version = step - 1
         if self._max_staleness is not None:
-            steps = range(step + len(self._ready), self._total_steps + 1)
-            threading.Thread(target=self._sample_ahead, args=(steps,), name="rollouts", daemon=True).start()
+            self._go_to(step + len(self._ready))
+            threading.Thread(target=self._sample_ahead, name="rollouts", daemon=True).start()
 
     def take(self, step: int) -> Rollout:
         """What a step trains on. Steps are taken in order.
@@ -106,10 +109,10 @@ class Pipeline:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Waits for rollouts that have begun, and lets no others begin in its body."""
+        """Nothing begins in its body."""
         with self._changed:
-            self._is_held = True
-            self._wait_for(lambda: not self._is_sampling and self._failure is None)
+            self._is_held = self._max_staleness is not None and self._max_staleness > 1
+            self._wait_for(lambda: self._failure is None and not self._is_sampling and not self._may_begin())
         try:
             yield
         finally:
@@ -117,12 +120,20 @@ class Pipeline:
                 self._is_held = False
                 self._changed.notify_all()
 
-    def _sample_ahead(self, steps: range) -> None:
+    def _may_begin(self) -> bool:
+        """Whether the next rollouts may begin now."""
+        if self._next_step is None or self._is_held:
+            return False
+        assert self._max_staleness is not None
+        return self._version >= self._next_step - 1 - self._max_staleness
+
+    def _go_to(self, step: int) -> None:
+        self._next_step = step if step <= self._total_steps else None
+
+    def _sample_ahead(self) -> None:
         """The thread."""
         try:
-            for step in steps:
-                if not self._begin(step):
-                    return
+            while (step := self._begin()) is not None:
                 rollout = self._sampler.collect(step)
                 with self._changed:
                     self._is_sampling = False
@@ -134,16 +145,17 @@ class Pipeline:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _begin(self, step: int) -> bool:
-        """Waits until the rollouts of a step may begin; False where the run ends before."""
-        assert self._max_staleness is not None
-        oldest = step - 1 - self._max_staleness
+    def _begin(self) -> int | None:
+        """Waits until the next rollouts may begin. Returns their step; None where the run ends before."""
         with self._changed:
             self._idle.start()
-            self._changed.wait_for(lambda: self._is_over or (not self._is_held and self._version >= oldest))
+            self._changed.wait_for(lambda: self._is_over or self._next_step is None or self._may_begin())
             self._idle.stop()
-            self._is_sampling = not self._is_over
-            return self._is_sampling
+            if self._is_over or self._next_step is None:
+                return None
+            step, self._is_sampling = self._next_step, True
+            self._go_to(step + 1)
+            return step
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Raises what ended the thread, unless what is waited for is there."""

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from shardwise.config import EngineConfig, FrozenEngineConfig, GenerationConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    EmbeddedRollout,
+    EngineConfig,
+    FrozenEngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    VllmRollout,
+)
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share
-from shardwise.rollout import EmbeddedEngine, RolloutEngine
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
 from shardwise.transfer import Medium, pull_weights, push_weights, sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
 
@@ -98,17 +106,24 @@ class Worker:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
         self._clear_device()
         opened, config = ModelConfig.model_validate_json(model), GenerationConfig.model_validate_json(rollout)
-        decode = partial(load_tokenizer(opened).decode, skip_special_tokens=True) if config.stop else None
+        shared: dict[str, Any] = {
+            "dtype": getattr(torch, param_dtype),
+            "max_rows": config.max_concurrent_sequences,
+            "device": self._device,
+            "stop_token_ids": config.stop_token_ids,
+            "bad_token_ids": config.bad_token_ids,
+        }
         match config.engine:
-            case "embedded":
-                self._rollout = EmbeddedEngine.from_folder(
+            case EmbeddedRollout():
+                decode = partial(load_tokenizer(opened).decode, skip_special_tokens=True) if config.stop else None
+                self._rollout = EmbeddedEngine.from_folder(Path(opened.path), decode=decode, **shared)
+            case VllmRollout():
+                self._rollout = VllmEngine.from_folder(
                     Path(opened.path),
-                    dtype=getattr(torch, param_dtype),
-                    max_rows=config.max_concurrent_sequences,
-                    device=self._device,
-                    stop_token_ids=config.stop_token_ids,
-                    bad_token_ids=config.bad_token_ids,
-                    decode=decode,
+                    config.engine,
+                    temperature=config.temperature,
+                    has_stop_strings=bool(config.stop),
+                    **shared,
                 )
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:

@@ -4,3 +4,4 @@ from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.embedded import EmbeddedEngine
 from shardwise.rollout.environment import Environment, EnvironmentCaller
 from shardwise.rollout.tools import ToolEnvironment
+from shardwise.rollout.vllm import VllmEngine

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ModelError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
@@ -25,6 +25,7 @@ from shardwise.ops import (
 )
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
+from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.types import Completion, GenerateRequest
 
 
@@ -72,11 +73,12 @@ class EmbeddedEngine:
         self._transform = LogitTransform.from_config(text_config)
         self._layers = list(range(text_config.num_hidden_layers))
         self._rotary_limit = rotary_limit(text_config)
-        self._stop_ids = torch.cat([_stop_ids(model), torch.tensor(stop_token_ids, dtype=torch.int64)]).to(device)
+        ends = end_of_sequence_ids(model.generation_config, model.config)
+        self._stop_ids = torch.tensor([*ends, *stop_token_ids], device=device)
         self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
         self._decode = decode
         self._version: int | None = 0
-        _require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
+        require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
 
     @classmethod
     def from_folder(
@@ -338,25 +340,3 @@ class _Decoding:
 def _longest(requests: Sequence[GenerateRequest]) -> int:
     """Tokens of a prompt and the longest completion that it may get."""
     return max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
-
-
-def _require_words(token_ids: Sequence[int], vocab_size: int) -> None:
-    unknown = [token for token in token_ids if token >= vocab_size]
-    if unknown:
-        raise ConfigError(
-            f"rollout.stop_token_ids and bad_token_ids have {unknown[0]}, but the model's vocabulary ends at "
-            f"{vocab_size - 1}; remove it"
-        )
-
-
-def _stop_ids(model: PreTrainedModel) -> Tensor:
-    """End-of-sequence tokens of the generation config, or of the config where that has none."""
-    ids = None if model.generation_config is None else model.generation_config.eos_token_id
-    if ids is None:
-        ids = model.config.eos_token_id
-    if ids is None:
-        raise ModelError(
-            f"{type(model).__name__}: neither generation_config.json nor config.json has an eos_token_id, so no "
-            "completion would ever end; set one"
-        )
-    return torch.tensor([ids] if isinstance(ids, int) else ids)

@@ -71,9 +71,22 @@ def test_every_config_runs_its_own_recipe(monkeypatch, name):
     }
     for function in functions.values():
         monkeypatch.setattr(entry, function, lambda config, group, function=function: called.append((function, config)))
-    monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds: recipe(None) or timeout_seconds)
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds, num_apart: recipe(None) or timeout_seconds)
     keys = ["model.path=m", "engine.collective_timeout_seconds=9", "data.validation_files=v"]
     keys += ["data.train_files=t"] * (name != "eval") + ["reward.functions=a:b"] * (name in ("rl", "eval"))
     config = RECIPES[name].load(None, keys + ["teacher.model.path=t"] * (name == "distill"))
     assert entry.run_recipe(config) == 9
     assert called == [(functions[name], config)]
+
+
+def test_the_ranks_that_only_sample_are_no_part_of_the_default_group(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, **numbers: seen.update(numbers) or 0)
+    keys = ["model.path=m", "data.train_files=t", "reward.functions=a:b", "rollout.placement={num_ranks: 3}"]
+    entry.run_recipe(RECIPES["rl"].load(None, keys))
+    assert seen["num_apart"] == 3
+
+
+def test_ranks_that_only_sample_need_others_that_train(capsys):
+    assert run_rank(lambda group: None, timeout_seconds=7, num_apart=1) == 2
+    assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err

