@@ -300,7 +300,8 @@ class WeightReceiver(Protocol):
         """Copies the tensors into the served model."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on."""
+        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on. One that
+        the engine takes but cannot read back is on the meta device, which tells its dtype and shape."""
 
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`."""
