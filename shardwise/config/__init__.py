@@ -62,5 +62,5 @@ from shardwise.config.recipes import (
 from shardwise.config.resume import changes_that_matter, require_known_keys
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
-from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
+from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout

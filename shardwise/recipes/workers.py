@@ -168,12 +168,14 @@ class Worker:
         """Completions of this rank's share of the requests."""
         assert self._rollout is not None
         self._clear_device()
+        self._rollout.wake("weights", "kv_cache")
         return self._rollout.generate(requests)
 
     def sync_weights(self, version: int) -> int:
         """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
         assert self._rollout is not None
         seat = self._take_device(POLICY, "params")
+        self._rollout.wake("weights")
         dtype = getattr(torch, seat.config.param_dtype)
         return sync_local(seat.engine, self._rollout, version=version, dtype=dtype).num_bytes
 
@@ -232,6 +234,8 @@ class Worker:
 
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
+        if self._rollout is not None:
+            self._rollout.close()
         self._seats, self._rollout = {}, None
 
     def _joined_medium(self) -> Medium | None:
@@ -249,6 +253,8 @@ class Worker:
         """Makes room for an engine and brings those parts of it to the device."""
         seat = self._seats[role]
         self._clear_device(keep=role)
+        if self._rollout is not None:
+            self._rollout.sleep()
         seat.engine.onload(*parts)
         return seat
 

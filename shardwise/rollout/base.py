@@ -1,7 +1,7 @@
 """What every rollout engine offers: tokens in, tokens with logprobs and a policy version out."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shardwise.types import Completion, GenerateRequest, WeightReceiver
 
@@ -20,3 +20,12 @@ class RolloutEngine(WeightReceiver, Protocol):
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises RuntimeError as `generate`."""
+
+    def sleep(self) -> None:
+        """Gives device memory to the trainer, as far as the engine is set up to, until `wake`. May be called again."""
+
+    def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Takes memory back: that of the weights before a weight sync, both before `generate`. May be called again."""
+
+    def close(self) -> None:
+        """Gives everything back; the engine cannot be used again."""

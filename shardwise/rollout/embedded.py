@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError
@@ -157,6 +157,15 @@ class EmbeddedEngine:
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`. There is no prefix cache to drop: none outlives `generate`."""
         self._version = version
+
+    def sleep(self) -> None:
+        """Keeps its weights; its cache is gone since `generate` returned."""
+
+    def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Was awake."""
+
+    def close(self) -> None:
+        """Has nothing that does not go with it."""
 
     def _require_version(self) -> int:
         if self._version is None:

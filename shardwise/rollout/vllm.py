@@ -4,8 +4,9 @@ vLLM is imported when an engine is built, so that this file can be read without 
 """
 
 import difflib
+import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 """In this process, and nothing is reported to vLLM's authors."""
 _SEED_BITS = (1 << 63) - 1
-_WHOLE = ""
+_FIT, _UNCOMMITTED = "", "weights have arrived that are not committed"
 
 
 class WeightLoader:
@@ -89,7 +90,7 @@ class VllmEngine:
         self._has_raw_logprobs = has_raw_logprobs
         self._max_tokens = llm.model_config.max_model_len
         self._asleep: set[str] = set()
-        self._unfit = _WHOLE
+        self._unfit = _FIT
         self._version = 0
 
     @classmethod
@@ -182,13 +183,13 @@ class VllmEngine:
         return scores
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the tensors over the served ones, by the names of the transformers class. Without all of them, the
-        engine generates nothing until a later load brings them."""
+        """Copies the tensors over the served ones, by the names of the transformers class, and drops the prefix cache.
+        From here to the commit the engine refuses to generate; without all of the tensors it stays so."""
         self._unfit = "the last weight sync broke off"
         missing = dict(self.served_weights())
-        self._call("load_checkpoint_weights", self._to_checkpoint(weights, missing))
+        self._llm.collective_rpc("load_checkpoint_weights", args=(self._to_checkpoint(weights, missing),))
         self._llm.reset_prefix_cache()
-        self._unfit = f"the last weight sync did not bring {', '.join(missing)}" if missing else _WHOLE
+        self._unfit = f"the last weight sync did not bring {', '.join(missing)}" if missing else _UNCOMMITTED
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and repacks them
@@ -197,8 +198,23 @@ class VllmEngine:
         return ((name, tensor) for name, tensor in self._skeleton.state_dict().items() if name not in tied)
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`. What older weights computed left the prefix cache with the load."""
-        self._version = version
+        """From here on completions carry `version`.
+
+        Raises:
+            TrainingError: the weights are not whole.
+        """
+        if self._unfit not in (_FIT, _UNCOMMITTED):
+            raise TrainingError(f"version {version} cannot be committed to vLLM: {self._unfit}")
+        self._unfit, self._version = _FIT, version
+
+    def close(self) -> None:
+        """Gives all memory back; the engine cannot be used again."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self._llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+        destroy_model_parallel()
+        del self._llm
+        gc.unfreeze()  # vLLM froze what it built
 
     def sleep(self) -> None:
         """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
@@ -220,8 +236,9 @@ class VllmEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names of the transformers class -> names of the hub, fused experts apart; takes what came out of `missing`."""
         for name, tensor in weights:
-            missing.pop(name)
-            yield from revert_weight_conversion(self._skeleton, {name: tensor}).items()
+            del missing[name]
+            # vLLM keeps a tensor until its layer is whole, the sender only until the next one is taken.
+            yield from revert_weight_conversion(self._skeleton, {name: tensor.clone()}).items()
 
     def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
         from vllm import SamplingParams
@@ -258,9 +275,6 @@ class VllmEngine:
             return self._llm.generate(inputs, params, use_tqdm=False)
         except Exception as error:
             raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {_said(error)}") from error
-
-    def _call(self, method: str, *args: Any) -> None:
-        self._llm.collective_rpc(method, args=args)
 
     def _require_weights(self) -> None:
         if self._unfit:
@@ -320,9 +334,12 @@ def _open(own: dict[str, Any], args: dict[str, Any], device: torch.device) -> "L
         )
     _require_known(args, own, [field.name for field in fields(EngineArgs)])
     try:
-        return LLM(**own, **args)
+        llm = LLM(**own, **args)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {_said(error)}") from error
+    # What vLLM runs when it is collected ends the process group, which is the trainer's.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
 
 
 def _require_known(args: dict[str, Any], own: dict[str, Any], known: Sequence[str]) -> None:

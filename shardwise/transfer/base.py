@@ -60,10 +60,12 @@ class Manifest:
         """Passes the tensors on and notes them.
 
         Raises:
-            WeightSyncError: a tensor that the engine has no place for, before it is passed on.
+            WeightSyncError: a tensor that the engine has no place for, or that is not finite, before it is passed on.
         """
         for name, tensor in weights:
             self.require_place(name, tensor.dtype, tuple(tensor.shape))
+            if not tensor.isfinite().all():
+                raise self._error(f"{name} holds values that are not finite")
             self.note(name, checksum(tensor), tensor.nbytes)
             yield name, tensor
 

@@ -1,0 +1,89 @@
+"""Small models whose heads are wide enough for vLLM's CPU kernels, and every rollout engine on them."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from shardwise.config import VllmRollout
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
+
+EOS = 3
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 320,
+    "initializer_range": 0.2,  # large enough that the likeliest token changes from step to step
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen3": lambda words: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=words, tie_word_embeddings=True)),
+    "llama": lambda words: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=words, tie_word_embeddings=False)),
+}
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+KINDS = ["embedded", pytest.param("vllm", marks=needs_vllm)]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A saved random model of each family, with a tokenizer of single bytes."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("contract")
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    for seed, (name, build) in enumerate(FAMILIES.items()):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            build(len(tokenizer)).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folders):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folders["llama"])
+
+
+@pytest.fixture(scope="session")
+def references(folders):
+    """The same models as transformers runs them, in float32."""
+    return {
+        name: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        for name, folder in folders.items()
+    }
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def open_engine(request, folders, tokenizer) -> Callable[..., RolloutEngine]:
+    """`open_engine("qwen3", dtype=..., temperature=...)`: an engine that is kept for later tests, which therefore put
+    back what they load."""
+    kept: dict[str, RolloutEngine] = {}
+
+    def build(family: str, *, dtype=torch.float32, temperature=1.0, max_rows=8, has_stop_strings=False, **options):
+        common = {"dtype": dtype, "max_rows": max_rows, "device": CPU, **options}
+        if request.param == "embedded":
+            decode = tokenizer.decode if has_stop_strings else None
+            return EmbeddedEngine.from_folder(folders[family], decode=decode, **common)
+        config = VllmRollout(args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25})
+        common |= {"temperature": temperature, "has_stop_strings": has_stop_strings}
+        return VllmEngine.from_folder(folders[family], config, **common)
+
+    def keep(family: str, **options):
+        key = f"{family} {options}"
+        if key not in kept:
+            kept[key] = build(family, **options)
+        return kept[key]
+
+    return keep

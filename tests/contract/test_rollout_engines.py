@@ -1,0 +1,193 @@
+"""What every rollout engine has to do, against transformers. A new engine adds itself to KINDS in conftest.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from shardwise.config import ConfigError
+from shardwise.types import GenerateRequest
+
+EOS = 3
+FAMILIES = ["qwen3", "llama"]
+LONG = 150
+"""Tokens of a prompt that spans more than one block of a prefix cache."""
+
+
+def prompts(count: int, *, seed: int = 0, longest: int = 12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(5, 200, (length,), generator=generator).tolist() for length in lengths]
+
+
+def requests(prompt_ids: list[list[int]], **options) -> list[GenerateRequest]:
+    settings = {"max_tokens": 12, "temperature": 0.0, **options}
+    return [GenerateRequest(uid=f"row {i}", prompt_ids=ids, **settings) for i, ids in enumerate(prompt_ids)]
+
+
+def tokens(groups) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def generated_by_transformers(model, prompt_ids: list[int], max_tokens: int) -> list[int]:
+    config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+    output = model.generate(torch.tensor([prompt_ids]), generation_config=config)
+    return output[0, len(prompt_ids) :].tolist()
+
+
+@torch.no_grad()
+def logprobs_by_transformers(model, prompt_ids: list[int], token_ids: list[int], temperature: float) -> torch.Tensor:
+    logits = model(torch.tensor([prompt_ids + token_ids]), use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    places = torch.arange(len(prompt_ids) - 1, len(prompt_ids) + len(token_ids) - 1)
+    return logprobs[places, torch.tensor(token_ids)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_completions_equal_those_of_generate_token_for_token(open_engine, references, family):
+    """10 prompts in 8 rows, one of them long."""
+    prompt_ids = [*prompts(9), *prompts(1, seed=7, longest=2)]
+    prompt_ids[4] = (prompt_ids[4] * LONG)[:LONG]
+    found = open_engine(family).generate(requests(prompt_ids))
+    expected = [generated_by_transformers(references[family], ids, 12) for ids in prompt_ids]
+    assert tokens(found) == [[ids] for ids in expected]
+    assert len({tuple(ids) for ids in expected}) >= 8  # the comparison means something
+    for group, ids in zip(found, expected, strict=True):
+        assert group[0].finish_reason == ("stop" if ids[-1] == EOS else "length")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)], ids=["float32", "bf16"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_sampled_logprobs_are_of_the_policy_at_the_temperature(open_engine, references, temperature, dtype, bound):
+    """Against a float32 forward. bfloat16 keeps 8 bits of logits up to 20 and of everything before them."""
+    prompt_ids = prompts(4, seed=1)
+    engine = open_engine("llama", dtype=dtype, temperature=temperature)
+    found = engine.generate(requests(prompt_ids, temperature=temperature, num_completions=3))
+    for ids, group in zip(prompt_ids, found, strict=True):
+        for completion in group:
+            expected = logprobs_by_transformers(references["llama"], ids, completion.token_ids, temperature)
+            difference = torch.tensor(completion.logprobs, dtype=torch.float64) - expected
+            assert difference.abs().max() < bound
+
+
+def test_greedy_logprobs_are_at_temperature_one_whatever_the_samples_have(open_engine, references):
+    prompt_ids = prompts(4, seed=2)
+    for temperature in (0.7, 1.0):
+        engine = open_engine("llama", temperature=temperature)
+        sampled = requests(prompt_ids, temperature=temperature)
+        mixed = engine.generate([*requests(prompt_ids), *(replace(r, uid=f"s{r.uid}") for r in sampled)])
+        for ids, group in zip(prompt_ids, mixed[:4], strict=True):
+            expected = logprobs_by_transformers(references["llama"], ids, group[0].token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(group[0].logprobs).double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_what_is_left_out_changes_no_logprob(open_engine, references, limits):
+    prompt_ids = prompts(4, seed=3)
+    found = open_engine("llama").generate(requests(prompt_ids, temperature=1.0, num_completions=4, **limits))
+    for ids, group in zip(prompt_ids, found, strict=True):
+        for completion in group:
+            expected = logprobs_by_transformers(references["llama"], ids, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=2e-5, rtol=0)
+            if "min_p" in limits:  # no token is drawn whose share of the likeliest one's probability is smaller
+                assert (expected - _likeliest(references["llama"], ids, completion.token_ids)).min() >= -1.7
+
+
+@torch.no_grad()
+def _likeliest(model, prompt_ids, token_ids) -> torch.Tensor:
+    logits = model(torch.tensor([prompt_ids + token_ids]), use_cache=False).logits[0].double()
+    return torch.log_softmax(logits, dim=-1).max(dim=-1).values[len(prompt_ids) - 1 : -1]
+
+
+def test_first_tokens_are_distributed_as_the_softmax_of_the_logits(open_engine, references):
+    """4,000 draws; chi-square over the 20 likeliest tokens and the rest stays below its 1e-6 quantile, 69.6."""
+    (prompt,) = prompts(1, seed=4, longest=6)
+    engine = open_engine("llama", temperature=0.7)
+    ((*drawn,),) = engine.generate(requests([prompt], temperature=0.7, num_completions=4000, max_tokens=1))
+    with torch.no_grad():
+        shares = torch.softmax(references["llama"](torch.tensor([prompt])).logits[0, -1].double() / 0.7, dim=-1)
+    likeliest = shares.topk(20).indices
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(shares))
+    seen = torch.cat([counts[likeliest], counts.sum()[None] - counts[likeliest].sum()]).double()
+    expected = 4000 * torch.cat([shares[likeliest], 1 - shares[likeliest].sum()[None]])
+    assert ((seen - expected) ** 2 / expected.clamp(min=1)).sum() < 69.6
+
+
+def test_results_are_in_the_order_of_the_requests_with_the_number_asked_for(open_engine):
+    wanted = [
+        replace(request, num_completions=1 + i % 4, max_tokens=1 + i) for i, request in enumerate(requests(prompts(7)))
+    ]
+    found = open_engine("llama").generate(wanted)
+    assert [len(group) for group in found] == [1, 2, 3, 4, 1, 2, 3]
+    for request, group in zip(wanted, found, strict=True):
+        for completion in group:
+            assert len(completion.logprobs) == len(completion.token_ids) <= request.max_tokens
+            assert max(completion.logprobs) <= 0.0
+            assert (completion.finish_reason == "length") == (completion.token_ids[-1] != EOS)
+            assert completion.finish_reason == "stop" or len(completion.token_ids) == request.max_tokens
+    assert open_engine("llama").generate([]) == []
+
+
+def test_draws_do_not_depend_on_what_else_is_decoded(open_engine):
+    """In float32, where rounding does not move a draw across the border between two tokens."""
+    engine = open_engine("llama")
+    wanted = requests(prompts(6, seed=5), temperature=1.0, num_completions=3)
+    together = tokens(engine.generate(wanted))
+    assert [tokens(engine.generate([request]))[0] for request in wanted] == together
+    assert tokens(engine.generate(wanted[::-1]))[::-1] == together
+    larger = tokens(engine.generate([replace(request, num_completions=5) for request in wanted]))
+    assert [group[:3] for group in larger] == together
+    assert len({tuple(ids) for group in together for ids in group}) == 18
+
+
+def test_another_seed_or_uid_gives_other_draws(open_engine):
+    engine = open_engine("llama")
+    (request,) = requests(prompts(1, seed=6), temperature=1.0)
+    first = tokens(engine.generate([request]))
+    assert tokens(engine.generate([request])) == first
+    assert tokens(engine.generate([replace(request, seed=1)])) != first
+    assert tokens(engine.generate([replace(request, uid="another")])) != first
+
+
+def test_own_stop_tokens_end_a_completion_and_stay_in_it(open_engine):
+    prompt_ids = prompts(6)
+    plain = [group[0] for group in open_engine("llama").generate(requests(prompt_ids))]
+    common = plain[0].token_ids[3]
+    stopping = open_engine("llama", stop_token_ids=[common]).generate(requests(prompt_ids))
+    for found, expected in zip(stopping, plain, strict=True):
+        ids = expected.token_ids
+        assert found[0].token_ids == (ids[: ids.index(common) + 1] if common in ids else ids)
+        assert found[0].finish_reason == ("stop" if common in ids else expected.finish_reason)
+
+
+def test_bad_tokens_are_never_drawn(open_engine, references):
+    prompt_ids = prompts(6)
+    plain = tokens(open_engine("llama").generate(requests(prompt_ids)))
+    bad = plain[0][0][3]
+    engine = open_engine("llama", bad_token_ids=[bad])
+    found = engine.generate([*requests(prompt_ids), *requests(prompt_ids, temperature=1.0, num_completions=4)])
+    assert bad not in {token for group in tokens(found) for ids in group for token in ids}
+    assert tokens(found)[:6] != plain
+    for ids, group in zip([*prompt_ids, *prompt_ids], found, strict=True):
+        expected = logprobs_by_transformers(references["llama"], ids, group[0].token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(group[0].logprobs).double(), expected, atol=2e-5, rtol=0)
+
+
+def test_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
+    with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary ends at 260"):
+        open_engine("llama", bad_token_ids=[9999])
+
+
+def test_a_completion_ends_where_its_text_holds_a_stop_string_which_it_keeps(open_engine, tokenizer):
+    prompt_ids = prompts(6)
+    engine = open_engine("llama", has_stop_strings=True)
+    plain = [group[0].token_ids for group in engine.generate(requests(prompt_ids))]
+    # Half a character is no text yet, and engines may wait for its other half: a stop string of whole ones.
+    stop = next(char for char in tokenizer.decode(plain[1])[1:] if char.isascii())
+    stopped = engine.generate(requests(prompt_ids, stop=[stop]))
+    assert stopped[1][0].finish_reason == "stop"
+    assert len(stopped[1][0].token_ids) < len(plain[1])
+    for found, ids in zip(stopped, plain, strict=True):
+        cut = next((n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n])), len(ids))
+        assert found[0].token_ids == ids[:cut]

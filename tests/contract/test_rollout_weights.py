@@ -1,0 +1,109 @@
+"""Weights that arrive in a rollout engine: served at once and whole, or not at all."""
+
+import pytest
+import torch
+from test_rollout_engines import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
+
+from shardwise.transfer import WeightSyncError, sync_local
+
+PROJECTION, NORM = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Sender:
+    """Sends the weights of a transformers model, each in memory that the next one overwrites."""
+
+    def __init__(self, model, tamper=lambda weights: None) -> None:
+        tied = set(model.get_expanded_tied_weights_keys())
+        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
+        tamper(self.weights)
+
+    def named_weights(self, dtype):
+        memory = torch.empty(max(tensor.numel() for tensor in self.weights.values()), dtype=dtype)
+        for name, tensor in self.weights.items():
+            sent = memory[: tensor.numel()].view(tensor.shape)
+            sent.copy_(tensor)
+            yield name, sent if tensor.dtype == torch.float32 else tensor
+            memory.fill_(7.0)
+
+
+def put(weights, name, tensor) -> None:
+    weights[name] = tensor
+
+
+def changed(name, *, seed=0):
+    def tamper(weights) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weights[name] = weights[name] + 0.3 * torch.randn(weights[name].shape, generator=generator)
+
+    return tamper
+
+
+def sync(engine, sender, version) -> None:
+    sync_local(sender, engine, version=version, dtype=torch.float32)
+
+
+@pytest.fixture
+def restored(open_engine, references):
+    """Engines that serve their folder's weights again after the test."""
+    opened = []
+
+    def get(family):
+        opened.append((open_engine(family), references[family]))
+        return opened[-1][0]
+
+    yield get
+    for engine, model in opened:
+        sync(engine, Sender(model), 0)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM, "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_one_changed_tensor_changes_what_is_served_and_the_old_one_brings_it_back(restored, references, family, name):
+    """Tied (qwen3) and untied (llama), with a prompt that the prefix cache holds from before."""
+    if family == "qwen3" and name == "lm_head.weight":
+        pytest.skip("tied to the embedding")
+    engine, model = restored(family), references[family]
+    prompt_ids = [*prompts(4), (prompts(1, seed=8)[0] * LONG)[:LONG]]
+    before = engine.generate(requests(prompt_ids))
+    sender = Sender(model, changed(name))
+    sync(engine, sender, 3)
+    after = engine.generate(requests(prompt_ids))
+    assert {c.policy_version for group in after for c in group} == {3}
+    with torch.no_grad():
+        kept = model.get_parameter(name).clone()
+        model.get_parameter(name).copy_(sender.weights[name])
+        expected = [generated_by_transformers(model, ids, 12) for ids in prompt_ids]
+        scores = [logprobs_by_transformers(model, ids, new, 1.0) for ids, new in zip(prompt_ids, expected, strict=True)]
+        model.get_parameter(name).copy_(kept)
+    assert tokens(after) == [[ids] for ids in expected] != tokens(before)
+    for group, score in zip(after, scores, strict=True):
+        torch.testing.assert_close(torch.tensor(group[0].logprobs).double(), score, atol=5e-5, rtol=0)
+    sync(engine, Sender(model), 4)
+    back = engine.generate(requests(prompt_ids))
+    assert tokens(back) == tokens(before)
+    assert [c.logprobs for group in back for c in group] == [c.logprobs for group in before for c in group]
+
+
+REFUSED = {
+    "missing": (lambda w: w.pop(PROJECTION), f"the engine serves {PROJECTION}, which was not sent"),
+    "extra": (lambda w: put(w, "model.extra", torch.ones(2)), "model.extra was sent, which the engine does not serve"),
+    "shape": (lambda w: put(w, PROJECTION, w[PROJECTION].t().contiguous()), f"{PROJECTION} was sent as"),
+    "dtype": (lambda w: put(w, NORM, w[NORM].double()), f"{NORM} was sent as torch.float64"),
+    "not a number": (lambda w: w[PROJECTION][3, 5].fill_(torch.nan), f"{PROJECTION} holds values that are not finite"),
+    "infinite": (lambda w: w[EMBEDDING][3, 5].fill_(torch.inf), f"{EMBEDDING} holds values that are not finite"),
+}
+
+
+@pytest.mark.parametrize("fault", list(REFUSED))
+def test_a_faulty_sync_is_refused_by_name_commits_nothing_and_the_next_one_heals(restored, references, fault):
+    engine, prompt_ids = restored("llama"), prompts(4)
+    before = engine.generate(requests(prompt_ids))
+    sync(engine, Sender(references["llama"]), 5)
+    tamper, message = REFUSED[fault]
+    with pytest.raises(WeightSyncError, match=f"weight sync 6: {message}"):
+        sync(engine, Sender(references["llama"], tamper), 6)
+    sync(engine, Sender(references["llama"]), 7)
+    healed = engine.generate(requests(prompt_ids))
+    assert tokens(healed) == tokens(before)
+    assert {c.policy_version for group in healed for c in group} == {7}

@@ -1,0 +1,150 @@
+"""`shardwise rl` with vLLM as the rollout engine: a policy that learns, in full and through adapters, and survives."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+STEPS, MAX_TOKENS = 15, 8
+REWARD = f'''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """The share of digits in the longest answer that there may be."""
+    return sum(char.isdigit() for char in solution_str) / {MAX_TOKENS}
+'''
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    """`config_of(name, engine, **trainer)`: a YAML file of GRPO on a random model."""
+    folder = tmp_path_factory.mktemp("vllm")
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    build_model_folder(
+        folder / "model",
+        tokenizer=tokenizer,
+        hidden_size=64,
+        num_layers=2,
+        num_attention_heads=2,  # heads of 32, the smallest that vLLM's CPU kernels know
+        num_key_value_heads=1,
+        intermediate_size=96,
+        max_position_embeddings=96,
+    )
+    files = arithmetic_problems(folder / "data", seed=0, num_held_out=24)
+    (folder / "rules.py").write_text(REWARD)
+
+    def write(name: str, rollout_engine, *, engine=None, **trainer) -> Path:
+        config = {
+            "model": {"path": str(folder / "model")},
+            "data": {"train_files": str(files.rl_train), "max_prompt_tokens": 40},
+            "engine": {"max_tokens_per_micro_batch": 512, **(engine or {})},
+            "rollout": {
+                "engine": rollout_engine,
+                "num_prompts": 8,
+                "group_size": 8,
+                "max_response_tokens": MAX_TOKENS,
+            },
+            "reward": {"functions": f"{folder / 'rules.py'}:compute_score"},
+            "trainer": {
+                "output_dir": str(folder / name),
+                "total_steps": STEPS,
+                "learning_rate": 1e-2,
+                "save_every_steps": 5,
+                "tensorboard": False,
+                **trainer,
+            },
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        return folder / f"{name}.yaml"
+
+    return write
+
+
+VLLM = {"type": "vllm", "args": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}}
+
+
+def rewards(rows) -> list[float]:
+    return [row["reward/mean"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def learned(config_of, shell):
+    """Two ranks, each with an engine of its own."""
+    config = config_of("full", VLLM)
+    done = shell("shardwise", "rl", "--nproc", "2", "-c", str(config), timeout=400)
+    assert done.code == 0, done.err
+    assert "Traceback" not in done.err
+    return config.with_suffix("")
+
+
+def test_grpo_on_two_ranks_learns_and_both_engines_agree_with_the_trainer(learned, metrics_of):
+    """From 5 % of digits to nearly all; the embedded engine takes the same policy from 5 to 89 %."""
+    rows = metrics_of(learned)
+    assert rewards(rows)[0] < 0.1
+    assert rewards(rows)[-1] > 0.7
+    for row in rows:
+        assert row["rollout/logprob_abs_diff_max"] < 2e-5
+        assert row["reward/failed"] == 0.0
+
+
+def test_grpo_with_adapters_learns_because_the_merged_weights_reach_the_engine(config_of, shell, metrics_of):
+    config = config_of("adapters", VLLM, engine={"lora": {"rank": 8}}, learning_rate=3e-2, total_steps=20)
+    done = shell("shardwise", "rl", "-c", str(config), timeout=400)
+    assert done.code == 0, done.err
+    rows = metrics_of(config.with_suffix(""))
+    assert rewards(rows)[0] < 0.1
+    assert rewards(rows)[-1] > 0.4
+    assert max(row["rollout/logprob_abs_diff_max"] for row in rows) < 2e-5
+
+
+def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_of, marked, metrics_of, tmp_path):
+    """kill -9 of the rank that hosts an engine: the other is stopped, the launcher names it within 15 seconds, and the
+    same command finishes the run as if nothing had been."""
+    config = config_of("killed", VLLM)
+    folder = config.with_suffix("")
+    command = [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", "-c", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHARDWISE_TEST_MARK": str(tmp_path)}
+    with (tmp_path / "stderr").open("w") as stderr:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        deadline = time.monotonic() + 300
+        while _num_rows(folder) < 6 and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (victim,) = [pid for pid in marked(str(tmp_path)) if _rank(pid) == "1" and _parent(pid) == launcher.pid]
+        os.kill(victim, signal.SIGKILL)
+        assert launcher.wait(timeout=15) == 1
+    last = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert last == "error: rank 1 was ended by SIGKILL; the other ranks were stopped"
+    assert 6 <= _num_rows(folder) < STEPS
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    expected, found = metrics_of(learned), metrics_of(folder)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert rewards(found) == rewards(expected)
+    weights = f"checkpoints/step_{STEPS}/hf/model.safetensors"
+    assert (folder / weights).read_bytes() == (learned / weights).read_bytes()
+    assert not marked(str(tmp_path))
+
+
+def _num_rows(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def _rank(pid: int) -> str | None:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(variable.partition("=")[::2] for variable in variables).get("RANK")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
