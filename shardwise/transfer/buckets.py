@@ -23,6 +23,9 @@ _ALIGNMENT_BYTES = 16
 _HEADER_RESERVE_BYTES = 512
 
 
+Encoding = Literal["whole", "delta"]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor as it travels.
@@ -37,9 +40,15 @@ class Entry:
     shape: tuple[int, ...]
     checksum: int
     """xxh3 of the tensor that the receiver has to end up with."""
-    encoding: Literal["whole", "delta"]
+    encoding: Encoding
     num_bytes: int
     """That travel."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, digest: int, encoding: Encoding, num_bytes: int) -> Self:
+        """What is said of `tensor`, which travels in `num_bytes`."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), digest, encoding, num_bytes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -47,6 +56,10 @@ class Entry:
         if not isinstance(dtype, torch.dtype):
             raise WeightSyncError(f"{self.name} was sent as {self.dtype!r}, which is no dtype")
         return dtype
+
+    def tensor(self, payload: Tensor) -> Tensor:
+        """The tensor that travelled whole: payload [num_bytes] uint8 -> `shape`, the same memory."""
+        return payload.view(self.torch_dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,16 @@ class Header:
         """What was encoded."""
         content = json.loads(text)
         return cls(**content | {"segments": [_decode(fields) for fields in content["segments"]]})
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as [num_bytes] uint8, the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def encode_whole(_name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
+    """The tensor's own bytes."""
+    return "whole", as_bytes(tensor)
 
 
 class BucketWriter:
