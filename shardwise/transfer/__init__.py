@@ -2,7 +2,9 @@
 
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
+from shardwise.transfer.disk import DiskMedium, load_version
 from shardwise.transfer.local import sync_local
 from shardwise.transfer.medium import Medium, MediumError
 from shardwise.transfer.process_group import ProcessGroupMedium
+from shardwise.transfer.shared_memory import SharedMemoryMedium
 from shardwise.transfer.sync import pull_weights, push_weights

@@ -5,7 +5,7 @@ Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -146,7 +146,7 @@ class BucketWriter:
 
     def give_up(self, reason: str) -> None:
         """Tells the receivers that no more will come."""
-        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason[: MAX_HEADER_BYTES // 8])
+        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason)
         self._medium.send(header.encode(), self._buffer[:0])
 
     def _begin(self) -> None:
@@ -166,8 +166,9 @@ class BucketWriter:
 class BucketReader:
     """Puts entries together again."""
 
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
+    def __init__(self, receive: Callable[[], tuple[str, Tensor]]) -> None:
+        """`receive`: as Medium.receive."""
+        self._receive_bucket = receive
         self._num_received = 0
         self.version: int | None = None
         """Of the weights that arrive; known with the first bucket."""
@@ -211,11 +212,11 @@ class BucketReader:
     def drain(self) -> None:
         """Receives what is left and drops it, so that the sender can finish. Raises MediumError."""
         while not self.is_finished:
-            header, _ = self._medium.receive()
+            header, _ = self._receive_bucket()
             self.is_finished = Header.decode(header).is_last
 
     def _receive(self) -> tuple[Header, Tensor]:
-        text, data = self._medium.receive()
+        text, data = self._receive_bucket()
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:

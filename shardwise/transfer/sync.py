@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -17,6 +18,9 @@ from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, Bucke
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
+
+_MAX_MESSAGE = 2000
+"""Characters of an error that the other ends are told."""
 
 
 def push_weights(
@@ -87,22 +91,26 @@ def pull_weights(
     started = time.perf_counter()
     due = "" if version is None else f" {version}"
     _meet(medium, f"weight sync{due}: beginning", json.dumps(None if delta is None else delta.begin()))
-    reader = BucketReader(medium)
-
-    def receive() -> SyncReceipt:
-        served = dict(receiver.served_weights())
-        manifest = Manifest(reader.begin(version), served.items())
-        receiver.load_weights(_arrived(reader, manifest, served, delta))
-        if not reader.is_finished:
-            raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
-        num_proven = manifest.verify(receiver.served_weights())
-        return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
-
-    receipt = _concluded(medium, version, receive, on_failure=lambda _: reader.drain())
+    reader = BucketReader(medium.receive)
+    load = partial(load_verified, reader, receiver, version=version, delta=delta)
+    receipt = _concluded(medium, version, load, on_failure=lambda _: reader.drain())
     receiver.commit_weights(receipt.version)
     if delta is not None:
         delta.commit(receipt.version)
     return replace(receipt, seconds=time.perf_counter() - started)
+
+
+def load_verified(
+    reader: BucketReader, receiver: WeightReceiver, *, version: int | None, delta: DeltaDecoder | None = None
+) -> SyncReceipt:
+    """Loads all that arrives into an engine and verifies it; commits nothing. Raises as `pull_weights`."""
+    served = dict(receiver.served_weights())
+    manifest = Manifest(reader.begin(version), served.items())
+    receiver.load_weights(_arrived(reader, manifest, served, delta))
+    if not reader.is_finished:
+        raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
+    num_proven = manifest.verify(receiver.served_weights())
+    return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 
 def _arrived(
@@ -183,4 +191,5 @@ def _break_off(medium: Medium, error: MediumError) -> NoReturn:
 
 
 def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    return message[:_MAX_MESSAGE]
