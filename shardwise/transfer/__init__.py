@@ -1,7 +1,10 @@
 """Weights from trainer ranks to rollout engines, with receipts. Imports neither engine nor rollout."""
 
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum
+from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
+from shardwise.transfer.disk import DiskMedium, load_version
 from shardwise.transfer.local import sync_local
 from shardwise.transfer.medium import Medium, MediumError
 from shardwise.transfer.process_group import ProcessGroupMedium
+from shardwise.transfer.shared_memory import SharedMemoryMedium
 from shardwise.transfer.sync import pull_weights, push_weights

@@ -5,7 +5,7 @@ Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -23,6 +23,9 @@ _ALIGNMENT_BYTES = 16
 _HEADER_RESERVE_BYTES = 512
 
 
+Encoding = Literal["whole", "delta"]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor as it travels.
@@ -37,9 +40,15 @@ class Entry:
     shape: tuple[int, ...]
     checksum: int
     """xxh3 of the tensor that the receiver has to end up with."""
-    encoding: Literal["whole", "delta"]
+    encoding: Encoding
     num_bytes: int
     """That travel."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, digest: int, encoding: Encoding, num_bytes: int) -> Self:
+        """What is said of `tensor`, which travels in `num_bytes`."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), digest, encoding, num_bytes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -47,6 +56,10 @@ class Entry:
         if not isinstance(dtype, torch.dtype):
             raise WeightSyncError(f"{self.name} was sent as {self.dtype!r}, which is no dtype")
         return dtype
+
+    def tensor(self, payload: Tensor) -> Tensor:
+        """The tensor that travelled whole: payload [num_bytes] uint8 -> `shape`, the same memory."""
+        return payload.view(self.torch_dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,16 @@ class Header:
         return cls(**content | {"segments": [_decode(fields) for fields in content["segments"]]})
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as [num_bytes] uint8, the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def encode_whole(_name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
+    """The tensor's own bytes."""
+    return "whole", as_bytes(tensor)
+
+
 class BucketWriter:
     """Packs entries into buckets and sends each when it is full."""
 
@@ -123,7 +146,7 @@ class BucketWriter:
 
     def give_up(self, reason: str) -> None:
         """Tells the receivers that no more will come."""
-        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason[: MAX_HEADER_BYTES // 8])
+        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason)
         self._medium.send(header.encode(), self._buffer[:0])
 
     def _begin(self) -> None:
@@ -143,8 +166,9 @@ class BucketWriter:
 class BucketReader:
     """Puts entries together again."""
 
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
+    def __init__(self, receive: Callable[[], tuple[str, Tensor]]) -> None:
+        """`receive`: as Medium.receive."""
+        self._receive_bucket = receive
         self._num_received = 0
         self.version: int | None = None
         """Of the weights that arrive; known with the first bucket."""
@@ -188,11 +212,11 @@ class BucketReader:
     def drain(self) -> None:
         """Receives what is left and drops it, so that the sender can finish. Raises MediumError."""
         while not self.is_finished:
-            header, _ = self._medium.receive()
+            header, _ = self._receive_bucket()
             self.is_finished = Header.decode(header).is_last
 
     def _receive(self) -> tuple[Header, Tensor]:
-        text, data = self._medium.receive()
+        text, data = self._receive_bucket()
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:

@@ -1,6 +1,7 @@
 """Weight sync inside one process: from the shards of all ranks into this rank's own rollout engine."""
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -21,4 +22,5 @@ def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, 
         receiver.load_weights(manifest.record(weights))
     num_proven = manifest.verify(receiver.served_weights())
     receiver.commit_weights(version)
-    return manifest.receipt(seconds=time.perf_counter() - started, num_proven=num_proven)
+    receipt = manifest.receipt(seconds=time.perf_counter() - started, num_proven=num_proven)
+    return replace(receipt, num_bytes_moved=receipt.num_bytes)

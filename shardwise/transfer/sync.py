@@ -5,17 +5,22 @@ It is a transaction: every end says what it has, and only when all say the same 
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum, gathered_to_the_end
-from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
-from shardwise.transfer.medium import Medium, MediumError, name_of
+from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry, encode_whole
+from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
+from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
+
+_MAX_MESSAGE = 2000
+"""Characters of an error that the other ends are told."""
 
 
 def push_weights(
@@ -25,12 +30,14 @@ def push_weights(
     version: int,
     dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    delta: DeltaEncoder | None = None,
 ) -> SyncReceipt | None:
     """Collective over the sender's ranks. Streams the weights in `dtype` to all receivers and waits for their receipts.
 
     Args:
         medium: its sending end; None on the ranks that have none and only take part in gathering.
         bucket_bytes: of the pieces that travel, a multiple of 16; two of them are held at a time.
+        delta: sends only what changed since the last sync with the same encoder, if all receivers still hold that.
     Returns:
         The receipt that all receivers agree with; None on ranks without an end of the medium.
     Raises:
@@ -43,20 +50,31 @@ def push_weights(
             return None
         started = time.perf_counter()
         manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
-        _meet(medium, f"weight sync {version}: beginning", "")
+        bases = _meet(medium, f"weight sync {version}: beginning", "null")[SENDER + 1 :]
+        if delta is not None:
+            delta.begin([json.loads(base) for base in bases])
 
         def send() -> SyncReceipt:
-            for name, tensor in weights:
+            for name, gathered in weights:
+                tensor = gathered.detach().to(medium.device).contiguous()
                 manifest.require_place(name, tensor.dtype, tuple(tensor.shape))
-                writer.write(*_whole(name, tensor.to(medium.device), manifest))
+                digest = checksum(tensor)
+                manifest.note(name, digest, tensor.nbytes)
+                encode = encode_whole if delta is None else delta.encode
+                encoding, payload = encode(name, tensor)
+                writer.write(Entry.of(name, tensor, digest, encoding, payload.numel()), payload)
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 
         receipt = _concluded(medium, version, send, on_failure=lambda error: writer.give_up(_described(error)))
+        if delta is not None:
+            delta.commit(version)
         return replace(receipt, seconds=time.perf_counter() - started)
 
 
-def pull_weights(receiver: WeightReceiver, medium: Medium, *, version: int | None = None) -> SyncReceipt:
+def pull_weights(
+    receiver: WeightReceiver, medium: Medium, *, version: int | None = None, delta: DeltaDecoder | None = None
+) -> SyncReceipt:
     """Receives one sync into an engine, verifies what arrived and what is served, and commits the version.
 
     From the first tensor until the commit the engine holds weights of two versions and refuses to generate, also after
@@ -64,45 +82,57 @@ def pull_weights(receiver: WeightReceiver, medium: Medium, *, version: int | Non
 
     Args:
         version: the one that is due; None takes whatever comes.
+        delta: lets the sender send only what changed; the same decoder at every sync of an engine.
     Raises:
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
             failed. The version is not committed.
     """
     started = time.perf_counter()
-    _meet(medium, f"weight sync{'' if version is None else f' {version}'}: beginning", "")
-    reader = BucketReader(medium)
-
-    def receive() -> SyncReceipt:
-        manifest = Manifest(reader.begin(version), receiver.served_weights())
-        receiver.load_weights(_arrived(reader, manifest))
-        if not reader.is_finished:
-            raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
-        num_proven = manifest.verify(receiver.served_weights())
-        return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
-
-    receipt = _concluded(medium, version, receive, on_failure=lambda _: reader.drain())
+    due = "" if version is None else f" {version}"
+    _meet(medium, f"weight sync{due}: beginning", json.dumps(None if delta is None else delta.begin()))
+    reader = BucketReader(medium.receive)
+    load = partial(load_verified, reader, receiver, version=version, delta=delta)
+    receipt = _concluded(medium, version, load, on_failure=lambda _: reader.drain())
     receiver.commit_weights(receipt.version)
+    if delta is not None:
+        delta.commit(receipt.version)
     return replace(receipt, seconds=time.perf_counter() - started)
 
 
-def _whole(name: str, tensor: Tensor, manifest: Manifest) -> tuple[Entry, Tensor]:
-    payload = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    digest = checksum(payload)
-    manifest.note(name, digest, payload.numel())
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Entry(name, dtype, tuple(tensor.shape), digest, "whole", payload.numel()), payload
+def load_verified(
+    reader: BucketReader, receiver: WeightReceiver, *, version: int | None, delta: DeltaDecoder | None = None
+) -> SyncReceipt:
+    """Loads all that arrives into an engine and verifies it; commits nothing. Raises as `pull_weights`."""
+    served = dict(receiver.served_weights())
+    manifest = Manifest(reader.begin(version), served.items())
+    receiver.load_weights(_arrived(reader, manifest, served, delta))
+    if not reader.is_finished:
+        raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
+    num_proven = manifest.verify(receiver.served_weights())
+    return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 
-def _arrived(reader: BucketReader, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they come, each checked before the engine sees it."""
+def _arrived(
+    reader: BucketReader, manifest: Manifest, served: Mapping[str, Tensor], delta: DeltaDecoder | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they come, each checked before the engine sees it. Those that have not changed and can be read
+    back are left to the check of what is served."""
     for entry, payload in reader.entries():
         manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
-        tensor = payload.view(entry.torch_dtype).view(entry.shape)
+        before = served[entry.name]
+        is_unchanged = entry.encoding == "delta" and not entry.num_bytes and not before.is_meta
+        tensor = before if is_unchanged else _decoded(entry, payload, before, delta)
+        manifest.note(entry.name, entry.checksum, tensor.nbytes)
+        if is_unchanged:
+            continue
         if checksum(tensor) != entry.checksum:
             raise WeightSyncError(f"weight sync {reader.version}: other values of {entry.name} arrived than were sent")
-        manifest.note(entry.name, entry.checksum, tensor.nbytes)
         yield entry.name, tensor
+
+
+def _decoded(entry: Entry, payload: Tensor, served: Tensor, delta: DeltaDecoder | None) -> Tensor:
+    return entry.tensor(payload) if delta is None else delta.decode(entry, payload, served)
 
 
 def _concluded(
@@ -161,4 +191,5 @@ def _break_off(medium: Medium, error: MediumError) -> NoReturn:
 
 
 def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    return message[:_MAX_MESSAGE]

@@ -69,9 +69,11 @@ def _is_stopped(pid: int) -> bool:
 
 def _run(function: Callable[..., Any], store: str, rank: int, size: int, connection: Any) -> None:
     torch.set_num_threads(1)
+    opened = dist.FileStore(store, -1)
+    opened.set(f"started/{rank}", "")  # how long processes take to start is no part of any deadline
 
     def join(medium: Any, **options: Any) -> Any:
-        opened = dist.FileStore(store, -1)
+        opened.wait([f"started/{end}" for end in range(size)], timedelta(seconds=60))
         return medium.join(opened, rank, size, **{"timeout": timedelta(seconds=20), **options})
 
     try:

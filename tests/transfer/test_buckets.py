@@ -42,7 +42,7 @@ def packed(payloads: dict[str, torch.Tensor], bucket_bytes: int) -> ListMedium:
 
 
 def unpacked(medium: ListMedium) -> dict[str, torch.Tensor]:
-    reader = BucketReader(medium)
+    reader = BucketReader(medium.receive)
     assert reader.begin(None) == 3
     return {entry.name: payload.clone() for entry, payload in reader.entries()}
 

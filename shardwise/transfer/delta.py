@@ -1,0 +1,128 @@
+"""Only what changed: of each tensor the elements whose bits differ from the last version that both sides committed.
+
+A step at a small learning rate changes a few percent of the weights in bfloat16. A changed element costs its value and
+two bytes for where it is in its block of 65,536 elements. A tensor that would not get smaller goes whole.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.transfer.base import WeightSyncError
+from shardwise.transfer.buckets import Encoding, Entry, as_bytes
+
+_BLOCK_BITS = 16
+_POSITION_BYTES = 2
+_COUNT_BYTES = 8
+_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DeltaEncoder:
+    """The sender's side: holds a copy of the weights of the last version, on the device where buckets lie."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._last: dict[str, Tensor] = {}
+        self._is_delta = False
+
+    def begin(self, base_versions: Sequence[int | None]) -> None:
+        """Decides whether this sync sends changes: only if the last version is what every receiver holds."""
+        self._is_delta = self._version is not None and set(base_versions) == {self._version}
+        self._version = None  # until this sync is committed the copy is of no version
+
+    def encode(self, name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
+        """tensor [...], contiguous -> [num_bytes] uint8; no bytes for one that has not changed."""
+        last = self._last.get(name)
+        if last is None or (last.dtype, last.shape) != (tensor.dtype, tensor.shape):
+            self._last[name] = tensor.clone()
+            return "whole", as_bytes(tensor)
+        if not self._is_delta:
+            last.copy_(tensor)
+            return "whole", as_bytes(tensor)
+        bits, last_bits = _bits(tensor), _bits(last)
+        places = (bits != last_bits).nonzero()[:, 0]
+        if not places.numel():
+            return "delta", torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        if _delta_bytes(tensor, places.numel()) >= tensor.nbytes:
+            last.copy_(tensor)
+            return "whole", as_bytes(tensor)
+        values = bits[places]
+        last_bits[places] = values
+        counts = torch.bincount(places >> _BLOCK_BITS, minlength=_num_blocks(tensor.numel()))
+        positions = (places & ((1 << _BLOCK_BITS) - 1)).to(torch.int16)  # wraps; read back without a sign
+        return "delta", torch.cat([as_bytes(counts), as_bytes(values), as_bytes(positions)])
+
+    def commit(self, version: int) -> None:
+        """All receivers hold what was encoded since `begin`."""
+        self._version = version
+
+
+class DeltaDecoder:
+    """The receiver's side. What the engine can read back is the base; of other tensors it keeps a copy."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    def begin(self) -> int | None:
+        """The version that changes can be applied to; None: this sync has to bring everything. Until it is committed
+        there is none."""
+        version, self._version = self._version, None
+        return version
+
+    def commit(self, version: int) -> None:
+        """What was decoded since `begin` is served."""
+        self._version = version
+
+    def decode(self, entry: Entry, payload: Tensor, served: Tensor) -> Tensor:
+        """The whole tensor, on the device of its base.
+
+        Args:
+            payload: [entry.num_bytes] uint8.
+            served: what the engine serves under this name before the sync, on the meta device if it cannot tell.
+        Raises:
+            WeightSyncError: bytes that cannot be changes of such a tensor.
+        """
+        if entry.encoding == "whole":
+            tensor = entry.tensor(payload)
+            if served.is_meta:
+                self._copies[entry.name] = tensor.clone()
+            return tensor
+        tensor = self._copies[entry.name] if served.is_meta else served.detach().clone()
+        bits = _bits(tensor)
+        places, values = _changes(entry, payload.to(bits.device), bits)
+        bits[places] = values
+        return tensor
+
+
+def _changes(entry: Entry, payload: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """places [N] int64 and values [N] of the changed elements."""
+    if not payload.numel():
+        return torch.empty(0, dtype=torch.int64, device=payload.device), bits[:0]
+    head = _COUNT_BYTES * _num_blocks(bits.numel())
+    num_changed, rest = divmod(payload.numel() - head, bits.itemsize + _POSITION_BYTES)
+    if num_changed < 0 or rest:
+        raise WeightSyncError(f"{entry.name}: {payload.numel()} bytes are no changes of {list(entry.shape)} elements")
+    sizes = [head, num_changed * bits.itemsize, num_changed * _POSITION_BYTES]
+    parts = [part.clone() for part in payload.split(sizes)]  # aligned
+    counts, values, positions = (
+        part.view(d) for part, d in zip(parts, (torch.int64, bits.dtype, torch.int16), strict=True)
+    )
+    if int(counts.sum()) != num_changed:
+        raise WeightSyncError(f"{entry.name}: {int(counts.sum())} changes are announced, {num_changed} came")
+    blocks = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return (blocks << _BLOCK_BITS) + (positions.to(torch.int64) & ((1 << _BLOCK_BITS) - 1)), values
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """[N] integers: NaNs compare equal, 0 and -0 do not."""
+    return tensor.view(-1).view(_BITS_OF[tensor.itemsize])
+
+
+def _num_blocks(num_elements: int) -> int:
+    return -(-num_elements // (1 << _BLOCK_BITS))
+
+
+def _delta_bytes(tensor: Tensor, num_changed: int) -> int:
+    return _COUNT_BYTES * _num_blocks(tensor.numel()) + num_changed * (tensor.itemsize + _POSITION_BYTES)

@@ -1,0 +1,257 @@
+"""A medium inside one host: buckets lie in memory that all ends have mapped, sockets say which one is full.
+
+The memory has no name (a memfd whose descriptor is passed, or a GPU's memory under torch's CUDA IPC handles), so
+nothing is left behind, whoever dies. The death of an end closes its socket, which is noticed at once.
+"""
+
+import json
+import mmap
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.transfer.medium import SENDER, MediumError, Rendezvous, name_of
+
+_NUM_SLOTS = 2
+_PACKET_BYTES = 1 << 17
+_GIVES_BACK, _MEETS = b"b", b"m"
+"""What a receiver's packet begins with."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SharedMemoryMedium:
+    """Two slots for buckets: the sender fills one while the receivers read the other. A receiver that goes on to the
+    next bucket gives the slot before back. Linux only."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, peers: dict[int, socket.socket], *, timeout: timedelta, device: torch.device
+    ) -> None:
+        """`peers`: a connection to each receiver, or to the sender."""
+        self._rendezvous, self._peers = rendezvous, peers
+        self._timeout, self._device = timeout, device
+        self._slots: list[Tensor | None] = [None] * _NUM_SLOTS
+        self._new_slots: dict[int, tuple[dict[str, Any], list[int]]] = {}
+        """Slots that the receivers have not mapped yet: how to, and the descriptors to pass."""
+        self._readers: list[set[int]] = [set() for _ in range(_NUM_SLOTS)]
+        """Receivers that have not given a slot back."""
+        self._turn = 0
+        self._held: int | None = None
+        """The slot that this receiver reads."""
+
+    @classmethod
+    def join(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        device: torch.device | None = None,
+    ) -> Self:
+        """Waits until all ends have joined.
+
+        Args:
+            store, rank, size, timeout: as ProcessGroupMedium.join.
+            device: where buckets lie: the host, or the GPU that all ends use, each through its own CUDA context.
+        Raises:
+            MediumError: an end did not come in time, or is on another host.
+        """
+        device = torch.device("cpu") if device is None else device
+        rendezvous = Rendezvous(store, rank, size, timeout=timeout)
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # only its owner may enter
+            address = str(Path(folder) / "weights")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.settimeout(timeout.total_seconds())
+                if rank == SENDER:
+                    listener.bind(address)
+                    listener.listen(size)
+                places = rendezvous.meet(
+                    "joining shared memory", json.dumps([_BOOT_ID.read_text().strip(), address, socket.gethostname()])
+                )
+                _require_one_host([json.loads(place) for place in places])
+                peers = _accept(listener, size) if rank == SENDER else _connect(json.loads(places[SENDER])[1], rank)
+                rendezvous.meet("joining shared memory", "")
+        return cls(rendezvous, peers, timeout=timeout, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """See Medium."""
+        return self._device
+
+    def meet(self, phase: str, message: str) -> list[str]:
+        """See Medium. Over the sockets: the end of a process is noticed at once."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        if SENDER in self._peers:
+            self._send_packet(phase, SENDER, _MEETS + message.encode())
+            answers: list[str] = json.loads(self._receive_packet(phase, SENDER, deadline)[0])
+            return answers
+        answers = [message] + [self._message_of(phase, rank, deadline) for rank in sorted(self._peers)]
+        for rank in self._peers:
+            self._send_packet(phase, rank, json.dumps(answers).encode())
+        return answers
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """See Medium. Waits until every receiver has given the slot back."""
+        self._turn = (self._turn + 1) % _NUM_SLOTS
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while self._readers[self._turn]:
+            rank = min(self._readers[self._turn])
+            self._note_given_back(rank, self._receive_packet("sending weights", rank, deadline)[0])
+        slot = self._slots[self._turn]
+        if slot is None or slot.numel() < num_bytes:
+            slot = self._slots[self._turn] = self._allocate(self._turn, num_bytes)
+        return slot[:num_bytes]
+
+    def send(self, header: str, data: Tensor) -> None:
+        """See Medium."""
+        if data.device.type != "cpu":
+            torch.accelerator.current_stream(data.device).synchronize()  # other processes do not see the stream
+        location, descriptors = self._new_slots.pop(self._turn, ({}, []))
+        announcement = json.dumps({"slot": self._turn, "num_bytes": data.numel(), **location}).encode()
+        packet = announcement + b"\n" + header.encode()
+        for rank in self._peers:
+            self._send_packet("sending weights", rank, packet, descriptors)
+            self._readers[self._turn].add(rank)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def receive(self) -> tuple[str, Tensor]:
+        """See Medium."""
+        self._give_back()
+        packet, descriptors = self._receive_packet(
+            "receiving weights", SENDER, time.monotonic() + self._timeout.total_seconds()
+        )
+        announcement, header = packet.split(b"\n", 1)
+        place = json.loads(announcement)
+        if "capacity_bytes" in place:
+            self._slots[place["slot"]] = _mapped(descriptors[0], place["capacity_bytes"])
+        elif "cuda_ipc" in place:
+            self._slots[place["slot"]] = _opened_cuda_ipc(place["cuda_ipc"], self._device)
+        slot = self._slots[place["slot"]]
+        assert slot is not None
+        self._held = place["slot"]
+        return header.decode(), slot[: place["num_bytes"]]
+
+    def break_off(self, message: str) -> list[str | None]:
+        """See Medium."""
+        self.close()
+        return self._rendezvous.break_off(message)
+
+    def close(self) -> None:
+        """See Medium. The memory goes when the last end that has it mapped lets go of it."""
+        for peer in self._peers.values():
+            peer.close()
+        self._slots = [None] * _NUM_SLOTS
+
+    def _allocate(self, index: int, num_bytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            descriptor = os.memfd_create("shardwise-weights")
+            os.ftruncate(descriptor, num_bytes)
+            self._new_slots[index] = {"capacity_bytes": num_bytes}, [descriptor]
+            return _mapped(os.dup(descriptor), num_bytes)
+        slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._new_slots[index] = {"cuda_ipc": _cuda_ipc_handle(slot)}, []
+        return slot
+
+    def _give_back(self) -> None:
+        if self._held is None:
+            return
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
+        self._send_packet("receiving weights", SENDER, _GIVES_BACK + str(self._held).encode())
+        self._held = None
+
+    def _note_given_back(self, rank: int, packet: bytes) -> None:
+        assert packet[:1] == _GIVES_BACK, packet[:1]
+        self._readers[int(packet[1:])].discard(rank)
+
+    def _message_of(self, phase: str, rank: int, deadline: float) -> str:
+        """What a receiver says at a meeting; it may give slots back before."""
+        while (packet := self._receive_packet(phase, rank, deadline)[0])[:1] == _GIVES_BACK:
+            self._note_given_back(rank, packet)
+        return packet[1:].decode()
+
+    def _send_packet(self, phase: str, rank: int, packet: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._peers[rank].settimeout(self._timeout.total_seconds())
+        try:
+            socket.send_fds(self._peers[rank], [packet], descriptors)
+        except OSError as error:
+            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
+
+    def _receive_packet(self, phase: str, rank: int, deadline: float) -> tuple[bytes, list[int]]:
+        self._peers[rank].settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._peers[rank], _PACKET_BYTES, 1)
+        except TimeoutError:
+            raise MediumError(f"{phase}: waited {self._timeout.total_seconds():g} s for {name_of(rank)}") from None
+        except OSError as error:
+            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
+        if not packet:
+            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection")
+        return packet, descriptors
+
+
+def _require_one_host(places: list[list[str]]) -> None:
+    boot_id, _, host = places[SENDER]
+    for rank, (other, _, other_host) in enumerate(places):
+        if other != boot_id:
+            raise MediumError(
+                f"shared memory connects processes of one host, but the sender is on {host} and {name_of(rank)} on "
+                f"{other_host}; use a process group between hosts"
+            )
+
+
+def _accept(listener: socket.socket, size: int) -> dict[int, socket.socket]:
+    peers: dict[int, socket.socket] = {}
+    while len(peers) < size - 1:
+        try:
+            peer, _ = listener.accept()
+            peers[int(peer.recv(16))] = peer
+        except (OSError, ValueError) as error:
+            missing = [name_of(rank) for rank in range(1, size) if rank not in peers]
+            raise MediumError(f"joining shared memory: {' and '.join(missing)} did not connect ({error})") from error
+    return peers
+
+
+def _connect(address: str, rank: int) -> dict[int, socket.socket]:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        peer.connect(address)
+        peer.send(str(rank).encode())
+    except OSError as error:
+        raise MediumError(
+            f"joining shared memory: the sender's socket {address} cannot be reached ({error}); all ends need the same "
+            "temporary folder, which containers of one host may not have"
+        ) from error
+    return {SENDER: peer}
+
+
+def _mapped(descriptor: int, num_bytes: int) -> Tensor:
+    """[num_bytes] uint8. Takes the descriptor."""
+    memory = mmap.mmap(descriptor, num_bytes)
+    os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _cuda_ipc_handle(slot: Tensor) -> list[Any]:
+    """What torch passes between processes for a CUDA storage, as JSON can hold it; without the device, whose number may
+    be another one there."""
+    _, *handle = slot.untyped_storage()._share_cuda_()
+    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
+
+
+def _opened_cuda_ipc(handle: list[Any], device: torch.device) -> Tensor:
+    """[num_bytes] uint8."""
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,103 @@
+"""What is of the disk alone: the files, and engines that start when the sender has long written."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from ends import DictReceiver, DictSender, random_weights, run_ends, same
+from safetensors.torch import load_file
+
+from shardwise.transfer import DiskMedium, WeightSyncError, load_version, pull_weights, push_weights
+
+
+def push(folder, num_versions, bucket_bytes, join):
+    medium = join(DiskMedium, folder=folder)
+    for version in range(1, num_versions + 1):
+        sender = DictSender(random_weights(version))
+        push_weights(sender, medium, version=version, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
+
+
+def pull(folder, num_versions, join):
+    medium, receiver = join(DiskMedium, folder=folder), DictReceiver(random_weights(0))
+    for _ in range(num_versions):
+        pull_weights(receiver, medium)
+
+
+def write_versions(folder, num_versions=1, bucket_bytes=1 << 20):
+    ends = [partial(push, folder, num_versions, bucket_bytes), partial(pull, folder, num_versions)]
+    assert run_ends(ends, folder.parent) == [None, None]
+
+
+def test_files_are_safetensors_under_the_names_of_the_weights(tmp_path):
+    write_versions(tmp_path / "weights")
+    files = list((tmp_path / "weights" / "version-1").glob("*.safetensors"))
+    assert len(files) == 1
+    assert same(load_file(files[0]), random_weights(1))
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_an_engine_that_starts_later_loads_the_newest_version_and_old_ones_are_gone(tmp_path, bucket_bytes):
+    write_versions(tmp_path / "weights", num_versions=4, bucket_bytes=bucket_bytes)
+    assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["version-3", "version-4"]
+    receiver = DictReceiver(random_weights(0))
+    assert load_version(receiver, tmp_path / "weights").num_proven == len(receiver.weights)
+    assert same(receiver.weights, random_weights(4))
+    assert receiver.version == 4
+
+
+def test_a_version_without_its_marker_does_not_exist(tmp_path):
+    write_versions(tmp_path / "weights", num_versions=2)
+    (tmp_path / "weights" / "version-2" / "complete.json").unlink()
+    receiver = DictReceiver(random_weights(0))
+    load_version(receiver, tmp_path / "weights")
+    assert receiver.version == 1
+    (tmp_path / "weights" / "version-1" / "complete.json").unlink()
+    with pytest.raises(WeightSyncError, match="holds no whole version of the weights"):
+        load_version(receiver, tmp_path / "weights")
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_a_bit, "is damaged: its xxh3 hash"),
+        (cut, "is damaged: its xxh3 hash"),
+        (lambda f: f.unlink(), "cannot be read"),
+    ],
+    ids=["one bit", "cut", "lost"],
+)
+def test_damaged_files_are_named_before_a_tensor_of_them_is_loaded(tmp_path, damage, message):
+    write_versions(tmp_path / "weights")
+    (file,) = (tmp_path / "weights" / "version-1").glob("*.safetensors")
+    damage(file)
+    receiver = DictReceiver(random_weights(0))
+    with pytest.raises(WeightSyncError, match=f"bucket-00000.safetensors {message}"):
+        load_version(receiver, tmp_path / "weights")
+    assert receiver.version == 0
+    assert same(receiver.weights, random_weights(0))
+
+
+def test_another_version_than_the_one_that_is_due_is_refused(tmp_path):
+    write_versions(tmp_path / "weights")
+    with pytest.raises(WeightSyncError, match="version 2 is due, but version 1 came"):
+        load_version(DictReceiver(random_weights(0)), tmp_path / "weights", version=2)
+
+
+def test_what_is_left_of_an_unfinished_version_is_removed(tmp_path):
+    half = tmp_path / "weights" / "version-9"
+    half.mkdir(parents=True)
+    (half / "bucket-00000.safetensors").write_bytes(b"half")
+    write_versions(tmp_path / "weights")
+    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-1"]
+    marker = json.loads((tmp_path / "weights" / "version-1" / "complete.json").read_text())
+    assert list(marker["xxh3"]) == ["bucket-00000.safetensors"]

@@ -1,0 +1,62 @@
+"""What is of shared memory alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ends import DictReceiver, DictSender, random_weights, run_ends
+
+from shardwise.transfer import MediumError, SharedMemoryMedium, pull_weights, push_weights
+from shardwise.transfer import shared_memory as module
+
+
+def push(join):
+    medium = join(SharedMemoryMedium)
+    for version in range(1, 20):
+        push_weights(DictSender(random_weights(1)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=4096)
+    # Buckets of another size need other slots, which have to be mapped anew.
+    push_weights(DictSender(random_weights(1)), medium, version=20, dtype=torch.bfloat16, bucket_bytes=1 << 16)
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pull(join):
+    medium, receiver, open_files = join(SharedMemoryMedium), DictReceiver(random_weights(0)), []
+    for version in range(1, 21):
+        pull_weights(receiver, medium, version=version)
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    maps = [line.rstrip() for line in Path("/proc/self/maps").read_text().splitlines() if "shardwise-weights" in line]
+    return open_files, maps
+
+
+def test_no_sync_leaves_files_or_mappings_behind(tmp_path):
+    named = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    _, (open_files, maps) = run_ends([push, pull], tmp_path)
+    assert len(set(open_files[1:])) == 1
+    assert len(maps) == 2
+    assert all(line.endswith("(deleted)") for line in maps)  # memory without a name
+    left = {name for name in {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - named if name.startswith("shardwise-")}
+    assert not left
+
+
+def join_from_another_host(join):
+    """Another boot is another host, or the same one at another time."""
+    boot_id = Path(f"/tmp/shardwise-test-boot-id-{os.getpid()}")
+    boot_id.write_text("another")
+    module._BOOT_ID = boot_id
+    try:
+        return join_and_fail(join)
+    finally:
+        boot_id.unlink()
+
+
+def join_and_fail(join):
+    with pytest.raises(MediumError, match="use a process group between hosts") as caught:
+        join(SharedMemoryMedium)
+    return str(caught.value)
+
+
+def test_ends_on_different_hosts_are_told_to_use_something_else(tmp_path):
+    at_sender, at_receiver = run_ends([join_and_fail, join_from_another_host], tmp_path)
+    assert at_sender == at_receiver
+    assert at_sender.startswith("shared memory connects processes of one host, but the sender is on ")
