@@ -3,25 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
-from torch import Tensor
-
 
 class RankSilentError(RuntimeError):
     """Another rank did not do its part in time."""
-
-
-class Connections(Protocol):
-    """What commands travel over: of torch's process groups, the part that needs no registration."""
-
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to send one tensor."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to receive one tensor."""
 
 
 class WorkerGroup(Protocol):

@@ -12,8 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.controller.base import Connections, RankSilentError
+from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
+from shardwise.controller.process_group import Connections
 
 _SHUTDOWN = ""
 _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)

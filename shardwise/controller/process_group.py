@@ -5,14 +5,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwise.controller.base import Connections
 from shardwise.controller.launch import STORE_VARIABLE
 
 _CONTROL_TIMEOUT = timedelta(days=30)
+
+
+class Connections(Protocol):
+    """What commands travel over: of torch's process groups, the part that needs no registration."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to send one tensor."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to receive one tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ class VllmEngine:
     def _to_checkpoint(
         self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names of the transformers class -> names of the hub, fused experts apart; takes what came out of `missing`."""
+        """Names of the transformers class -> names of the hub, fused experts apart; takes what came from `missing`."""
         for name, tensor in weights:
             del missing[name]
             # vLLM keeps a tensor until its layer is whole, the sender only until the next one is taken.

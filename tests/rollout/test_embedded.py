@@ -206,6 +206,7 @@ def test_loaded_weights_show_in_the_next_completion(model_folders, family, tmp_p
     other.save_pretrained(tmp_path / "other")
     names = [name for name, _ in engine.served_weights()]
     engine.load_weights((name, other.state_dict()[name]) for name in names)
+    engine.commit_weights(1)
     after = sampled(engine, requests(prompts(4)))
     assert after == sampled(open_engine(tmp_path / "other"), requests(prompts(4)))
     assert after != before

@@ -168,7 +168,8 @@ def test_choices_that_are_no_functions_are_read_by_name():
 def test_leaf_paths_are_values_and_not_groups():
     paths = leaf_paths(RLConfig)
     assert "algorithm.policy_loss.clip_low" in paths
-    assert "rollout.engine" in paths
+    assert "rollout.temperature" in paths
+    assert "rollout.engine" not in paths
     assert "algorithm" not in paths
     by_name = list(leaves_read_by_name(RLConfig))
     assert not {"algorithm.policy_loss.clip_low", "algorithm.policy_loss", "rollout"} & set(by_name)
