@@ -34,6 +34,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prefill: tuple[Tensor, Tensor] | None = None
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self._rows = torch.zeros_like(self._positions)
         self._span = 0
         self._masks: dict[int | None, Tensor] = {}
         self._layers_seen: list[int] = []
@@ -48,6 +49,7 @@ class KVCache:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
+        self._rows = torch.arange(len(positions), device=self._device)
         self._layers_seen = []
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
@@ -70,19 +72,16 @@ class KVCache:
             keys[rows, :, : key.shape[2]] = key[prompts]
             values[rows, :, : value.shape[2]] = value[prompts]
             return attend(query, key, value, causal=True, **options)
-        num_rows = query.shape[0]
-        index = torch.arange(num_rows, device=self._device)
-        keys[index, :, self._positions] = key[:, :, 0]
-        values[index, :, self._positions] = value[:, :, 0]
-        mask = self._mask(options.pop("window"))
-        num_kv_heads = key.shape[1]
-        grouped = query.view(num_rows, num_kv_heads, -1, query.shape[-1])  # heads that share keys become a query dim
+        num_rows, num_kv_heads, _, head_dim = key.shape
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # heads that share keys become a query dim
         sinks = options.pop("sinks", None)
         out = attend(
             grouped,
             keys[:num_rows, :, : self._span],
             values[:num_rows, :, : self._span],
-            mask=mask,
+            mask=self._mask(options.pop("window")),
             sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
             **options,
         )
