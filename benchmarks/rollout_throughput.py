@@ -195,8 +195,10 @@ Side = Callable[[Round], Rate]
 class Ours:
     """The embedded engine, which draws the lengths."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, *, rows: int) -> None:
-        self.engine = EmbeddedEngine.from_folder(folder, dtype=dtype, max_rows=rows, device=CPU)
+    def __init__(self, folder: Path, dtype: torch.dtype, *, rows: int, compile_decode: bool) -> None:
+        self.engine = EmbeddedEngine.from_folder(
+            folder, dtype=dtype, max_rows=rows, device=CPU, compile_decode=compile_decode
+        )
 
     def draw(self, workload: Workload, *, seed: int, max_tokens: int) -> Round:
         requests = requests_of(workload, seed=seed, max_tokens=max_tokens)
@@ -367,7 +369,9 @@ def measure_model(
     build_model(ending, mean_tokens=args.mean_tokens, **MODELS[size])
     build_model(endless, mean_tokens=None, **MODELS[size])
     torch_dtype = getattr(torch, dtype)
-    ours = {path: Ours(path, torch_dtype, rows=args.rows) for path in (ending, endless)}
+    ours = {
+        path: Ours(path, torch_dtype, rows=args.rows, compile_decode=args.compile_decode) for path in (ending, endless)
+    }
     generate = Generate(ending, torch_dtype, rows=args.rows)
     linear = LinearLayers(generate.model, rows=args.rows)
     values: dict[str, object] = {"agreement": check_equal(ours[ending], generate)}
@@ -398,6 +402,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--mean-tokens", type=float, default=128.0, help="mean length if nothing were cut")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile-decode", action="store_true", help="on our side; vLLM always compiles")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="bfloat16, float32")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -415,6 +420,7 @@ def main() -> None:
             "mean_tokens_uncut": args.mean_tokens,
             "threads": args.threads,
             "rounds": args.rounds,
+            "compile_decode": args.compile_decode,
         }
     }
     for size in args.models:

@@ -58,6 +58,7 @@ class EmbeddedEngine:
         stop_token_ids: Sequence[int] = (),
         bad_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
+        compile_decode: bool = False,
     ) -> None:
         """
         Args:
@@ -65,8 +66,10 @@ class EmbeddedEngine:
             stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
             bad_token_ids: are never drawn.
             decode: token ids to text, for requests with stop strings.
+            compile_decode: torch.compile the forward pass of a decode step.
         """
         self._model = model
+        self._decode_forward = torch.compile(model.base_model, dynamic=True) if compile_decode else model.base_model
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
@@ -178,7 +181,10 @@ class EmbeddedEngine:
         Raises:
             ModelError: not every layer computed its attention through the cache.
         """
-        output = self._model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
+        # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
+        forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else self._model.base_model
+        with cache.in_use():
+            output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
         if cache.layers_seen != self._layers:
             raise ModelError(
                 f"{type(self._model).__name__} is not supported: its {len(self._layers)} layers called the cached "

@@ -3,6 +3,9 @@
 Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d head dim.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from shardwise.config import ModelError
 from shardwise.ops import DROPS_KEYWORDS, attend
 
 CACHED_ATTENTION = "shardwise_cached"
+
+_cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
 
 
 def register_cached_attention() -> None:
@@ -56,6 +61,15 @@ class KVCache:
         """Copies whole rows, to close the gaps that finished rows leave."""
         for keys, values in self._layers.values():
             keys[target], values[target] = keys[source], values[source]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, compiled forward passes use this cache."""
+        token = _cache_in_use.set(self)
+        try:
+            yield
+        finally:
+            _cache_in_use.reset(token)
 
     @property
     def layers_seen(self) -> list[int]:
@@ -127,10 +141,30 @@ def _cached_attention(
     if attention_mask is not None:  # ours is always None: this one says more than who sees whom
         raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = kv_cache.attend(
-        layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+    attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
+    out = attention(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
+
+
+@torch.library.custom_op("shardwise::cached_attention", mutates_args=())
+def _attend_in_graph(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What a compiled forward pass calls: a graph cannot hold the cache, so the one in use is looked up."""
+    cache = _cache_in_use.get()
+    return cache.attend(layer, query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+
+
+@_attend_in_graph.register_fake
+def _attended_shape(layer: int, query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
