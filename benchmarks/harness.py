@@ -81,19 +81,26 @@ def report(
         print(json.dumps(result))
 
 
-def small_qwen3(vocab_size: int) -> Qwen3Config:
-    """The model of every benchmark here: 3.1M parameters beside the (tied) embeddings; token 0 pads, token 1 ends."""
+def small_qwen3(vocab_size: int, **larger: int) -> Qwen3Config:
+    """The model of every benchmark here: 3.1M parameters beside the (tied) embeddings; token 0 pads, token 1 ends.
+
+    Args:
+        larger: sizes to use instead, by the names of Qwen3Config.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
+        **(sizes | larger),
     )

@@ -22,6 +22,7 @@ _RUN_KEYS = (
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
     *("rollout.environment.timeout_seconds", "reward.timeout_seconds", "rollout.placement"),
+    "rollout.engine.compile_decode",
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
 """What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""

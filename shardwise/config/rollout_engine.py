@@ -14,6 +14,9 @@ class EmbeddedRollout(Choice):
     type: Literal["embedded"] = "embedded"
     """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each of the trainer's ranks, in their
     processes. The name alone stands for the defaults."""
+    compile_decode: bool = False
+    """torch.compile the forward pass of a decode step, attention excepted. The first batch is slow, later ones are
+    faster; on a CPU it needs a C++ compiler. Tokens and logprobs stay the same but for rounding."""
 
 
 class VllmRollout(Choice):

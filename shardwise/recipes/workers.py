@@ -116,7 +116,9 @@ class Worker:
         match config.engine:
             case EmbeddedRollout():
                 decode = partial(load_tokenizer(opened).decode, skip_special_tokens=True) if config.stop else None
-                self._rollout = EmbeddedEngine.from_folder(Path(opened.path), decode=decode, **shared)
+                self._rollout = EmbeddedEngine.from_folder(
+                    Path(opened.path), decode=decode, compile_decode=config.engine.compile_decode, **shared
+                )
             case VllmRollout():
                 self._rollout = VllmEngine.from_folder(
                     Path(opened.path),

@@ -58,6 +58,7 @@ class EmbeddedEngine:
         stop_token_ids: Sequence[int] = (),
         bad_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
+        compile_decode: bool = False,
     ) -> None:
         """
         Args:
@@ -65,8 +66,10 @@ class EmbeddedEngine:
             stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
             bad_token_ids: are never drawn.
             decode: token ids to text, for requests with stop strings.
+            compile_decode: torch.compile the forward pass of a decode step.
         """
         self._model = model
+        self._decode_forward = torch.compile(model.base_model, dynamic=True) if compile_decode else model.base_model
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
@@ -74,7 +77,7 @@ class EmbeddedEngine:
         self._layers = list(range(text_config.num_hidden_layers))
         self._rotary_limit = rotary_limit(text_config)
         ends = end_of_sequence_ids(model.generation_config, model.config)
-        self._stop_ids = torch.tensor([*ends, *stop_token_ids], device=device)
+        self._stop_ids = frozenset([*ends, *stop_token_ids])
         self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
         self._decode = decode
         self._version: int | None = 0
@@ -178,7 +181,10 @@ class EmbeddedEngine:
         Raises:
             ModelError: not every layer computed its attention through the cache.
         """
-        output = self._model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
+        # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
+        forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else self._model.base_model
+        with cache.in_use():
+            output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
         if cache.layers_seen != self._layers:
             raise ModelError(
                 f"{type(self._model).__name__} is not supported: its {len(self._layers)} layers called the cached "
@@ -194,12 +200,10 @@ class EmbeddedEngine:
         """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
         return self._transform.forward_(project_float32(hidden, projection))
 
-    def is_stop(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> [B] bool."""
-        return torch.isin(tokens, self._stop_ids)
-
-    def says_stop(self, token_ids: list[int], stop: Sequence[str]) -> bool:
-        """Whether the last token has brought a stop string into the text."""
+    def is_stopped(self, token_ids: list[int], stop: Sequence[str]) -> bool:
+        """Whether the last token ends a completion, or has brought a stop string into its text."""
+        if token_ids[-1] in self._stop_ids:
+            return True
         if not stop:
             return False
         assert self._decode is not None, "stop strings need an engine that was given `decode`"
@@ -245,7 +249,6 @@ class _Decoding:
             torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpk"
         )
         self._settings = Settings.of([], engine.device)
-        self._restricts = any(request.restricts for request in requests)
 
     def is_unfinished(self) -> bool:
         return bool(self._waiting or self._rows)
@@ -309,17 +312,16 @@ class _Decoding:
             logits,
             self._settings[first_row:],
             uniforms(keys, positions),
-            restricts=self._restricts,
             banned=self._engine.banned,
         )
         self._tokens[first_row:] = tokens
         finished: dict[int, str] = {}
-        steps = zip(tokens.tolist(), logprobs.tolist(), self._engine.is_stop(tokens).tolist(), strict=True)
-        for slot, (token, logprob, stop) in enumerate(steps, start=first_row):
+        steps = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for slot, (token, logprob) in enumerate(steps, start=first_row):
             row = self._rows[slot]
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            stop = stop or self._engine.says_stop(row.token_ids, self._requests[row.request].stop)
+            stop = self._engine.is_stopped(row.token_ids, self._requests[row.request].stop)
             if stop or len(row.token_ids) == row.max_tokens:
                 finished[slot] = "stop" if stop else "length"
         rows = [(self._rows[slot], reason) for slot, reason in finished.items()]

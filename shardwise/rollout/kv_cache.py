@@ -3,6 +3,9 @@
 Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d head dim.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from shardwise.config import ModelError
 from shardwise.ops import DROPS_KEYWORDS, attend
 
 CACHED_ATTENTION = "shardwise_cached"
+
+_cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
 
 
 def register_cached_attention() -> None:
@@ -34,6 +39,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prefill: tuple[Tensor, Tensor] | None = None
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self._rows = torch.zeros_like(self._positions)
         self._span = 0
         self._masks: dict[int | None, Tensor] = {}
         self._layers_seen: list[int] = []
@@ -48,12 +54,22 @@ class KVCache:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
+        self._rows = torch.arange(len(positions), device=self._device)
         self._layers_seen = []
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows, to close the gaps that finished rows leave."""
         for keys, values in self._layers.values():
             keys[target], values[target] = keys[source], values[source]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, compiled forward passes use this cache."""
+        token = _cache_in_use.set(self)
+        try:
+            yield
+        finally:
+            _cache_in_use.reset(token)
 
     @property
     def layers_seen(self) -> list[int]:
@@ -70,19 +86,16 @@ class KVCache:
             keys[rows, :, : key.shape[2]] = key[prompts]
             values[rows, :, : value.shape[2]] = value[prompts]
             return attend(query, key, value, causal=True, **options)
-        num_rows = query.shape[0]
-        index = torch.arange(num_rows, device=self._device)
-        keys[index, :, self._positions] = key[:, :, 0]
-        values[index, :, self._positions] = value[:, :, 0]
-        mask = self._mask(options.pop("window"))
-        num_kv_heads = key.shape[1]
-        grouped = query.view(num_rows, num_kv_heads, -1, query.shape[-1])  # heads that share keys become a query dim
+        num_rows, num_kv_heads, _, head_dim = key.shape
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # heads that share keys become a query dim
         sinks = options.pop("sinks", None)
         out = attend(
             grouped,
             keys[:num_rows, :, : self._span],
             values[:num_rows, :, : self._span],
-            mask=mask,
+            mask=self._mask(options.pop("window")),
             sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
             **options,
         )
@@ -128,10 +141,30 @@ def _cached_attention(
     if attention_mask is not None:  # ours is always None: this one says more than who sees whom
         raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = kv_cache.attend(
-        layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+    attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
+    out = attention(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
+
+
+@torch.library.custom_op("shardwise::cached_attention", mutates_args=())
+def _attend_in_graph(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What a compiled forward pass calls: a graph cannot hold the cache, so the one in use is looked up."""
+    cache = _cache_in_use.get()
+    return cache.attend(layer, query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+
+
+@_attend_in_graph.register_fake
+def _attended_shape(layer: int, query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

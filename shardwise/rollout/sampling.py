@@ -7,11 +7,12 @@ Shapes: B rows, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.types import GenerateRequest
@@ -42,7 +43,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How each row is sampled."""
+    """How each row is sampled. The host knows what no row asks for, so that nothing is computed for it."""
 
     temperatures: Tensor
     """[B] float32; 0 takes the likeliest token."""
@@ -52,6 +53,10 @@ class Settings:
     """[B] float32, the likeliest tokens that hold this share of the probability, after the other two; 1 is all."""
     min_p: Tensor
     """[B] float32, tokens with at least this share of the likeliest one's probability; 0 is all."""
+    any_greedy: bool
+    """Whether a temperature is 0, or was in a row that has been taken out."""
+    any_restricted: bool
+    """Whether a top_k, top_p or min_p leaves something out, or did in a row that has been taken out."""
 
     @classmethod
     def of(cls, requests: Sequence[GenerateRequest], device: torch.device) -> Self:
@@ -61,26 +66,40 @@ class Settings:
             torch.tensor([request.top_k for request in requests], dtype=torch.int64, device=device),
             torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device),
             torch.tensor([request.min_p for request in requests], dtype=torch.float32, device=device),
+            any_greedy=any(request.temperature == 0 for request in requests),
+            any_restricted=any(request.restricts for request in requests),
         )
 
     def __getitem__(self, rows: Any) -> Self:
         """Some of the rows, by whatever indexes a tensor."""
-        return type(self)(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return self._with_rows(lambda values: values[rows])
 
     def moved(self, source: Tensor, target: Tensor) -> Self:
         """The rows at `source` copied over those at `target`."""
-        own = (getattr(self, field.name) for field in fields(self))
-        return type(self)(*(values.index_copy(0, target, values[source]) for values in own))
+        return self._with_rows(lambda values: values.index_copy(0, target, values[source]))
 
     def then(self, others: Self) -> Self:
         """These rows, and others behind them."""
-        pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
-        return type(self)(*(torch.cat(pair) for pair in pairs))
+        return type(self)(
+            torch.cat([self.temperatures, others.temperatures]),
+            torch.cat([self.top_k, others.top_k]),
+            torch.cat([self.top_p, others.top_p]),
+            torch.cat([self.min_p, others.min_p]),
+            any_greedy=self.any_greedy or others.any_greedy,
+            any_restricted=self.any_restricted or others.any_restricted,
+        )
+
+    def _with_rows(self, rows_of: Callable[[Tensor], Tensor]) -> Self:
+        return replace(
+            self,
+            temperatures=rows_of(self.temperatures),
+            top_k=rows_of(self.top_k),
+            top_p=rows_of(self.top_p),
+            min_p=rows_of(self.min_p),
+        )
 
 
-def sample(
-    logits: Tensor, settings: Settings, draws: Tensor, *, restricts: bool = False, banned: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, settings: Settings, draws: Tensor, *, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draws a token for each row by inverting the cumulative distribution.
 
     top_k, top_p, min_p and banned tokens bound what is drawn and change no logprob: logprobs mean one thing everywhere,
@@ -89,35 +108,78 @@ def sample(
     Args:
         logits: [B, V] float32, after the family's own transform; overwritten.
         draws: [B] float64 in [0, 1).
-        restricts: whether any row has a top_k, top_p or min_p that leaves something out.
         banned: int64, tokens that are never drawn, also where temperature is 0.
     Returns:
         tokens [B] int64 and their logprobs [B] float32 (greedy rows: at temperature 1).
     """
     greedy = settings.temperatures == 0
     logits.div_(torch.where(greedy, 1.0, settings.temperatures)[:, None])
-    logprobs = torch.log_softmax(logits, dim=-1)
-    allowed = logprobs if banned is None else logprobs.index_fill(1, banned, -torch.inf)
-    weights = allowed.exp()
-    if restricts:
-        weights.masked_fill_(allowed < _least_logprob(allowed, settings)[:, None], 0.0)
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    allowed, weights = logits, logits.exp()
+    log_total = weights.sum(dim=-1).log()
+    if banned is not None:
+        allowed = logits.index_fill(1, banned, -torch.inf)
+        weights = allowed.softmax(dim=-1)
+    if settings.any_restricted:
+        weights.masked_fill_(allowed < _least_logit(allowed, settings)[:, None], 0.0)
+    tokens = _invert(weights, draws)
+    if settings.any_greedy:
+        tokens = torch.where(greedy, _likeliest(allowed), tokens)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - log_total
+
+
+_BLOCK_TOKENS = 128
+"""The vocabulary is read once, in blocks; what is searched then is one number a block, and one block."""
+
+
+def _blocks(values: Tensor, fill: float) -> Tensor:
+    """[B, V] -> [B, blocks, _BLOCK_TOKENS], the last block filled up."""
+    if missing := -values.shape[1] % _BLOCK_TOKENS:
+        values = F.pad(values, (0, missing), value=fill)
+    return values.unflatten(1, (-1, _BLOCK_TOKENS))
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """[B, V] -> [B], the first of the largest; argmax over whole rows is not vectorised on a CPU."""
+    blocks = _blocks(logits, -torch.inf)
+    block = blocks.amax(dim=-1).argmax(dim=-1)
+    return block * _BLOCK_TOKENS + _chosen(blocks, block).argmax(dim=-1)
+
+
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """weights [B, V] >= 0, draws [B] in [0, 1) -> [B]: where the cumulative weight passes that share of the total."""
+    blocks = _blocks(weights, 0.0)
+    sums = blocks.sum(dim=-1).double()
+    block, height = _pass(sums, draws * sums.sum(dim=-1))
+    place, _ = _pass(_chosen(blocks, block).double(), height)
+    return block * _BLOCK_TOKENS + place
+
+
+def _chosen(blocks: Tensor, block: Tensor) -> Tensor:
+    """blocks [B, N, L], block [B] -> [B, L]."""
+    return blocks[torch.arange(len(block), device=block.device), block]
+
+
+def _pass(weights: Tensor, height: Tensor) -> tuple[Tensor, Tensor]:
+    """weights [B, N], height [B] -> the first place whose cumulative weight is above `height`, and how far into its own
+    weight that is. It always has a weight: rounding may bring `height` to the total, beyond which there is none."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1]
-    # Rounded to float32 the threshold can reach the total, beyond which only tokens of probability 0 are left.
-    threshold = torch.minimum((draws * total).float(), total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, allowed.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    height = torch.minimum(height, total.nextafter(torch.zeros_like(total)))[:, None]
+    place = torch.searchsorted(cumulative, height, right=True)
+    below = cumulative.gather(1, place) - weights.gather(1, place)
+    return place[:, 0], (height - below)[:, 0]
 
 
-def _least_logprob(logprobs: Tensor, settings: Settings) -> Tensor:
-    """[B]: of the least likely token that may be drawn; others as likely as it may be drawn too."""
-    num_words = logprobs.shape[1]
+def _least_logit(logits: Tensor, settings: Settings) -> Tensor:
+    """logits [B, V] -> [B], that of the least likely token that may be drawn; others as likely as it may be drawn
+    too."""
+    num_words = logits.shape[1]
     limits = torch.where(settings.top_k == 0, num_words, settings.top_k)
-    ordered = logprobs.topk(min(int(limits.max()), num_words), dim=-1).values
+    ordered = logits.topk(min(int(limits.max()), num_words), dim=-1).values
     kept = torch.arange(ordered.shape[1], device=ordered.device) < limits[:, None]
     kept &= ordered >= ordered[:, :1] + settings.min_p.log()[:, None]
-    probabilities = torch.where(kept, ordered.exp(), 0.0)
+    probabilities = torch.where(kept, (ordered - ordered[:, :1]).exp(), 0.0)
     likelier = probabilities.cumsum(-1) - probabilities
     kept &= likelier < (settings.top_p * probabilities.sum(-1))[:, None]
     last = kept.sum(-1, keepdim=True).clamp(min=1) - 1

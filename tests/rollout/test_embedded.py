@@ -300,3 +300,23 @@ def test_restrictions_belong_to_their_request_whatever_else_is_decoded(model_fol
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=1e-4, rtol=0)
             if request.top_k == 1:
                 assert completion.token_ids == generated_by_transformers(references["qwen3"], request.prompt_ids, 12)
+
+
+@pytest.mark.slow  # compiles two models
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_compiled_decode_step_gives_the_same_completions_from_one_graph(model_folders, family):
+    """Batches of 3, 2 and 1 rows, two caches: the number of rows, their spans and the cache are not in the graph."""
+    torch.compiler.reset()
+    plain, compiled = (
+        open_engine(model_folders[family], max_rows=3, compile_decode=compile_decode)
+        for compile_decode in (False, True)
+    )
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 1.0):
+        wanted = requests(prompts(5), temperature=temperature)
+        for found, expected in zip(compiled.generate(wanted), plain.generate(wanted), strict=True):
+            assert found[0].token_ids == expected[0].token_ids
+            torch.testing.assert_close(
+                torch.tensor(found[0].logprobs), torch.tensor(expected[0].logprobs), atol=1e-5, rtol=0
+            )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1

@@ -134,7 +134,7 @@ def test_restricted_draws_follow_what_is_left_and_keep_the_policys_logprobs(temp
     allowed = allowed_by_loops(policy.tolist(), top_k, top_p, min_p)
     chosen = settings(count, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     draws = uniforms(torch.arange(count) * 977, torch.zeros(count, dtype=torch.int64))
-    tokens, logprobs = sample(logits.repeat(count, 1), chosen, draws, restricts=True)
+    tokens, logprobs = sample(logits.repeat(count, 1), chosen, draws)
     assert set(tokens.tolist()) <= allowed
     expected = torch.tensor([float(policy[token]) if token in allowed else 0.0 for token in range(12)]).double()
     expected /= expected.sum()
@@ -151,9 +151,9 @@ def test_every_row_has_restrictions_of_its_own_and_rows_without_any_draw_as_befo
         for temperature, top_k, top_p in [(1.0, 2, 1.0), (1.0, 0, 1.0), (0.0, 0, 0.1), (2.0, 0, 0.5), (1.0, 0, 1.0)]
     ]
     mixed = Settings.of(rows, torch.device("cpu"))
-    tokens, logprobs = sample(logits.clone(), mixed, draws, restricts=True)
+    tokens, logprobs = sample(logits.clone(), mixed, draws)
     for row in range(5):
-        alone = sample(logits[row : row + 1].clone(), mixed[row : row + 1], draws[row : row + 1], restricts=True)
+        alone = sample(logits[row : row + 1].clone(), mixed[row : row + 1], draws[row : row + 1])
         assert (tokens[row], logprobs[row]) == (alone[0][0], alone[1][0])
     plain, _ = sample(logits.clone(), mixed, draws)
     assert [int(tokens[row]) == int(plain[row]) for row in (1, 2, 4)] == [True] * 3
@@ -163,7 +163,7 @@ def test_every_row_has_restrictions_of_its_own_and_rows_without_any_draw_as_befo
 def test_a_tie_at_the_border_is_drawn_as_a_whole():
     logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]]).repeat(3, 1)
     draws = torch.tensor([0.0, 0.49, 0.51], dtype=torch.float64)
-    tokens, _ = sample(logits, settings(3, top_k=1), draws, restricts=True)
+    tokens, _ = sample(logits, settings(3, top_k=1), draws)
     assert tokens.tolist() == [1, 1, 2]
 
 
@@ -173,6 +173,32 @@ def test_banned_tokens_are_never_drawn_and_change_no_logprob(options):
     expected = torch.log_softmax(logits[0] / (options.get("temperature") or 1.0), dim=-1)
     draws = torch.linspace(0, 0.999, 50, dtype=torch.float64)
     banned = torch.tensor([0, 3])
-    tokens, logprobs = sample(logits.clone(), settings(50, **options), draws, restricts=bool(options), banned=banned)
+    tokens, logprobs = sample(logits.clone(), settings(50, **options), draws, banned=banned)
     assert set(tokens.tolist()) == ({1} if options else {1, 2})
     torch.testing.assert_close(logprobs, expected[tokens], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.9}])
+def test_what_a_banned_token_leaves_is_drawn_even_where_its_probability_rounds_to_nothing(options):
+    logits = torch.tensor([[300.0, 0.0, math.log(3.0)]]).repeat(1000, 1)
+    draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    tokens, logprobs = sample(logits.clone(), settings(1000, **options), draws, banned=torch.tensor([0]))
+    assert tokens.bincount(minlength=3).tolist() == ([0, 0, 1000] if "temperature" in options else [0, 250, 750])
+    torch.testing.assert_close(logprobs, logits[0, tokens] - 300.0)
+
+
+@pytest.mark.parametrize("num_words", [127, 128, 129, 1000])
+def test_draws_and_the_likeliest_agree_with_whole_rows_at_every_size_of_vocabulary(num_words):
+    """Against the inverse of a float64 cumulative sum over the row, on draws away from its borders."""
+    logits = torch.randn(300, num_words, generator=torch.Generator().manual_seed(num_words)) * 2
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    cumulative = probabilities.cumsum(dim=-1)
+    draws = uniforms(torch.arange(300) * 977, torch.zeros(300, dtype=torch.int64))
+    clear = (cumulative - draws[:, None]).abs().amin(dim=-1) > 1e-6
+    assert int(clear.sum()) > 280
+    expected = (cumulative <= draws[:, None]).sum(dim=-1)
+    tokens, logprobs = sample(logits.clone(), settings(300), draws)
+    assert torch.equal(tokens[clear], expected[clear])
+    found = probabilities.log().gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), found, atol=1e-6, rtol=0)
+    assert torch.equal(sample(logits.clone(), settings(300, temperature=0.0), draws)[0], logits.argmax(dim=-1))
