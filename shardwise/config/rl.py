@@ -82,6 +82,10 @@ class RolloutConfig(GenerationConfig):
     group_size: PositiveInt = 8
     """Completions sampled for each prompt; they form the group whose rewards are compared."""
 
+    probe_every_syncs: NonNegativeInt = 50
+    """After the first weight sync and every n-th, the rollout engine and the trainer have to give two dozen known
+    tokens the same logprobs, or the run stops; 0 never compares them."""
+
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups that teach nothing (DAPO); null keeps them."""
 

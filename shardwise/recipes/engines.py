@@ -36,11 +36,15 @@ class RemoteEngine:
             size += f" ({_shown(self.num_trained_parameters, decimals=2)} trained)"
         return size
 
-    def score(self, samples: Sequence[Sample], *, with_adapters: bool = True) -> list[Tensor]:
+    def score(
+        self, samples: Sequence[Sample], *, with_adapters: bool = True, temperature: float | None = None
+    ) -> list[Tensor]:
         """[L] float32 of every sample, in order: logprobs of a language model, values of a critic, scores of a reward
-        model; 0 where nothing is scored. Without its adapters a model is the one it started from."""
+        model; 0 where nothing is scored. Without its adapters a model is the one it started from. `temperature`: of the
+        logprobs; None is that of the rollout."""
         packed = self._pack(samples, keep_together=1)
-        return unpack(packed, self.group.scatter("score", packed.shards, self.role, with_adapters))
+        options = (with_adapters,) if temperature is None else (with_adapters, temperature)
+        return unpack(packed, self.group.scatter("score", packed.shards, self.role, *options))
 
     def divergence(self, samples: Sequence[Sample], teacher: Self) -> list[Tensor]:
         """[L] float32 of every sample, in order: the divergence from the teacher that its loss names, in nats."""

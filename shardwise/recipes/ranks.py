@@ -37,33 +37,34 @@ class Ranks:
         """Builds the rollout engines, which wait for the policy's weights."""
         self.rollouts.call("build_rollout", model.model_dump_json(), config.model_dump_json(), dtype)
 
-    def sync_weights(self, version: int) -> None:
-        """Lets the rollout engines serve the policy's weights, verified."""
+    def sync_weights(self, version: int) -> list[dict[str, Any]]:
+        """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""
         if not self.are_split:
-            self.trainers.call("sync_weights", version)
-            return
-        receive = _Background(lambda: self.rollouts.call("pull_weights"))
+            return self.trainers.call("sync_weights", version)
+        receive = _Background(lambda: self.rollouts.call("pull_weights", version))
         self.trainers.call("push_weights", version)
-        receive.result()
+        return receive.result()
 
 
 class _Background:
     """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], list[Any]]) -> None:
         self._call = call
+        self._results: list[Any] = []
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def result(self) -> None:
+    def result(self) -> list[Any]:
         """Waits for: the call. Raises what it raised."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
+        return self._results
 
     def _run(self) -> None:
         try:
-            self._call()
+            self._results = self._call()
         except BaseException as error:
             self._failure = error

@@ -20,6 +20,7 @@ from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
+from shardwise.recipes.sync import WeightSync
 from shardwise.rewards import make_rewards
 from shardwise.types import MetricValue
 
@@ -72,7 +73,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         ) as run,
         SampleLog(run.output_dir, last_step=run.last_logged_step) as sample_log,
     ):
-        ranks.sync_weights(run.first_step - 1)
+        weights = WeightSync(engines.policy, ranks, examples.rows, probe_every_syncs=config.rollout.probe_every_syncs)
+        weights.sync(run.first_step - 1)
+        weights.probe(run.first_step - 1)
         pipeline.start(run.first_step)
         for step in run.steps():
             with run.spans("rollout"):
@@ -81,7 +84,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             validates = held_out is not None and run.should_validate(step)
             if validates or pipeline.takes_weights():
                 with run.spans("sync"), pipeline.serving(step):
-                    ranks.sync_weights(step)
+                    metrics |= weights.sync(step)
+                    with run.spans("probe"):
+                        metrics |= weights.probe(step)
                     if held_out is not None and config.reward is not None and validates:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)

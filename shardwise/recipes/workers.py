@@ -1,7 +1,7 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,14 @@ class Worker:
         outputs = seat.engine.forward(batches, with_logprobs=False, lessons=lessons)
         return [out.divergence for out in outputs if out.divergence is not None]
 
-    def score(self, batches: list[TokenBatch], role: str, with_adapters: bool) -> list[torch.Tensor]:
-        """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model."""
+    def score(
+        self, batches: list[TokenBatch], role: str, with_adapters: bool, temperature: float | None = None
+    ) -> list[torch.Tensor]:
+        """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
+        `temperature`: None is that of the rollout."""
         seat = self._take_device(role, "params")
-        outputs = seat.engine.forward(batches, temperature=seat.temperature, with_adapters=with_adapters)
+        temperature = seat.temperature if temperature is None else temperature
+        outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
         scores = [out.values if out.logprobs is None else out.logprobs for out in outputs]
         return [values for values in scores if values is not None]
 
@@ -173,27 +177,34 @@ class Worker:
         self._rollout.wake("weights", "kv_cache")
         return self._rollout.generate(requests)
 
-    def sync_weights(self, version: int) -> int:
-        """Brings the policy's weights into the rollout engine, verified. Returns the bytes moved on this rank."""
+    def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
+        assert self._rollout is not None
+        self._clear_device()
+        self._rollout.wake("weights", "kv_cache")
+        return self._rollout.logprobs(sequences)
+
+    def sync_weights(self, version: int) -> dict[str, Any]:
+        """Brings the policy's weights into the rollout engine, verified. Returns the SyncReceipt."""
         assert self._rollout is not None
         seat = self._take_device(POLICY, "params")
         self._rollout.wake("weights")
         dtype = getattr(torch, seat.config.param_dtype)
-        return sync_local(seat.engine, self._rollout, version=version, dtype=dtype).num_bytes
+        return asdict(sync_local(seat.engine, self._rollout, version=version, dtype=dtype))
 
-    def push_weights(self, version: int) -> int:
-        """Sends the policy's weights to the ranks that sample. Returns the bytes that this rank sent."""
+    def push_weights(self, version: int) -> dict[str, Any] | None:
+        """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends."""
         seat = self._take_device(POLICY, "params")
         dtype = getattr(torch, seat.config.param_dtype)
         receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype)
-        return 0 if receipt is None else receipt.num_bytes
+        return None if receipt is None else asdict(receipt)
 
-    def pull_weights(self) -> int:
-        """Takes over the weights that `push_weights` sends, verified. Returns their bytes."""
+    def pull_weights(self, version: int) -> dict[str, Any]:
+        """Takes over the weights that `push_weights` sends, verified. Returns the SyncReceipt."""
         medium = self._joined_medium()
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"
-        return pull_weights(self._rollout, medium).num_bytes
+        return asdict(pull_weights(self._rollout, medium, version=version))
 
     def save_weights(self, role: str, model: str, folder: str) -> None:
         """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""

@@ -174,6 +174,8 @@ class BucketReader:
         """Of the weights that arrive; known with the first bucket."""
         self.is_finished = False
         """Whether the last bucket has come."""
+        self.is_exhausted = False
+        """Whether all entries were taken."""
         self.num_bytes = 0
         """Received so far."""
 
@@ -208,6 +210,7 @@ class BucketReader:
             header, data = self._receive()
         if partial is not None:
             raise self._error(f"{partial[0].name} ends after {partial[2]} of {partial[0].num_bytes} bytes")
+        self.is_exhausted = True
 
     def drain(self) -> None:
         """Receives what is left and drops it, so that the sender can finish. Raises MediumError."""

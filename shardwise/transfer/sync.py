@@ -107,7 +107,7 @@ def load_verified(
     served = dict(receiver.served_weights())
     manifest = Manifest(reader.begin(version), served.items())
     receiver.load_weights(_arrived(reader, manifest, served, delta))
-    if not reader.is_finished:
+    if not reader.is_exhausted:
         raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
     num_proven = manifest.verify(receiver.served_weights())
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)

@@ -19,6 +19,7 @@ class Group:
         if method in ("push_weights", "pull_weights"):
             self.meeting.wait(timeout=5)
         self.log.append((self.name, method, args))
+        return [f"receipt of {method}"] * self.size
 
 
 def ranks(**keys):
@@ -31,15 +32,15 @@ def test_colocated_ranks_do_both():
     found, log = ranks()
     assert found.rollouts is found.trainers
     assert not found.are_split
-    found.sync_weights(7)
+    assert found.sync_weights(7) == ["receipt of sync_weights"] * 4
     assert log == [("all", "sync_weights", (7,))]
 
 
 def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_same_time():
     found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5})
     assert (found.trainers.size, found.rollouts.size) == (1, 3)
-    found.sync_weights(7)
-    assert sorted(log) == [("0-1 in 600 s", "push_weights", (7,)), ("1-4 in 5 s", "pull_weights", ())]
+    assert found.sync_weights(7) == ["receipt of pull_weights"] * 3
+    assert sorted(log) == [("0-1 in 600 s", "push_weights", (7,)), ("1-4 in 5 s", "pull_weights", (7,))]
 
 
 def test_what_fails_in_receiving_is_raised_where_weights_are_sent():

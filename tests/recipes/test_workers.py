@@ -24,6 +24,7 @@ from shardwise.config import (
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
 from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.recipes.workers import Worker
 from shardwise.types import GenerateRequest, Sample
 
@@ -162,7 +163,33 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
 @pytest.mark.parametrize(("param_dtype", "bytes_per_weight"), [("float32", 4), ("bfloat16", 2)])
 def test_a_sync_moves_every_weight_once_in_the_compute_dtype(param_dtype, bytes_per_weight, tmp_path):
     worker = build("qwen3", tmp_path, param_dtype=param_dtype)
-    assert worker.sync_weights(1) == engine_of(worker).num_parameters * bytes_per_weight
+    assert worker.sync_weights(1)["num_bytes"] == engine_of(worker).num_parameters * bytes_per_weight
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_finds_rounding_after_a_sync_and_a_difference_before_it(family, param_dtype, tmp_path):
+    """Rounding stays below a third of the bound; one step at a learning rate of 0.02 is far above it."""
+    worker = build(family, tmp_path, param_dtype=param_dtype)
+    worker.sync_weights(1)
+    samples = roll_out(worker)
+    sequences = [sample.token_ids.tolist() for sample in samples]
+
+    def mean_difference() -> float:
+        packed = pack(samples, num_shards=1, max_tokens=40)
+        trainer = unpack(packed, [worker.score(packed.shards[0], "policy", True, 1.0)])
+        rollout = worker.rollout_logprobs(sequences)
+        pairs = zip(trainer, rollout, strict=True)
+        return float(torch.cat([(values[1:] - torch.tensor(row)).abs() for values, row in pairs]).mean())
+
+    scored = [replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0) for sample in samples]
+    trained, samples = samples, scored
+    bound = MEAN_DIFFERENCE_BOUNDS[param_dtype]
+    assert mean_difference() < bound / 3
+    train(worker, trained)
+    assert mean_difference() > 2 * bound
+    worker.sync_weights(2)
+    assert mean_difference() < bound / 3
 
 
 def test_bfloat16_rollout_and_trainer_agree_to_its_precision(tmp_path):

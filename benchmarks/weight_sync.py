@@ -1,0 +1,255 @@
+"""Weight sync: every medium against what moves the same bytes bare, the bytes of a delta, and what checksums cost.
+
+Sender and receiver are processes of one thread each. In every round these run one after the other: memcpy of all
+tensors in the sender; a sync over shared memory; a bare gloo broadcast of as many bytes in equal buckets, two at a
+time; a sync over a process group. A sync hashes every tensor on both sides, loads it into the receiver's own tensors,
+hashes those again, compares receipts and commits. Beside them: a sync inside one process, between two real engines.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import paired_ratios, report
+from benchmarks.loading import MODELS, build_folder
+from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.controller.process_group import Rank, process_group
+from shardwise.engine import TrainEngine
+from shardwise.rollout import EmbeddedEngine
+from shardwise.transfer import (
+    DeltaDecoder,
+    DeltaEncoder,
+    ProcessGroupMedium,
+    SharedMemoryMedium,
+    checksum,
+    pull_weights,
+    push_weights,
+    sync_local,
+)
+from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES
+
+DTYPE = torch.bfloat16
+CHANGED_SHARES = [0.0, 0.001, 0.01, 0.1, 0.3, 1.0]
+TIMEOUT = timedelta(minutes=5)
+SHAPES = [(32768, 1024)] + 8 * [
+    (2048, 1024),
+    (1024, 1024),
+    (1024, 2048),
+    (3072, 1024),
+    (3072, 1024),
+    (1024, 3072),
+    (1024,),
+]
+"""290 MB in bfloat16: an embedding, and eight layers."""
+
+
+class TensorSender:
+    """The weights of a trainer that has gathered them already, so that only the medium is measured."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weights = {f"{index}": torch.randn(shape).to(DTYPE) for index, shape in enumerate(SHAPES)}
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    def change(self, share: float) -> None:
+        """One bit of this share of every tensor's elements."""
+        for tensor in self.weights.values():
+            tensor.view(-1).view(torch.int16)[torch.rand(tensor.numel()) < share] ^= 1
+
+
+class TensorReceiver:
+    """Tensors of its own, and nothing that generates from them."""
+
+    def __init__(self) -> None:
+        self._weights = {f"{index}": torch.zeros(shape, dtype=DTYPE) for index, shape in enumerate(SHAPES)}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._weights[name].copy_(tensor)
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._weights.items()
+
+    def commit_weights(self, version: int) -> None:
+        pass
+
+
+class Ends:
+    """What one of the two processes does; both go through the same list."""
+
+    def __init__(self, store_path: str, rank: int) -> None:
+        store = dist.FileStore(store_path, 2)
+        self.rank = rank
+        self._bare: Any = dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, 2, timeout=TIMEOUT)
+        media: dict[str, Any] = {"shared_memory": SharedMemoryMedium, "process_group": ProcessGroupMedium}
+        self._media = {
+            name: medium.join(dist.PrefixStore(name, store), rank, 2, timeout=TIMEOUT) for name, medium in media.items()
+        }
+        self.sender, self._receiver = TensorSender(), TensorReceiver()
+        self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
+        self._copies = {name: torch.empty_like(tensor) for name, tensor in self.sender.weights.items()}
+        self._buckets = [torch.zeros(DEFAULT_BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self.num_bytes = sum(tensor.nbytes for tensor in self.sender.weights.values())
+        self._version = 0
+
+    def memcpy(self) -> None:
+        """Of all tensors, in the sender alone."""
+        if self.rank == 0:
+            for name, tensor in self.sender.weights.items():
+                self._copies[name].copy_(tensor)
+
+    def hash(self) -> None:
+        """Of all tensors, in the sender alone."""
+        if self.rank == 0:
+            for tensor in self.sender.weights.values():
+                checksum(tensor)
+
+    def broadcast(self) -> None:
+        """Bare, of equal buckets."""
+        options = dist.BroadcastOptions()
+        works: list[Any] = []
+        options.rootRank, options.rootTensor = 0, 0
+        for start in range(0, self.num_bytes, DEFAULT_BUCKET_BYTES):
+            bucket = self._buckets[len(works) % 2][: self.num_bytes - start]
+            if len(works) >= 2:
+                works[-2].wait()
+            works.append(self._bare.broadcast([bucket], options))
+        for work in works:
+            work.wait()
+
+    def sync(self, medium: str, *, delta: bool = False) -> int:
+        """Returns the bytes that travelled."""
+        self._version += 1
+        if self.rank == 0:
+            encoder = self._encoder if delta else None
+            receipt = push_weights(self.sender, self._media[medium], version=self._version, dtype=DTYPE, delta=encoder)
+        else:
+            decoder = self._decoder if delta else None
+            receipt = pull_weights(self._receiver, self._media[medium], version=self._version, delta=decoder)
+        assert receipt is not None
+        return receipt.num_bytes_moved
+
+    def timed(self, step: Callable[[], Any]) -> float:
+        """Seconds until both processes are through."""
+        self._bare.barrier().wait()
+        started = time.perf_counter()
+        step()
+        self._bare.barrier().wait()
+        return time.perf_counter() - started
+
+
+def run_end(store_path: str, rank: int, rounds: int, pipe: Any) -> None:
+    """One process: `rounds` rounds after one that is not counted, then the deltas. The sender sends the results."""
+    torch.set_num_threads(1)
+    ends = Ends(store_path, rank)
+    steps: dict[str, Callable[[], Any]] = {
+        "memcpy": ends.memcpy,
+        "shared_memory": lambda: ends.sync("shared_memory"),
+        "gloo_broadcast": ends.broadcast,
+        "process_group": lambda: ends.sync("process_group"),
+        "hash": ends.hash,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            seconds[name].append(ends.timed(step))
+    ends.sync("shared_memory", delta=True)
+    moved = {}
+    for share in CHANGED_SHARES:
+        ends.sender.change(share)
+        moved[str(share)] = ends.sync("shared_memory", delta=True) / ends.num_bytes
+    if rank == 0:
+        pipe.send((ends.num_bytes, {name: values[1:] for name, values in seconds.items()}, moved))
+
+
+def measure_media(rounds: int) -> tuple[int, dict[str, list[float]], dict[str, float]]:
+    """Bytes of the weights; seconds of every round, by step; share of the bytes that travelled, by share changed."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch:
+        ours, theirs = context.Pipe()
+        store = str(Path(scratch) / "store")
+        processes = [context.Process(target=run_end, args=(store, rank, rounds, theirs)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        while not ours.poll(1):
+            if any(process.exitcode for process in processes):
+                raise RuntimeError(f"a process ended with {[process.exitcode for process in processes]}")
+        result: tuple[int, dict[str, list[float]], dict[str, float]] = ours.recv()
+        for process in processes:
+            process.join()
+        return result
+
+
+def measure_local(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a sync inside one process and of hashing the same tensors twice, round by round."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    seconds: dict[str, list[float]] = {"in_process": [], "in_process_hash": []}
+    with tempfile.TemporaryDirectory() as scratch, process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=600):
+        folder = Path(scratch) / "model"
+        build_folder(MODELS["dense"], folder)
+        config, optimizer = EngineConfig(param_dtype="bfloat16"), OptimizerConfig()
+        engine = TrainEngine.build(folder, config, device=device, optimizer=optimizer, total_steps=1, seed=0)
+        rollout = EmbeddedEngine.from_folder(folder, dtype=DTYPE, max_rows=1, device=device)
+        for version in range(rounds + 1):
+            seconds["in_process"].append(sync_local(engine, rollout, version=version, dtype=DTYPE).seconds)
+            started = time.perf_counter()
+            for _ in range(2):
+                for _, tensor in rollout.served_weights():
+                    checksum(tensor)
+            seconds["in_process_hash"].append(time.perf_counter() - started)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
+    args = parser.parse_args()
+    num_bytes, seconds, moved = measure_media(args.rounds)
+    local = measure_local(args.rounds)
+    rates = {name: [num_bytes / each for each in values] for name, values in seconds.items()}
+    spreads = {
+        "shared_memory/memcpy": paired_ratios(rates["shared_memory"], rates["memcpy"]),
+        "process_group/gloo_broadcast": paired_ratios(rates["process_group"], rates["gloo_broadcast"]),
+    }
+    hashing = paired_ratios(local["in_process_hash"], local["in_process"])
+    report(
+        "weight_sync",
+        ratios={
+            "memcpy": spreads["shared_memory/memcpy"]["median"],
+            "gloo_broadcast": spreads["process_group/gloo_broadcast"]["median"],
+        },
+        memory_ratios={},
+        values={
+            "settings": {
+                "rounds": args.rounds,
+                "dtype": "bfloat16",
+                "threads_per_process": 1,
+                "bucket_bytes": DEFAULT_BUCKET_BYTES,
+            },
+            "weight_bytes": num_bytes,
+            "spreads": spreads,
+            "gigabytes_per_second": {name: round(statistics.median(each) / 1e9, 2) for name, each in rates.items()},
+            "delta_bytes_by_share_changed": {share: round(part, 4) for share, part in moved.items()},
+            "in_process_seconds": round(statistics.median(local["in_process"]), 3),
+            "in_process_hash_share": hashing,
+        },
+        write=not args.no_write,
+    )
+
+
+if __name__ == "__main__":
+    main()

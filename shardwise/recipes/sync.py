@@ -1,0 +1,132 @@
+"""Brings the policy's weights to the rollout engines, and probes that both compute the same with them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.ranks import Ranks
+from shardwise.transfer import WeightSyncError
+from shardwise.types import Example, Metrics, MetricValue, Sample
+
+PROBE_SEQUENCES = 2
+PROBE_TOKENS = 13
+"""Of a sequence; all but the first are compared."""
+
+MEAN_DIFFERENCE_BOUNDS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""In nats, by compute dtype: several times what rounding makes, for the two sides add up in different orders. The mean
+is judged and not the largest, because in a mixture of experts a rounding may send a token to another expert."""
+
+
+class WeightSync:
+    """Syncs after a step, and compares logprobs of known tokens after the first sync and every n-th version."""
+
+    def __init__(
+        self, policy: RemoteEngine, ranks: Ranks, examples: Sequence[Example], *, probe_every_syncs: int
+    ) -> None:
+        """
+        Args:
+            examples: where the known tokens are taken from.
+            probe_every_syncs: 0 never probes.
+        """
+        self._policy, self._ranks, self._every = policy, ranks, probe_every_syncs
+        self._sequences = probe_sequences(examples) if probe_every_syncs else []
+        self._last_probed: int | None = None
+
+    def sync(self, version: int) -> Metrics:
+        """Returns only once every rollout engine serves this version, proven.
+
+        Raises:
+            WeightSyncError: an engine serves something else than was sent, or than another one serves.
+        """
+        receipts = self._ranks.sync_weights(version)
+        require_same_receipts(version, receipts)
+        return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
+
+    def probe(self, version: int) -> Metrics:
+        """Compares logprobs, where they are due; nothing may be sampled meanwhile. The first probe reports nothing, so
+        that a run that goes on from a checkpoint writes the metrics of one that was never interrupted.
+
+        Raises:
+            WeightSyncError: they differ by more than rounding.
+        """
+        last = self._last_probed
+        if not self._sequences or (last is not None and version // self._every == last // self._every):
+            return {}
+        self._last_probed = version
+        differences = self._differences(version)
+        if last is None:
+            return {}
+        return {
+            "sync/probe_max_difference": MetricValue.max(float(differences.max())),
+            "sync/probe_mean_difference": MetricValue.mean(float(differences.sum()), len(differences)),
+        }
+
+    def _differences(self, version: int) -> Tensor:
+        """[N] over all known tokens and all ranks with a rollout engine."""
+        scored = self._policy.score(_samples(self._sequences), temperature=1.0)
+        expected = [values[1:].tolist() for values in scored]
+        compare = partial(compare_logprobs, version, self._sequences, expected, dtype=self._policy.layout.param_dtype)
+        found = self._ranks.rollouts.call("rollout_logprobs", self._sequences)
+        return torch.cat([compare(logprobs, rank=rank) for rank, logprobs in enumerate(found)])
+
+
+def probe_sequences(examples: Sequence[Example]) -> list[list[int]]:
+    """The beginnings of a few prompts."""
+    beginnings = [example.prompt_ids[:PROBE_TOKENS] for example in examples]
+    return [tokens for tokens in beginnings if len(tokens) > 1][:PROBE_SEQUENCES]
+
+
+def require_same_receipts(version: int, receipts: Sequence[dict[str, Any]]) -> None:
+    """Raises WeightSyncError unless all ranks hold the same weights of this version."""
+    for rank, receipt in enumerate(receipts):
+        for key in ("version", "num_tensors", "num_bytes", "digest"):
+            if receipt[key] != receipts[0][key]:
+                raise WeightSyncError(
+                    f"weight sync {version}: rank {rank} has {key}={receipt[key]}, rank 0 has {receipts[0][key]}; "
+                    "every rank should hold the same weights"
+                )
+
+
+def compare_logprobs(
+    version: int,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[float]],
+    found: Sequence[Sequence[float]],
+    *,
+    dtype: str,
+    rank: int,
+) -> Tensor:
+    """[N] differences in nats over all sequences.
+
+    Args:
+        expected, found: of every token after the first, by the trainer and by the rollout engine of `rank`.
+        dtype: what both compute in.
+    Raises:
+        WeightSyncError: their mean is above the bound of the dtype; names the token with the largest.
+    """
+    tokens = [(s, place) for s, sequence in enumerate(sequences) for place in range(1, len(sequence))]
+    trainer, rollout = (torch.tensor([x for row in rows for x in row]) for rows in (expected, found))
+    differences = (trainer - rollout).abs().nan_to_num(nan=torch.inf)
+    mean, bound = float(differences.mean()), MEAN_DIFFERENCE_BOUNDS[dtype]
+    if mean > bound:
+        worst = int(differences.argmax())
+        sequence, place = tokens[worst]
+        raise WeightSyncError(
+            f"weight sync {version}: the rollout engine of rank {rank} gives token {sequences[sequence][place]} "
+            f"(place {place} of known prompt {sequence}) a logprob of {rollout[worst]:.4f}, the trainer "
+            f"{trainer[worst]:.4f}; over {len(tokens)} known tokens they differ by {mean:.4f} on average, more than "
+            f"the {bound} of {dtype}. Every weight has arrived, so the two compute different things with them: a "
+            "tensor taken for another or transposed, another attention, rope scaling, logit transform or dtype"
+        )
+    return differences
+
+
+def _samples(sequences: Sequence[Sequence[int]]) -> list[Sample]:
+    return [
+        Sample(uid=f"probe {i}", token_ids=torch.tensor(tokens), loss_mask=torch.arange(len(tokens)) > 0)
+        for i, tokens in enumerate(sequences)
+    ]

@@ -1,0 +1,108 @@
+"""What a recipe asks of every weight sync: equal receipts on all ranks, and equal logprobs of known tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.sync import WeightSync, compare_logprobs, probe_sequences
+from shardwise.transfer import WeightSyncError
+
+RECEIPT = {"version": 3, "num_tensors": 2, "num_bytes": 10, "digest": "ab", "num_bytes_moved": 7}
+PROMPTS = [[5], [6, 7, 8], list(range(20)), [9, 9]]
+EXAMPLES = [SimpleNamespace(prompt_ids=prompt) for prompt in PROMPTS]
+
+
+def trainer_logprobs(_rank, batches, *_):
+    """-1 for every token, at positions after the first of each sequence."""
+    return [-torch.ones(len(batch.input_ids)) for batch in batches]
+
+
+def build(fake_group, remote, *, every=4, receipt=lambda rank, version: RECEIPT, rollout=-1.0):
+    def rollout_logprobs(_rank, sequences):
+        return [[rollout] * (len(sequence) - 1) for sequence in sequences]
+
+    group = fake_group(2, sync_weights=receipt, rollout_logprobs=rollout_logprobs, score=trainer_logprobs)
+    policy = remote(group, param_dtype="bfloat16")
+    sync = WeightSync(policy, Ranks(group, group), EXAMPLES, probe_every_syncs=every)
+    return sync, group
+
+
+def test_known_tokens_are_the_beginnings_of_the_first_prompts_that_score_any():
+    assert probe_sequences(EXAMPLES) == [[6, 7, 8], list(range(13))]
+
+
+def test_a_sync_asks_every_rank_and_says_what_it_moved(fake_group, remote):
+    sync, group = build(fake_group, remote)
+    assert sync.sync(3)["sync/bytes"].result() == 7
+    assert group.calls == [("sync_weights", 3)]
+
+
+@pytest.mark.parametrize("key", ["version", "num_tensors", "num_bytes", "digest"])
+def test_a_rank_that_holds_other_weights_is_named(fake_group, remote, key):
+    sync, _ = build(fake_group, remote, receipt=lambda rank, version: RECEIPT | ({key: 77} if rank else {}))
+    with pytest.raises(WeightSyncError, match=f"weight sync 3: rank 1 has {key}=77, rank 0 has "):
+        sync.sync(3)
+
+
+@pytest.mark.parametrize(("every", "probed"), [(4, [1, 4, 8]), (1, list(range(1, 10))), (0, [])])
+def test_the_first_sync_and_every_nth_are_probed_at_temperature_1(fake_group, remote, every, probed):
+    sync, group = build(fake_group, remote, every=every)
+    done, reported = [], []
+    for version in range(1, 10):
+        num_calls = len(group.calls)
+        metrics = sync.probe(version)
+        calls = group.calls[num_calls:]
+        if calls:
+            done.append(version)
+            (score, _, role, _, temperature), (method, sequences) = calls
+            assert (score, role, temperature, method) == ("score", "policy", 1.0, "rollout_logprobs")
+            assert sequences == [[6, 7, 8], list(range(13))]
+        if metrics:
+            reported.append(version)
+            assert metrics["sync/probe_max_difference"].result() == 0
+    assert done == probed
+    assert reported == probed[1:]
+
+
+def test_a_probe_whose_version_was_never_synced_is_made_up_for(fake_group, remote):
+    sync, group = build(fake_group, remote, every=4)
+    probed = [version for version in (0, 3, 5, 6, 7, 9, 12) if sync.probe(version) or version == 0]
+    assert probed == [0, 5, 9, 12]
+    assert group.methods.count("rollout_logprobs") == 4
+
+
+def test_a_run_that_goes_on_reports_the_probes_of_one_that_was_never_interrupted(fake_group, remote):
+    reported = []
+    for first in (0, 6):
+        sync, _ = build(fake_group, remote, every=4)
+        reported.append([version for version in range(first, 17) if sync.probe(version)])
+    assert reported == [[4, 8, 12, 16], [8, 12, 16]]
+
+
+@pytest.mark.parametrize(("rollout", "is_wrong"), [(-1.04, False), (-1.06, True), (float("nan"), True)])
+def test_a_mean_difference_above_the_bound_of_the_dtype_stops_the_run(fake_group, remote, rollout, is_wrong):
+    sync, _ = build(fake_group, remote, rollout=rollout)
+    if not is_wrong:
+        sync.probe(3)
+        assert sync.probe(4)["sync/probe_mean_difference"].result() == pytest.approx(0.04, abs=1e-6)
+        return
+    with pytest.raises(WeightSyncError, match="weight sync 4: the rollout engine of rank 0 gives token 7 "):
+        sync.probe(4)
+
+
+def test_the_token_that_differs_most_is_named_with_both_values():
+    with pytest.raises(WeightSyncError) as caught:
+        compare_logprobs(
+            9,
+            [[5, 6], [7, 8, 9]],
+            [[-1.0], [-2.0, -3.0]],
+            [[-1.0], [-2.1, -4.25]],
+            dtype="float32",
+            rank=1,
+        )
+    assert str(caught.value).startswith(
+        "weight sync 9: the rollout engine of rank 1 gives token 9 (place 2 of known prompt 1) a logprob of -4.2500, "
+        "the trainer -3.0000; over 3 known tokens they differ by 0.4500 on average, more than the 0.001 of float32."
+    )
