@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_rollout_engines import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
+from test_rollout_base import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
 
 from shardwise.transfer import WeightSyncError, sync_local
 
@@ -11,7 +11,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Sender:
-    """Sends the weights of a transformers model, each in memory that the next one overwrites."""
+    """Sends the weights of a transformers model; the memory of each is overwritten when the next one is taken."""
 
     def __init__(self, model, tamper=lambda weights: None) -> None:
         tied = set(model.get_expanded_tied_weights_keys())
@@ -19,12 +19,10 @@ class Sender:
         tamper(self.weights)
 
     def named_weights(self, dtype):
-        memory = torch.empty(max(tensor.numel() for tensor in self.weights.values()), dtype=dtype)
         for name, tensor in self.weights.items():
-            sent = memory[: tensor.numel()].view(tensor.shape)
-            sent.copy_(tensor)
-            yield name, sent if tensor.dtype == torch.float32 else tensor
-            memory.fill_(7.0)
+            sent = tensor.clone()
+            yield name, sent
+            sent.fill_(7.0)
 
 
 def put(weights, name, tensor) -> None:
