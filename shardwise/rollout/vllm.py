@@ -115,7 +115,8 @@ class VllmEngine:
             stop_token_ids: beside the model's own end-of-sequence tokens.
             has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
         Raises:
-            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder.
+            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder,
+                or vLLM cannot take new weights for the model.
         """
         if config.sleep_level and device.type == "cpu":
             raise ConfigError(
@@ -123,6 +124,11 @@ class VllmEngine:
                 "a CPU, set it to 0"
             )
         skeleton = _skeleton(folder, dtype)
+        if device.type == "cpu" and any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+            raise ModelError(
+                f"{folder}: vLLM's CPU build (0.32) packs fused experts once and would go on with the first ones after "
+                "a weight sync; use rollout.engine=embedded for mixtures of experts"
+            )
         text_config = skeleton.config.get_text_config()
         require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from tiny_models import tiny_folder
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.config import ConfigError, TrainingError, VllmRollout
+from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.rollout import VllmEngine
 from shardwise.types import GenerateRequest
 
@@ -64,6 +65,11 @@ def test_without_vllm_the_error_says_how_to_install_it(folder, monkeypatch):
 def test_sleeping_is_refused_on_a_cpu(folder):
     with pytest.raises(ConfigError, match=r"sleep_level=2 needs a CUDA device.*set it to 0"):
         open_engine(folder, sleep_level=2)
+
+
+def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"packs fused experts once .* use rollout\.engine=embedded"):
+        open_engine(tiny_folder("qwen3_moe", tmp_path / "experts"))
 
 
 @needs_vllm
