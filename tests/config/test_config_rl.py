@@ -22,7 +22,6 @@ from shardwise.config.rollout_correction import MismatchRejection, RatioWeights
 @pytest.mark.parametrize(
     ("cls", "key", "value"),
     [
-        (RolloutConfig, "engine", "tgi"),
         (RolloutConfig, "num_prompts", 0),
         (RolloutConfig, "group_size", 0),
         (RolloutConfig, "temperature", 0),

@@ -33,6 +33,7 @@ def test_an_override_chooses_the_engine():
         ({"engine": {"type": "vllm", "gpu_memory_utilization": 1.5}}, "less than or equal to 1"),
         ({"engine": {"type": "vllm", "max_num_batched_tokens": 0}}, "greater than 0"),
         ({"engine": {"type": "vllm", "sleep_level": 3}}, "0, 1 or 2"),
+        ({"engine": "vllm", "placement": "split"}, "placement=split with engine=vllm"),
         ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
         ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
         ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),
