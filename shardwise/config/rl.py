@@ -105,6 +105,15 @@ class RolloutConfig(GenerationConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engine_can_stand_there(self) -> Self:
+        if isinstance(self.engine, VllmRollout) and self.num_rollout_ranks:
+            raise ValueError(
+                "placement=split with engine=vllm: vLLM forms its groups over all ranks of the job, and only some of "
+                "them would; set placement=colocated, or engine=embedded"
+            )
+        return self
+
     @property
     def num_rollout_ranks(self) -> int:
         """Ranks that only sample."""

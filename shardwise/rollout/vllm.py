@@ -29,6 +29,7 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1
 """In this process, and nothing is reported to vLLM's authors."""
 _SEED_BITS = (1 << 63) - 1
 _FIT, _UNCOMMITTED = "", "weights have arrived that are not committed"
+_DROPPED = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
 
 
 class WeightLoader:
@@ -115,7 +116,8 @@ class VllmEngine:
             stop_token_ids: beside the model's own end-of-sequence tokens.
             has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
         Raises:
-            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder.
+            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder,
+                or vLLM cannot take new weights for the model.
         """
         if config.sleep_level and device.type == "cpu":
             raise ConfigError(
@@ -123,6 +125,11 @@ class VllmEngine:
                 "a CPU, set it to 0"
             )
         skeleton = _skeleton(folder, dtype)
+        if device.type == "cpu" and any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+            raise ModelError(
+                f"{folder}: vLLM's CPU build (0.32) packs fused experts once and would go on with the first ones after "
+                "a weight sync; use rollout.engine=embedded for mixtures of experts"
+            )
         text_config = skeleton.config.get_text_config()
         require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
@@ -160,7 +167,7 @@ class VllmEngine:
 
         Raises:
             ConfigError: a request is longer than the engine's context, or wants logprobs that vLLM does not give.
-            TrainingError: vLLM failed, or holds only a part of the weights it was last sent.
+            TrainingError: vLLM failed, or sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
         """
         self._require_weights()
         for request in requests:
@@ -171,9 +178,10 @@ class VllmEngine:
         return [[self._completion(next(outputs)) for _ in range(r.num_completions)] for r in requests]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of every token after the first, at temperature 1, in nats."""
+        """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         from vllm import SamplingParams
 
+        self._require_weights()
         scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         scores = []
         for sequence, output in zip(sequences, self._run(sequences, [scoring] * len(sequences)), strict=True):
@@ -184,10 +192,12 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by the names of the transformers class, and drops the prefix cache.
-        From here to the commit the engine refuses to generate; without all of the tensors it stays so."""
-        self._unfit = "the last weight sync broke off"
-        missing = dict(self.served_weights())
+        From the first one to the commit the engine refuses to generate; without all of them it stays so."""
+        served = dict(self.served_weights())
+        missing = dict(served)
         self._llm.collective_rpc("load_checkpoint_weights", args=(self._to_checkpoint(weights, missing),))
+        if len(missing) == len(served):
+            return  # nothing came, nothing has changed
         self._llm.reset_prefix_cache()
         self._unfit = f"the last weight sync did not bring {', '.join(missing)}" if missing else _UNCOMMITTED
 
@@ -201,10 +211,10 @@ class VllmEngine:
         """From here on completions carry `version`.
 
         Raises:
-            TrainingError: the weights are not whole.
+            RuntimeError: the weights are not whole.
         """
         if self._unfit not in (_FIT, _UNCOMMITTED):
-            raise TrainingError(f"version {version} cannot be committed to vLLM: {self._unfit}")
+            raise RuntimeError(f"version {version} cannot be committed to vLLM: {self._unfit}")
         self._unfit, self._version = _FIT, version
 
     def close(self) -> None:
@@ -222,7 +232,7 @@ class VllmEngine:
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
-                self._unfit = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
+                self._unfit = _DROPPED
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
@@ -236,6 +246,7 @@ class VllmEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names of the transformers class -> names of the hub, fused experts apart; takes what came from `missing`."""
         for name, tensor in weights:
+            self._unfit = "the last weight sync broke off"
             del missing[name]
             # vLLM keeps a tensor until its layer is whole, the sender only until the next one is taken.
             yield from revert_weight_conversion(self._skeleton, {name: tensor.clone()}).items()
@@ -278,7 +289,8 @@ class VllmEngine:
 
     def _require_weights(self) -> None:
         if self._unfit:
-            raise TrainingError(f"the vLLM engine of {_rank_name()} cannot generate: {self._unfit}")
+            error = TrainingError if self._unfit == _DROPPED else RuntimeError
+            raise error(f"the vLLM engine of {_rank_name()} cannot generate: {self._unfit}")
 
     def _require_possible(self, request: GenerateRequest) -> None:
         length = len(request.prompt_ids) + request.max_tokens

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_rollout_engines import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
+from test_rollout_base import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
 
 from shardwise.transfer import WeightSyncError, sync_local
 
@@ -11,7 +11,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Sender:
-    """Sends the weights of a transformers model, each in memory that the next one overwrites."""
+    """Sends the weights of a transformers model; the memory of each is overwritten when the next one is taken."""
 
     def __init__(self, model, tamper=lambda weights: None) -> None:
         tied = set(model.get_expanded_tied_weights_keys())
@@ -19,12 +19,10 @@ class Sender:
         tamper(self.weights)
 
     def named_weights(self, dtype):
-        memory = torch.empty(max(tensor.numel() for tensor in self.weights.values()), dtype=dtype)
         for name, tensor in self.weights.items():
-            sent = memory[: tensor.numel()].view(tensor.shape)
-            sent.copy_(tensor)
-            yield name, sent if tensor.dtype == torch.float32 else tensor
-            memory.fill_(7.0)
+            sent = tensor.clone()
+            yield name, sent
+            sent.fill_(7.0)
 
 
 def put(weights, name, tensor) -> None:
@@ -107,3 +105,40 @@ def test_a_faulty_sync_is_refused_by_name_commits_nothing_and_the_next_one_heals
     healed = engine.generate(requests(prompt_ids))
     assert tokens(healed) == tokens(before)
     assert {c.policy_version for group in healed for c in group} == {7}
+
+
+def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(restored, references):
+    engine, wanted = restored("llama"), requests(prompts(1))
+    sync(engine, Sender(references["llama"]), 5)
+    engine.load_weights(iter([]))  # a sync that failed before its first tensor has changed nothing
+    assert engine.generate(wanted)[0][0].policy_version == 5
+    engine.load_weights(Sender(references["llama"]).named_weights(torch.float32))
+    for ask in (lambda: engine.generate(wanted), lambda: engine.logprobs([[5, 6]])):
+        with pytest.raises(RuntimeError, match="weights"):
+            ask()
+    engine.commit_weights(7)
+    assert engine.generate(wanted)[0][0].policy_version == 7
+
+
+def test_a_sync_that_fails_in_the_middle_leaves_nothing_to_generate_with(restored, references):
+    engine, weights = restored("llama"), Sender(references["llama"]).named_weights(torch.float32)
+
+    def breaking_off():
+        yield next(weights)
+        raise OSError("the sender is gone")
+
+    with pytest.raises(OSError, match="the sender is gone"):
+        engine.load_weights(breaking_off())
+    with pytest.raises(RuntimeError, match="weight"):
+        engine.generate(requests(prompts(1)))
+
+
+def test_logprobs_are_those_that_sampling_at_temperature_1_reported(open_engine):
+    """1e-4 nats in float32: prefill and decoding add up in another order."""
+    engine, prompt_ids = open_engine("llama"), prompts(3)
+    groups = engine.generate(requests(prompt_ids, temperature=1.0, num_completions=2))
+    pairs = [(ids, completion) for ids, group in zip(prompt_ids, groups, strict=True) for completion in group]
+    scored = engine.logprobs([ids + completion.token_ids for ids, completion in pairs])
+    for (ids, completion), logprobs in zip(pairs, scored, strict=True):
+        assert len(logprobs) == len(ids) + len(completion.token_ids) - 1
+        assert logprobs[len(ids) - 1 :] == pytest.approx(completion.logprobs, abs=1e-4)

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
 
@@ -19,6 +21,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 STEPS, MAX_TOKENS = 15, 8
+VLLM = {"type": "vllm", "args": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}}
 REWARD = f'''
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """The share of digits in the longest answer that there may be."""
@@ -28,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory):
-    """`config_of(name, engine, **trainer)`: a YAML file of GRPO on a random model."""
+    """`config_of(name, **trainer)`: a YAML file of GRPO on a random model, sampled by vLLM."""
     folder = tmp_path_factory.mktemp("vllm")
     tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
     build_model_folder(
@@ -41,16 +44,17 @@ def config_of(tmp_path_factory):
         intermediate_size=96,
         max_position_embeddings=96,
     )
+    _save_sure_of_itself(folder / "model", folder / "sure")
     files = arithmetic_problems(folder / "data", seed=0, num_held_out=24)
     (folder / "rules.py").write_text(REWARD)
 
-    def write(name: str, rollout_engine, *, engine=None, **trainer) -> Path:
+    def write(name: str, *, model="model", engine=None, **trainer) -> Path:
         config = {
-            "model": {"path": str(folder / "model")},
+            "model": {"path": str(folder / model)},
             "data": {"train_files": str(files.rl_train), "max_prompt_tokens": 40},
             "engine": {"max_tokens_per_micro_batch": 512, **(engine or {})},
             "rollout": {
-                "engine": rollout_engine,
+                "engine": VLLM,
                 "num_prompts": 8,
                 "group_size": 8,
                 "max_response_tokens": MAX_TOKENS,
@@ -71,7 +75,17 @@ def config_of(tmp_path_factory):
     return write
 
 
-VLLM = {"type": "vllm", "args": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}}
+def _save_sure_of_itself(model: Path, target: Path) -> None:
+    """Larger embeddings, which are the head too: logits that adapters in between can move far enough."""
+    opened = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        opened.get_input_embeddings().weight.mul_(5)
+    opened.save_pretrained(target)
+    for file in model.glob("*tokenizer*"):
+        (target / file.name).write_bytes(file.read_bytes())
+    template = model / "chat_template.jinja"
+    if template.is_file():
+        (target / template.name).write_bytes(template.read_bytes())
 
 
 def rewards(rows) -> list[float]:
@@ -81,7 +95,7 @@ def rewards(rows) -> list[float]:
 @pytest.fixture(scope="module")
 def learned(config_of, shell):
     """Two ranks, each with an engine of its own."""
-    config = config_of("full", VLLM)
+    config = config_of("full")
     done = shell("shardwise", "rl", "--nproc", "2", "-c", str(config), timeout=400)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
@@ -99,19 +113,19 @@ def test_grpo_on_two_ranks_learns_and_both_engines_agree_with_the_trainer(learne
 
 
 def test_grpo_with_adapters_learns_because_the_merged_weights_reach_the_engine(config_of, shell, metrics_of):
-    config = config_of("adapters", VLLM, engine={"lora": {"rank": 8}}, learning_rate=3e-2, total_steps=20)
+    config = config_of("adapters", model="sure", engine={"lora": {"rank": 16}}, total_steps=16)
     done = shell("shardwise", "rl", "-c", str(config), timeout=400)
     assert done.code == 0, done.err
     rows = metrics_of(config.with_suffix(""))
-    assert rewards(rows)[0] < 0.1
-    assert rewards(rows)[-1] > 0.4
+    assert rewards(rows)[0] < 0.05
+    assert rewards(rows)[-1] > 0.25
     assert max(row["rollout/logprob_abs_diff_max"] for row in rows) < 2e-5
 
 
 def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_of, marked, metrics_of, tmp_path):
     """kill -9 of the rank that hosts an engine: the other is stopped, the launcher names it within 15 seconds, and the
     same command finishes the run as if nothing had been."""
-    config = config_of("killed", VLLM)
+    config = config_of("killed")
     folder = config.with_suffix("")
     command = [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", "-c", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHARDWISE_TEST_MARK": str(tmp_path)}

@@ -1,0 +1,57 @@
+import pytest
+
+from shardwise.config import ConfigError, EmbeddedRollout, EvalConfig, GenerationConfig, RLConfig, VllmRollout
+
+TREE = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}, "reward": {"functions": "a.py:b"}}
+
+
+def parse(**rollout):
+    return RLConfig.parse({**TREE, "rollout": rollout}, origin="test").rollout
+
+
+def test_a_name_alone_stands_for_the_defaults_of_that_engine():
+    assert parse().engine == parse(engine="embedded").engine == EmbeddedRollout()
+    assert parse(engine="vllm").engine == parse(engine={"type": "vllm"}).engine == VllmRollout()
+    given = parse(engine={"type": "vllm", "sleep_level": 1, "args": {"enforce_eager": True}})
+    assert given.engine == VllmRollout(sleep_level=1, args={"enforce_eager": True})
+    assert given.generation().engine == given.engine
+    assert GenerationConfig.model_validate_json(given.generation().model_dump_json()).engine == given.engine
+
+
+def test_an_override_chooses_the_engine():
+    tree = ["model.path=m", "data.validation_files=a.jsonl", "reward.functions=a.py:b"]
+    assert EvalConfig.load(None, [*tree, "rollout.engine=vllm"]).rollout.engine == VllmRollout()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"engine": "vlm"}, r"rollout.engine=vlm: did you mean vllm\? use one of embedded, vllm"),
+        ({"engine": 3}, "expected a group of keys with type=embedded or vllm"),
+        ({"engine": {"gpu_memory_utilization": 0.3}}, "rollout.engine"),
+        ({"engine": {"type": "embedded", "args": {}}}, "type=embedded has no such key"),
+        ({"engine": {"type": "vllm", "gpu_memory_utilization": 1.5}}, "less than or equal to 1"),
+        ({"engine": {"type": "vllm", "max_num_batched_tokens": 0}}, "greater than 0"),
+        ({"engine": {"type": "vllm", "sleep_level": 3}}, "0, 1 or 2"),
+        ({"engine": "vllm", "placement": "split"}, "placement=split with engine=vllm"),
+        ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
+        ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
+        ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),
+        ({"engine": "vllm", "temperature": 1.2, "bad_token_ids": [5]}, "bad_token_ids with temperature=1.2"),
+    ],
+)
+def test_what_cannot_work_is_refused(rollout, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**rollout)
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"engine": "vllm", "top_p": 0.9, "top_k": 5, "min_p": 0.1, "bad_token_ids": [5]},
+        {"engine": "vllm", "temperature": 0.7},
+        {"engine": "embedded", "temperature": 0.7, "top_p": 0.9},
+    ],
+)
+def test_logprobs_of_the_policy_can_be_had_at_temperature_one_or_with_nothing_left_out(rollout):
+    assert parse(**rollout).temperature == rollout.get("temperature", 1.0)

@@ -1,0 +1,223 @@
+"""What is vLLM's own, beside the contract of every engine (tests/contract)."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from tiny_models import tiny_folder
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.rollout import VllmEngine
+from shardwise.types import GenerateRequest
+
+CPU = torch.device("cpu")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=3,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    model.save_pretrained(path)
+    return path
+
+
+def open_engine(folder, *, temperature=1.0, **keys) -> VllmEngine:
+    args = ARGS | keys.pop("args", {})
+    return VllmEngine.from_folder(
+        folder, VllmRollout(args=args, **keys), dtype=torch.float32, max_rows=4, device=CPU, temperature=temperature
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    return open_engine(folder)
+
+
+def request(**options) -> GenerateRequest:
+    return GenerateRequest(**{"uid": "a", "prompt_ids": [5, 6], "max_tokens": 4, "temperature": 1.0, **options})
+
+
+def test_without_vllm_the_error_says_how_to_install_it(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"vLLM cannot be imported .*pip install vllm"):
+        open_engine(folder)
+
+
+def test_sleeping_is_refused_on_a_cpu(folder):
+    with pytest.raises(ConfigError, match=r"sleep_level=2 needs a CUDA device.*set it to 0"):
+        open_engine(folder, sleep_level=2)
+
+
+def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"packs fused experts once .* use rollout\.engine=embedded"):
+        open_engine(tiny_folder("qwen3_moe", tmp_path / "experts"))
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"enforce_eagr": True}, r"args.enforce_eagr: vLLM's EngineArgs have no such argument; did you mean enforce_e"),
+        ({"xyzzy": 1}, "args.xyzzy: .* no such argument; see"),
+        ({"model": "other"}, "args.model: Shardwise sets this itself"),
+        ({"tensor_parallel_size": 2}, "args.tensor_parallel_size: Shardwise sets this itself"),
+        ({"block_size": "large"}, "vLLM cannot start: .*block_size"),
+        ({"max_model_len": 4096}, "vLLM cannot start: .*max_model_len"),
+    ],
+)
+def test_arguments_are_checked_by_vllms_own_schema(folder, args, message):
+    with pytest.raises(ConfigError, match=message):
+        open_engine(folder, args=args)
+
+
+@needs_vllm
+def test_keys_and_arguments_reach_vllm(folder):
+    keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
+    engine = open_engine(folder, args={"max_model_len": 48}, **keys)
+    config = engine._llm.llm_engine.vllm_config
+    assert config.scheduler_config.enable_chunked_prefill
+    assert config.scheduler_config.max_num_batched_tokens == 128
+    assert config.scheduler_config.max_num_seqs == 4
+    assert not config.cache_config.enable_prefix_caching
+    with pytest.raises(ConfigError, match=r"prompt of 2 tokens and its max_tokens=47 .* than the 48 .*max_model_len"):
+        engine.generate([request(max_tokens=47)])
+
+
+@needs_vllm
+def test_logprobs_that_vllm_cannot_give_are_refused(folder, engine):
+    with pytest.raises(ConfigError, match=r"temperature 0\.5 to a vLLM engine whose logprobs are at 1"):
+        engine.generate([request(temperature=0.5)])
+    warm = open_engine(folder, temperature=0.5)
+    assert warm.generate([request(temperature=0.5), request(temperature=0.0, top_k=3)])
+    with pytest.raises(ConfigError, match="top_k, top_p, min_p or bad_token_ids"):
+        warm.generate([request(temperature=0.5, top_k=3)])
+
+
+@needs_vllm
+def test_logprobs_of_sequences_are_those_of_transformers_at_temperature_one(folder, engine):
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = [[5, 6, 7, 8], [9, 9], [11, *range(20, 44), 11]]
+    for sequence, found in zip(sequences, engine.logprobs(sequences), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([sequence])).logits[0, :-1].double()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found).double(), expected, atol=1e-5, rtol=0)
+
+
+@needs_vllm
+def test_served_weights_tell_what_can_be_loaded_and_cannot_be_read(folder, engine):
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    served = dict(engine.served_weights())
+    assert {name: (t.shape, t.dtype) for name, t in served.items()} == {
+        name: (t.shape, t.dtype) for name, t in expected.items()
+    }
+    assert all(tensor.is_meta for tensor in served.values())
+
+
+@needs_vllm
+def test_nothing_is_generated_between_the_first_tensor_and_the_commit(folder, engine):
+    weights = dict(Qwen3ForCausalLM.from_pretrained(folder).state_dict())
+    del weights["lm_head.weight"]
+
+    def breaking_off():
+        yield from list(weights.items())[:3]
+        raise OSError("the line is dead")
+
+    before = engine.generate([request()])
+    with pytest.raises(OSError, match="the line is dead"):
+        engine.load_weights(breaking_off())
+    with pytest.raises(RuntimeError, match="rank 0 cannot generate: the last weight sync broke off"):
+        engine.generate([request()])
+    engine.load_weights(item for item in weights.items() if item[0] != "model.norm.weight")
+    with pytest.raises(RuntimeError, match=r"version 2 cannot be committed .* did not bring model.norm.weight"):
+        engine.commit_weights(2)
+    engine.load_weights(weights.items())
+    with pytest.raises(RuntimeError, match="weights have arrived that are not committed"):
+        engine.generate([request()])
+    with pytest.raises(RuntimeError, match="weights have arrived that are not committed"):
+        engine.logprobs([[5, 6, 7]])
+    engine.commit_weights(0)
+    assert engine.generate([request()]) == before
+
+
+@needs_vllm
+def test_a_failure_of_vllm_names_the_engine(engine, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("EngineCore died")
+
+    monkeypatch.setattr(engine._llm, "generate", fail)
+    with pytest.raises(TrainingError, match="vLLM engine of rank 0 failed while generating: RuntimeError: EngineCore"):
+        engine.generate([request()])
+
+
+class Recorder:
+    """Stands in for vllm.LLM on a machine without CUDA: notes what is called."""
+
+    class model_config:
+        max_model_len = 64
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def sleep(self, *, level) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags) -> None:
+        self.calls.append(("wake_up", sorted(tags)))
+
+    def collective_rpc(self, method, *, args) -> None:
+        self.calls.append(method)
+        list(args[0])
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
+
+def test_parts_wake_in_stages_and_dropped_weights_are_not_generated_with(folder):
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    llm = Recorder()
+    engine = VllmEngine(llm, model, stop_token_ids=[3], sleep_level=2, has_raw_logprobs=True)
+    for _ in range(2):
+        engine.sleep()
+    engine.wake("weights")
+    with pytest.raises(TrainingError, match="sleep_level=2 dropped the weights, and no weight sync came since"):
+        engine.generate([request()])
+    engine.load_weights(list(engine.served_weights()))
+    engine.commit_weights(1)
+    engine.wake("weights", "kv_cache")
+    engine.wake("weights", "kv_cache")
+    assert llm.calls == [
+        ("sleep", 2),
+        ("wake_up", ["weights"]),
+        "load_checkpoint_weights",
+        "reset_prefix_cache",
+        ("wake_up", ["kv_cache"]),
+    ]
+
+
+def test_an_engine_that_does_not_sleep_stays_awake(folder):
+    llm = Recorder()
+    engine = VllmEngine(llm, Qwen3ForCausalLM.from_pretrained(folder), stop_token_ids=[3], has_raw_logprobs=True)
+    engine.sleep()
+    engine.wake("weights", "kv_cache")
+    assert llm.calls == []
