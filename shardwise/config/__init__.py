@@ -44,7 +44,6 @@ from shardwise.config.preference import (
     RewardModelLoss,
 )
 from shardwise.config.recipes import (
-    BatchTrainerConfig,
     CriticConfig,
     DistillConfig,
     EvalConfig,
@@ -56,7 +55,6 @@ from shardwise.config.recipes import (
     SFTConfig,
     SourceTeacherConfig,
     TeacherConfig,
-    TrainerConfig,
     TrainingConfig,
 )
 from shardwise.config.resume import changes_that_matter, require_known_keys
@@ -64,3 +62,4 @@ from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeRewa
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
 from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
+from shardwise.config.trainer import BatchTrainerConfig, TrainerConfig

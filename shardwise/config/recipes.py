@@ -34,59 +34,7 @@ from shardwise.config.preference import (
 )
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
-
-
-def _require_state(config: OptimizerConfig, key: str) -> None:
-    if config.optimizer == "adamw_8bit":
-        raise ValueError(
-            f"{key}=adamw_8bit has no state that could be saved: its moments are quantised in blocks that are counted "
-            "within a shard, and another layout has other shards; set trainer.save_state=false (such a run cannot be "
-            "resumed), or take adamw or adamw_cpu"
-        )
-
-
-class TrainerConfig(OptimizerConfig):
-    """The loop around the optimizer."""
-
-    output_dir: str = "runs/latest"
-    """Everything the run writes goes here."""
-    total_steps: PositiveInt | None = None
-    """Steps of the run; null runs num_epochs over the training rows."""
-    num_epochs: PositiveInt = 1
-    """Passes over the training rows where total_steps is null."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Orders rows, seeds sampling. The same seed on the same layout gives the same metrics.jsonl."""
-    validate_every_steps: Annotated[int, Field(ge=0)] = 0
-    """Validate after every so many steps; 0 only at the end. Without validation files nothing is validated."""
-    save_every_steps: Annotated[int, Field(ge=0)] = 0
-    """Save a checkpoint after every so many steps; 0 only at the end."""
-    save_state: bool = True
-    """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
-    AdamW and float32 masters."""
-    resume: str = "auto"
-    """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
-    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""
-    resume_allow: list[str] = Field(default_factory=list)
-    """Keys that may differ from those of the run that is resumed, although they change what is trained."""
-    tensorboard: bool = True
-    """Write TensorBoard events to output_dir/tensorboard."""
-
-    def optimizer_config(self) -> OptimizerConfig:
-        """The part that an engine needs."""
-        return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
-
-    @model_validator(mode="after")
-    def _state_can_be_saved(self) -> Self:
-        if self.save_state:
-            _require_state(self, "optimizer")
-        return self
-
-
-class BatchTrainerConfig(TrainerConfig):
-    """The loop of training on rows as they are."""
-
-    batch_size: PositiveInt = 32
-    """Rows of one optimizer step, over all ranks: sequences, or pairs of them."""
+from shardwise.config.trainer import BatchTrainerConfig, TrainerConfig, require_state, require_states_on_device
 
 
 class SFTConfig(Config):
@@ -284,11 +232,11 @@ class RLConfig(Config):
                 "a step (rollout.num_prompts x rollout.group_size)"
             )
         if self.critic is not None and self.trainer.save_state:
-            _require_state(self.critic.optimizer, "critic.optimizer.optimizer")
-        _require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
+            require_state(self.critic.optimizer, "critic.optimizer.optimizer")
+        require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
         if self.critic is not None and self.critic.engine is not None:
             critic = {"engine": "critic.engine", "optimizer": "critic.optimizer"}
-            _require_states_on_device(self.critic.engine, self.critic.optimizer, **critic)
+            require_states_on_device(self.critic.engine, self.critic.optimizer, **critic)
         return self
 
     @property
@@ -500,11 +448,3 @@ def _require_no_offload(engine: EngineConfig, what: str) -> None:
                 f"engine.{key}=true has no effect in {what}, where nothing else needs the device; "
                 "remove it (engine.offload_policy=true keeps everything in host memory)"
             )
-
-
-def _require_states_on_device(layout: EngineConfig, config: OptimizerConfig, *, engine: str, optimizer: str) -> None:
-    if layout.optimizer_offload and config.optimizer == "adamw_cpu":
-        raise ValueError(
-            f"{optimizer}.optimizer=adamw_cpu already keeps its states in host memory, so {engine}.optimizer_offload="
-            "true has no effect; remove one of them"
-        )

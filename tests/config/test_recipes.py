@@ -1,10 +1,8 @@
 import pytest
 
 from shardwise.config import (
-    BatchTrainerConfig,
     ConfigError,
     EvalConfig,
-    OptimizerConfig,
     PreferenceConfig,
     RewardModelConfig,
     RLConfig,
@@ -94,12 +92,6 @@ def test_keys_that_only_training_reads_are_unknown_to_eval(key):
 )
 def test_value_out_of_range_is_refused(cls, base, key, value):
     assert message_of(cls, [*base, f"{key}={value}"]).startswith(f"{key}={value}: input should be greater than")
-
-
-def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
-    trainer = BatchTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
-    assert trainer.optimizer_config() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
-    assert type(trainer.optimizer_config()) is OptimizerConfig
 
 
 def test_preference_and_reward_model_need_room_for_a_pair():

@@ -1,0 +1,70 @@
+"""The loop around an optimizer: how long, from where, what it leaves behind."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from shardwise.config.engine import EngineConfig, OptimizerConfig
+
+
+class TrainerConfig(OptimizerConfig):
+    """The loop around the optimizer."""
+
+    output_dir: str = "runs/latest"
+    """Everything the run writes goes here."""
+    total_steps: PositiveInt | None = None
+    """Steps of the run; null runs num_epochs over the training rows."""
+    num_epochs: PositiveInt = 1
+    """Passes over the training rows where total_steps is null."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Orders rows, seeds sampling. The same seed on the same layout gives the same metrics.jsonl."""
+    validate_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Validate after every so many steps; 0 only at the end. Without validation files nothing is validated."""
+    save_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Save a checkpoint after every so many steps; 0 only at the end."""
+    save_state: bool = True
+    """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
+    AdamW and float32 masters."""
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
+    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""
+    resume_allow: list[str] = Field(default_factory=list)
+    """Keys that may differ from those of the run that is resumed, although they change what is trained."""
+    tensorboard: bool = True
+    """Write TensorBoard events to output_dir/tensorboard."""
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """The part that an engine needs."""
+        return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
+
+    @model_validator(mode="after")
+    def _state_can_be_saved(self) -> Self:
+        if self.save_state:
+            require_state(self, "optimizer")
+        return self
+
+
+class BatchTrainerConfig(TrainerConfig):
+    """The loop of training on rows as they are."""
+
+    batch_size: PositiveInt = 32
+    """Rows of one optimizer step, over all ranks: sequences, or pairs of them."""
+
+
+def require_state(config: OptimizerConfig, key: str) -> None:
+    """Raises ValueError if the states of an optimizer cannot be saved; `key` names it."""
+    if config.optimizer == "adamw_8bit":
+        raise ValueError(
+            f"{key}=adamw_8bit has no state that could be saved: its moments are quantised in blocks that are counted "
+            "within a shard, and another layout has other shards; set trainer.save_state=false (such a run cannot be "
+            "resumed), or take adamw or adamw_cpu"
+        )
+
+
+def require_states_on_device(layout: EngineConfig, config: OptimizerConfig, *, engine: str, optimizer: str) -> None:
+    """Raises ValueError if states that never leave host memory are to be offloaded to it."""
+    if layout.optimizer_offload and config.optimizer == "adamw_cpu":
+        raise ValueError(
+            f"{optimizer}.optimizer=adamw_cpu already keeps its states in host memory, so {engine}.optimizer_offload="
+            "true has no effect; remove one of them"
+        )

@@ -1,0 +1,23 @@
+import pytest
+
+from shardwise.config import BatchTrainerConfig, ConfigError, EngineConfig, OptimizerConfig, TrainerConfig
+from shardwise.config.trainer import require_states_on_device
+
+
+def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
+    trainer = BatchTrainerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3, batch_size=4, seed=9)
+    assert trainer.optimizer_config() == OptimizerConfig(learning_rate=0.5, lr_schedule="wsd", lr_decay_steps=3)
+    assert type(trainer.optimizer_config()) is OptimizerConfig
+
+
+def test_states_that_cannot_be_saved_are_taken_only_without_saving_them():
+    with pytest.raises(ConfigError, match="optimizer=adamw_8bit has no state that could be saved"):
+        TrainerConfig.parse({"optimizer": "adamw_8bit"}, origin="test")
+    assert not TrainerConfig.parse({"optimizer": "adamw_8bit", "save_state": False}, origin="test").save_state
+
+
+def test_states_that_never_leave_the_host_are_not_offloaded_to_it():
+    layout, keys = EngineConfig(optimizer_offload=True), {"engine": "engine", "optimizer": "trainer"}
+    require_states_on_device(layout, OptimizerConfig(), **keys)
+    with pytest.raises(ValueError, match=r"trainer\.optimizer=adamw_cpu already keeps .* engine\.optimizer_offload="):
+        require_states_on_device(layout, OptimizerConfig(optimizer="adamw_cpu"), **keys)
