@@ -6,7 +6,7 @@ from functools import partial
 
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import PromptStream, prompt_examples
+from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.observability import SampleLog
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine, load_metrics
@@ -22,7 +22,7 @@ from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
 from shardwise.recipes.sync import WeightSync
 from shardwise.rewards import make_rewards
-from shardwise.types import MetricValue
+from shardwise.types import Example, MetricValue
 
 LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
 
@@ -38,15 +38,10 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     require_tool_tags(config.rollout.environment, model.tokenizer)
-    data = config.data
-    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tool_schemas(config.rollout.environment))
-    examples = read(data.train_files, max_rows=data.max_train_rows)
-    held_out = None
-    if data.validation_files:
-        held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows
+    examples, held_out = _read_data(config, model)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
-    stream = PromptStream(sources, data, seed=config.trainer.seed)
+    stream = PromptStream(sources, config.data, seed=config.trainer.seed)
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model, ranks.trainers, total_steps)
@@ -81,13 +76,13 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             with run.spans("rollout"):
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
-            validates = held_out is not None and run.should_validate(step)
+            validates = held_out and run.should_validate(step)
             if validates or pipeline.takes_weights():
                 with run.spans("sync"), pipeline.serving(step):
                     metrics |= weights.sync(step)
                     with run.spans("probe"):
                         metrics |= weights.probe(step)
-                    if held_out is not None and config.reward is not None and validates:
+                    if validates and config.reward is not None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
             sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
@@ -98,6 +93,15 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             if config.reward is not None:
                 metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             run.report(step, metrics, num_tokens=rollout.num_tokens)
+
+
+def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], list[Example]]:
+    """The rows to train on, with their counts, and those to validate on."""
+    data, tools = config.data, tool_schemas(config.rollout.environment)
+    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tools)
+    examples = read(data.train_files, max_rows=data.max_train_rows)
+    held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows if data.validation_files else []
+    return examples, held_out
 
 
 def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[str]) -> None:
