@@ -22,6 +22,8 @@ _RUN_KEYS = (
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
     *("rollout.environment.timeout_seconds", "reward.timeout_seconds", "rollout.placement"),
+    *("rollout.probe_every_syncs", "rollout.engine.gpu_memory_utilization", "rollout.engine.max_num_batched_tokens"),
+    *("rollout.engine.enable_chunked_prefill", "rollout.engine.enable_prefix_caching", "rollout.engine.sleep_level"),
     "rollout.engine.compile_decode",
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))

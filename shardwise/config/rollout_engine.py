@@ -8,7 +8,7 @@ from shardwise.config.base import Choice, by_type
 
 
 class EmbeddedRollout(Choice):
-    """Shardwise's own batched generation, on the trainer's ranks."""
+    """Shardwise's own batched generation, on every rank that samples."""
 
     tag: ClassVar[str] = "type"
     type: Literal["embedded"] = "embedded"

@@ -13,6 +13,8 @@ class WorkerGroup(Protocol):
 
     size: int
     """Ranks in the group."""
+    ranks: Sequence[int]
+    """Which ranks of the job they are."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `worker.method(*args)` on every rank; returns the results by rank."""
@@ -24,8 +26,9 @@ class WorkerGroup(Protocol):
         and the first of them gives the result.
         """
 
-    def part(self, first: int, last: int, *, timeout_seconds: float) -> "WorkerGroup":
-        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers."""
+    def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> "WorkerGroup":
+        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers, which the config
+        key `timeout_key` sets."""
 
     def shutdown(self) -> None:
         """Ends the serving loop of every other rank."""

@@ -32,6 +32,7 @@ class RankGroup:
         control: Connections,
         *,
         timeout_seconds: float,
+        timeout_key: str = "engine.collective_timeout_seconds",
         ranks: Sequence[int] | None = None,
     ) -> None:
         """
@@ -39,14 +40,16 @@ class RankGroup:
             worker: rank 0's own object whose methods are called; every other rank runs `serve` with its own.
             timeout_seconds: how much later than rank 0 another rank may be done with its part of a call; in a group
                 without rank 0, how long it may take.
+            timeout_key: the config key that sets it.
             ranks: the members in ascending order; None: every rank.
         """
         self._worker = worker
         self._control = control
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._ranks = range(control.size()) if ranks is None else ranks
+        self._timeout_key = timeout_key
+        self.ranks = range(control.size()) if ranks is None else ranks
         self._lock = threading.Lock()
-        self.size = len(self._ranks)
+        self.size = len(self.ranks)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls the method with the same arguments on every rank. Results by rank, a tuple as a list.
@@ -65,27 +68,32 @@ class RankGroup:
         messages = [encode([method, [shard, *args]]) for shard in shards for _ in range(num_sharing)]
         return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
-    def part(self, first: int, last: int, *, timeout_seconds: float) -> Self:
+    def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> Self:
         """The ranks from `first` to before `last`, as a group with a deadline of its own for answers."""
-        ranks = self._ranks[first:last]
-        return type(self)(self._worker, self._control, timeout_seconds=timeout_seconds, ranks=ranks)
+        return type(self)(
+            self._worker,
+            self._control,
+            timeout_seconds=timeout_seconds,
+            timeout_key=timeout_key,
+            ranks=self.ranks[first:last],
+        )
 
     def shutdown(self) -> None:
         """Lets the other ranks return from `serve`."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank != 0:
                 _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
         with self._lock:
             with self._watch("take", method) as rank_in_turn:
-                for rank, message in zip(self._ranks, messages, strict=True):
+                for rank, message in zip(self.ranks, messages, strict=True):
                     rank_in_turn[0] = rank
                     if rank != 0:
                         _send(message, rank, self._control, self._timeout)
-            results = [getattr(self._worker, method)(*own_args)] if self._ranks[0] == 0 else []
+            results = [getattr(self._worker, method)(*own_args)] if self.ranks[0] == 0 else []
             with self._watch("answer", method) as rank_in_turn:
-                for rank in self._ranks[len(results) :]:
+                for rank in self.ranks[len(results) :]:
                     rank_in_turn[0] = rank
                     results.append(decode(_receive(rank, self._control, self._timeout)))
             return results
@@ -101,7 +109,7 @@ class RankGroup:
                 raise
             raise RankSilentError(
                 f"rank {rank_in_turn[0]} did not {verb} `{method}` within {self._timeout.total_seconds():.0f} s "
-                "(engine.collective_timeout_seconds); it hangs, or its machine is far slower than that of rank 0"
+                f"({self._timeout_key}); it hangs, or its machine is far slower than those of the others"
             ) from error
 
 

@@ -134,6 +134,7 @@ def _medium_of(
         0 if rank.rank == 0 else rank.rank - num_together + 1,
         1 + num_apart,
         backend="gloo" if device.type == "cpu" else "nccl",
-        timeout=timedelta(seconds=timeout_seconds),
+        # Shorter than a collective: the trainers that wait for rank 0 must not be the first to give up.
+        timeout=timedelta(seconds=timeout_seconds / 2),
         device=device,
     )

@@ -25,8 +25,18 @@ class Ranks:
             return cls(group, group)
         num_trainers = group.size - placement.num_ranks
         return cls(
-            group.part(0, num_trainers, timeout_seconds=config.engine.collective_timeout_seconds),
-            group.part(num_trainers, group.size, timeout_seconds=placement.timeout_seconds),
+            group.part(
+                0,
+                num_trainers,
+                timeout_seconds=config.engine.collective_timeout_seconds,
+                timeout_key="engine.collective_timeout_seconds",
+            ),
+            group.part(
+                num_trainers,
+                group.size,
+                timeout_seconds=placement.timeout_seconds,
+                timeout_key="rollout.placement.timeout_seconds",
+            ),
         )
 
     @property

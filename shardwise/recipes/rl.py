@@ -1,13 +1,13 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
-from shardwise.observability import SampleLog
+from shardwise.observability import SampleLog, Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
@@ -78,8 +78,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
             validates = held_out and run.should_validate(step)
             if validates or pipeline.takes_weights():
-                with run.spans("sync"), pipeline.serving(step):
-                    metrics |= weights.sync(step)
+                with _serving(pipeline, step, run.spans):
+                    with run.spans("sync"):
+                        metrics |= weights.sync(step)
                     with run.spans("probe"):
                         metrics |= weights.probe(step)
                     if validates and config.reward is not None:
@@ -93,6 +94,15 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             if config.reward is not None:
                 metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             run.report(step, metrics, num_tokens=rollout.num_tokens)
+
+
+@contextmanager
+def _serving(pipeline: Pipeline, step: int, spans: Spans) -> Iterator[None]:
+    """The pipeline's `serving`. Waiting for what is being sampled counts as waiting for rollouts, not for weights."""
+    with ExitStack() as stack:
+        with spans("rollout"):
+            stack.enter_context(pipeline.serving(step))
+        yield
 
 
 def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], list[Example]]:

@@ -1,6 +1,6 @@
 """Brings the policy's weights to the rollout engines, and probes that both compute the same with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ is judged and not the largest, because in a mixture of experts a rounding may se
 
 
 class WeightSync:
-    """Syncs after a step, and compares logprobs of known tokens after the first sync and every n-th version."""
+    """Syncs after a step, and compares logprobs of known tokens after the first sync and every n-th."""
 
     def __init__(
         self, policy: RemoteEngine, ranks: Ranks, examples: Sequence[Example], *, probe_every_syncs: int
@@ -43,7 +43,7 @@ class WeightSync:
             WeightSyncError: an engine serves something else than was sent, or than another one serves.
         """
         receipts = self._ranks.sync_weights(version)
-        require_same_receipts(version, receipts)
+        require_same_receipts(version, dict(zip(self._ranks.rollouts.ranks, receipts, strict=True)))
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 
     def probe(self, version: int) -> Metrics:
@@ -71,7 +71,8 @@ class WeightSync:
         expected = [values[1:].tolist() for values in scored]
         compare = partial(compare_logprobs, version, self._sequences, expected, dtype=self._policy.layout.param_dtype)
         found = self._ranks.rollouts.call("rollout_logprobs", self._sequences)
-        return torch.cat([compare(logprobs, rank=rank) for rank, logprobs in enumerate(found)])
+        ranks = self._ranks.rollouts.ranks
+        return torch.cat([compare(logprobs, rank=rank) for rank, logprobs in zip(ranks, found, strict=True)])
 
 
 def probe_sequences(examples: Sequence[Example]) -> list[list[int]]:
@@ -80,13 +81,14 @@ def probe_sequences(examples: Sequence[Example]) -> list[list[int]]:
     return [tokens for tokens in beginnings if len(tokens) > 1][:PROBE_SEQUENCES]
 
 
-def require_same_receipts(version: int, receipts: Sequence[dict[str, Any]]) -> None:
-    """Raises WeightSyncError unless all ranks hold the same weights of this version."""
-    for rank, receipt in enumerate(receipts):
+def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]]) -> None:
+    """Raises WeightSyncError unless all ranks hold the same weights of this version; `receipts` by rank."""
+    first, expected = next(iter(receipts.items()))
+    for rank, receipt in receipts.items():
         for key in ("version", "num_tensors", "num_bytes", "digest"):
-            if receipt[key] != receipts[0][key]:
+            if receipt[key] != expected[key]:
                 raise WeightSyncError(
-                    f"weight sync {version}: rank {rank} has {key}={receipt[key]}, rank 0 has {receipts[0][key]}; "
+                    f"weight sync {version}: rank {rank} has {key}={receipt[key]}, rank {first} has {expected[key]}; "
                     "every rank should hold the same weights"
                 )
 

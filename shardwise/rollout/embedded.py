@@ -1,8 +1,9 @@
-"""Shardwise's own generation: continuous batching over a Hugging Face model, on the trainer's ranks.
+"""Shardwise's own generation: continuous batching over a Hugging Face model, in the process of a rank.
 
 One prefill serves all completions of a prompt; finished rows leave the batch at once and waiting prompts enter it.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.config import ModelError
+from shardwise.config import ModelError, TrainingError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
@@ -319,6 +320,12 @@ class _Decoding:
         steps = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for slot, (token, logprob) in enumerate(steps, start=first_row):
             row = self._rows[slot]
+            if math.isnan(logprob):
+                raise TrainingError(
+                    f"the policy gives no distribution for token {len(row.token_ids)} of a completion of "
+                    f"{self._requests[row.request].uid}: logits that are no numbers; weights or activations have "
+                    "overflowed (engine.param_dtype=float16 does so first; bfloat16 and float32 reach further)"
+                )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             stop = self._engine.is_stopped(row.token_ids, self._requests[row.request].stop)

@@ -152,7 +152,7 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     sums = blocks.sum(dim=-1).double()
     block, height = _pass(sums, draws * sums.sum(dim=-1))
     place, _ = _pass(_chosen(blocks, block).double(), height)
-    return block * _BLOCK_TOKENS + place
+    return (block * _BLOCK_TOKENS + place).clamp(max=weights.shape[1] - 1)
 
 
 def _chosen(blocks: Tensor, block: Tensor) -> Tensor:
@@ -167,8 +167,9 @@ def _pass(weights: Tensor, height: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1]
     height = torch.minimum(height, total.nextafter(torch.zeros_like(total)))[:, None]
     place = torch.searchsorted(cumulative, height, right=True)
+    place = place.clamp(max=weights.shape[1] - 1)  # none is found where weights are no numbers
     below = cumulative.gather(1, place) - weights.gather(1, place)
-    return place[:, 0], (height - below)[:, 0]
+    return place[:, 0], (height - below).clamp(min=0)[:, 0]
 
 
 def _least_logit(logits: Tensor, settings: Settings) -> Tensor:

@@ -36,7 +36,7 @@ class FakeGroup:
     """Records commands; answers with the functions it was given, called once for each rank with (rank, arguments)."""
 
     def __init__(self, size=1, **answers):
-        self.size, self._answers, self.calls = size, answers, []
+        self.size, self.ranks, self._answers, self.calls = size, range(size), answers, []
 
     def call(self, method, *args):
         self.calls.append((method, *args))

@@ -12,8 +12,8 @@ class Group:
     def __init__(self, name, log, meeting, size=4):
         self.name, self.log, self.meeting, self.size = name, log, meeting, size
 
-    def part(self, first, last, *, timeout_seconds):
-        return Group(f"{first}-{last} in {timeout_seconds} s", self.log, self.meeting, last - first)
+    def part(self, first, last, *, timeout_seconds, timeout_key):
+        return Group(f"{first}-{last} in {timeout_seconds} s of {timeout_key}", self.log, self.meeting, last - first)
 
     def call(self, method, *args):
         if method in ("push_weights", "pull_weights"):
@@ -40,7 +40,10 @@ def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_
     found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5})
     assert (found.trainers.size, found.rollouts.size) == (1, 3)
     assert found.sync_weights(7) == ["receipt of pull_weights"] * 3
-    assert sorted(log) == [("0-1 in 600 s", "push_weights", (7,)), ("1-4 in 5 s", "pull_weights", (7,))]
+    assert sorted(log) == [
+        ("0-1 in 600 s of engine.collective_timeout_seconds", "push_weights", (7,)),
+        ("1-4 in 5 s of rollout.placement.timeout_seconds", "pull_weights", (7,)),
+    ]
 
 
 def test_what_fails_in_receiving_is_raised_where_weights_are_sent():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError, ModelError, TrainingError
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
@@ -320,3 +320,13 @@ def test_a_compiled_decode_step_gives_the_same_completions_from_one_graph(model_
                 torch.tensor(found[0].logprobs), torch.tensor(expected[0].logprobs), atol=1e-5, rtol=0
             )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_logits_that_are_no_numbers_end_the_run_and_name_the_row(model_folders):
+    engine = open_engine(model_folders["qwen3"])
+    weights = dict(engine.served_weights())
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    engine.load_weights([(name, torch.full_like(weights[name], torch.nan))])
+    engine.commit_weights(1)
+    with pytest.raises(TrainingError, match=r"no distribution for token \d of a completion of row 0: logits"):
+        engine.generate(requests(prompts(1)))

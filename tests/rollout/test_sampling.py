@@ -202,3 +202,12 @@ def test_draws_and_the_likeliest_agree_with_whole_rows_at_every_size_of_vocabula
     found = probabilities.log().gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), found, atol=1e-6, rtol=0)
     assert torch.equal(sample(logits.clone(), settings(300, temperature=0.0), draws)[0], logits.argmax(dim=-1))
+
+
+def test_logits_that_are_no_numbers_give_a_token_and_a_logprob_that_is_none():
+    logits = torch.full((2, 300), torch.nan)
+    logits[1] = 0.0
+    tokens, logprobs = sample(logits, settings(2, temperature=1.0), torch.tensor([0.9, 0.5], dtype=torch.float64))
+    assert 0 <= tokens[0] < 300
+    assert logprobs[0].isnan()
+    assert logprobs[1].isfinite()
