@@ -1,4 +1,4 @@
-"""Tensors in buckets of bytes: small ones share a bucket, a large one is cut into chunks.
+"""Tensors in buckets of bytes: small ones share a bucket, one larger than a bucket is cut into chunks.
 
 Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 """
@@ -123,13 +123,15 @@ class BucketWriter:
 
     def write(self, entry: Entry, payload: Tensor) -> None:
         """payload [entry.num_bytes] uint8, on any device."""
-        start = 0
-        while start < entry.num_bytes or start == 0:
+        fits = entry.num_bytes <= self._bucket_bytes
+        start, is_written = 0, False
+        while not is_written:
             size = min(entry.num_bytes - start, self._bucket_bytes - self._used)
             segment = Segment(entry, start, self._used, size)
             header_bytes = len(json.dumps(_encode(segment))) + 2
-            no_room = entry.num_bytes > 0 and size == 0
-            if self._segments and (no_room or self._header_bytes + header_bytes > MAX_HEADER_BYTES):
+            # Only what is larger than a bucket is cut: the receiver has to copy it once more to put it together.
+            has_room = size == entry.num_bytes if fits else size > 0
+            if self._segments and not (has_room and self._header_bytes + header_bytes <= MAX_HEADER_BYTES):
                 self._flush(is_last=False)
                 continue
             self._buffer[self._used : self._used + size].copy_(payload[start : start + size])
@@ -137,8 +139,7 @@ class BucketWriter:
             self._header_bytes += header_bytes
             self._used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             start += size
-            if entry.num_bytes == 0:
-                break
+            is_written = start == entry.num_bytes
 
     def finish(self) -> None:
         """Sends what is left."""
@@ -258,7 +259,9 @@ class BucketReader:
 
 
 def _encode(segment: Segment) -> list[Any]:
-    return [*dataclasses.astuple(segment.entry), segment.start, segment.offset, segment.num_bytes]
+    entry = segment.entry
+    fields = [entry.name, entry.dtype, entry.shape, entry.checksum, entry.encoding, entry.num_bytes]
+    return [*fields, segment.start, segment.offset, segment.num_bytes]
 
 
 def _decode(fields: list[Any]) -> Segment:

@@ -58,9 +58,13 @@ def test_what_was_packed_comes_out_in_order(sizes, bucket_bytes):
     assert all(torch.equal(found[name], payload) for name, payload in payloads.items())
 
 
-def test_buckets_are_full_but_for_the_last():
-    medium = packed({"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(92, dtype=torch.uint8)}, 64)
-    assert [data.numel() for _, data in medium.buckets] == [64, 64, 64, 16]  # b begins at a multiple of 16
+def test_only_what_is_larger_than_a_bucket_is_cut():
+    payloads = {
+        name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 40, "b": 30, "c": 150, "d": 2}.items()
+    }
+    medium = packed(payloads, 64)
+    # b has no room behind a; c fills the bucket of b and two more, in multiples of 16, and leaves no room for d.
+    assert [data.numel() for _, data in medium.buckets] == [48, 64, 64, 64, 16]
 
 
 def test_headers_stay_within_what_a_medium_carries():
