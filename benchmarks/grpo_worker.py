@@ -14,10 +14,12 @@ from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import Spans
 from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
+from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.rl import build_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics
+from shardwise.recipes.sync import WeightSync
 from shardwise.recipes.workers import Worker
 from shardwise.rewards import make_rewards
 from shardwise.types import Completion, GenerateRequest
@@ -76,12 +78,15 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     model = open_model(config.model)
     examples = prompt_examples(config.data, config.data.train_files, model.tokenizer, max_rows=None).rows
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
-    engines = build_engines(config, model, group, 1_000_000)
+    ranks = Ranks.of(group, config)
+    engines = build_engines(config, model, ranks.trainers, 1_000_000)
+    ranks.build_rollout(model.config, config.rollout.generation(), dtype=config.engine.param_dtype)
     assert config.reward is not None
     with make_rewards(config.reward) as rewards:
         sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)
         learner = Learner(engines, config)
-        group.call("sync_weights", 0)
+        weights = WeightSync(engines.policy, ranks, examples, probe_every_syncs=config.rollout.probe_every_syncs)
+        weights.sync(0)
         spans = Spans()
         going, step = pacer.ready(), 0
         while going:
@@ -91,7 +96,7 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
             metrics = rollout.metrics | learner.learn(rollout, step, spans)
             if sync:
                 with spans("sync"):
-                    group.call("sync_weights", step)
+                    metrics |= weights.sync(step) | weights.probe(step)
             metrics |= rollout_metrics(rollout.groups)
             metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             values = {name: value.result() for name, value in metrics.items()}
