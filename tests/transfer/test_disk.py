@@ -11,21 +11,21 @@ from safetensors.torch import load_file
 from shardwise.transfer import DiskMedium, WeightSyncError, load_version, pull_weights, push_weights
 
 
-def push(folder, num_versions, bucket_bytes, join):
+def push(folder, versions, bucket_bytes, join):
     medium = join(DiskMedium, folder=folder)
-    for version in range(1, num_versions + 1):
+    for version in versions:
         sender = DictSender(random_weights(version))
         push_weights(sender, medium, version=version, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
 
 
-def pull(folder, num_versions, join):
+def pull(folder, versions, join):
     medium, receiver = join(DiskMedium, folder=folder), DictReceiver(random_weights(0))
-    for _ in range(num_versions):
-        pull_weights(receiver, medium)
+    for version in versions:
+        pull_weights(receiver, medium, version=version)
 
 
-def write_versions(folder, num_versions=1, bucket_bytes=1 << 20):
-    ends = [partial(push, folder, num_versions, bucket_bytes), partial(pull, folder, num_versions)]
+def write_versions(folder, versions=(1,), bucket_bytes=1 << 20):
+    ends = [partial(push, folder, versions, bucket_bytes), partial(pull, folder, versions)]
     assert run_ends(ends, folder.parent) == [None, None]
 
 
@@ -38,7 +38,7 @@ def test_files_are_safetensors_under_the_names_of_the_weights(tmp_path):
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_an_engine_that_starts_later_loads_the_newest_version_and_old_ones_are_gone(tmp_path, bucket_bytes):
-    write_versions(tmp_path / "weights", num_versions=4, bucket_bytes=bucket_bytes)
+    write_versions(tmp_path / "weights", versions=[1, 2, 3, 4], bucket_bytes=bucket_bytes)
     assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["version-3", "version-4"]
     receiver = DictReceiver(random_weights(0))
     assert load_version(receiver, tmp_path / "weights").num_proven == len(receiver.weights)
@@ -47,7 +47,7 @@ def test_an_engine_that_starts_later_loads_the_newest_version_and_old_ones_are_g
 
 
 def test_a_version_without_its_marker_does_not_exist(tmp_path):
-    write_versions(tmp_path / "weights", num_versions=2)
+    write_versions(tmp_path / "weights", versions=[1, 2])
     (tmp_path / "weights" / "version-2" / "complete.json").unlink()
     receiver = DictReceiver(random_weights(0))
     load_version(receiver, tmp_path / "weights")
@@ -101,3 +101,11 @@ def test_what_is_left_of_an_unfinished_version_is_removed(tmp_path):
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-1"]
     marker = json.loads((tmp_path / "weights" / "version-1" / "complete.json").read_text())
     assert list(marker["xxh3"]) == ["bucket-00000.safetensors"]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_replaces_later_versions(tmp_path):
+    write_versions(tmp_path / "weights", versions=[9])
+    write_versions(tmp_path / "weights", versions=[1, 2])
+    assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["version-1", "version-2"]
+    receiver = DictReceiver(random_weights(0))
+    assert load_version(receiver, tmp_path / "weights").version == 2
