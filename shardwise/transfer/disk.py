@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -97,7 +98,8 @@ class DiskMedium:
             written = Header.decode(last)
             if written.failure:
                 return last, self._buffer
-            self._unread = _read_buckets(self._folder_of(written.version))
+            # A file that cannot be read ends the generator: then the last header is what is left to receive.
+            self._unread = chain(_read_buckets(self._folder_of(written.version)), [(last, self._buffer)])
         header, data = next(self._unread)
         if Header.decode(header).is_last:
             self._unread = None

@@ -156,11 +156,7 @@ def _concluded(
     except MediumError as error:
         _break_off(medium, error)
     except Exception as error:
-        try:
-            on_failure(error)
-            medium.meet(phase, json.dumps({"failure": _described(error)}))
-        except MediumError as second:
-            medium.break_off(_described(second))
+        _report(medium, phase, error, on_failure)
         raise
     answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
     for rank, answer in enumerate(map(json.loads, answers)):
@@ -173,6 +169,20 @@ def _concluded(
                 "of the same weights"
             )
     return receipt
+
+
+def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]) -> None:
+    """Tells the other ends, which wait for it whatever else goes wrong here."""
+    try:
+        try:
+            on_failure(error)
+        except MediumError:
+            raise
+        except Exception as second:
+            error.add_note(f"then, on going on for the other ends: {_described(second)}")
+        medium.meet(phase, json.dumps({"failure": _described(error)}))
+    except MediumError as second:
+        medium.break_off(_described(second))
 
 
 def _meet(medium: Medium, phase: str, message: str) -> list[str]:

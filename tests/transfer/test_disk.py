@@ -1,11 +1,12 @@
 """What is of the disk alone: the files, and engines that start when the sender has long written."""
 
 import json
+import time
 from functools import partial
 
 import pytest
 import torch
-from ends import DictReceiver, DictSender, random_weights, run_ends, same
+from ends import DictReceiver, DictSender, on, random_weights, run_ends, same
 from safetensors.torch import load_file
 
 from shardwise.transfer import DiskMedium, WeightSyncError, load_version, pull_weights, push_weights
@@ -109,3 +110,43 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_replaces_later_versions(t
     assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["version-1", "version-2"]
     receiver = DictReceiver(random_weights(0))
     assert load_version(receiver, tmp_path / "weights").version == 2
+
+
+def push_twice(folder, join):
+    """What the first sync failed with; the second succeeds."""
+    medium = join(DiskMedium, folder=folder)
+    try:
+        push_weights(DictSender(random_weights(1)), medium, version=1, dtype=torch.bfloat16, bucket_bytes=4096)
+    except WeightSyncError as error:
+        push_weights(DictSender(random_weights(2)), medium, version=2, dtype=torch.bfloat16, bucket_bytes=4096)
+        return str(error)
+
+
+def pull_twice(folder, join, *, before):
+    """What the first sync failed with, and whether the second brought what was sent."""
+    medium, receiver = join(DiskMedium, folder=folder), DictReceiver(random_weights(0), before)
+    try:
+        pull_weights(receiver, medium, version=1)
+    except WeightSyncError as error:
+        pull_weights(receiver, medium, version=2)
+        return str(error), same(receiver.weights, random_weights(2))
+
+
+def damage_once_read(folder, read):
+    """Damages the second bucket when the other receiver has read all of them."""
+    while not read.exists():
+        time.sleep(0.01)
+    flip_a_bit(folder / "version-1" / "bucket-00001.safetensors")
+
+
+def test_a_file_that_one_receiver_finds_damaged_fails_the_sync_at_every_end_and_not_the_medium(tmp_path):
+    folder, read = tmp_path / "weights", tmp_path / "read"
+    damage = on("embed", partial(damage_once_read, folder, read))
+    ends = [push_twice, partial(pull_twice, before=damage), partial(pull_twice, before=on("counts", read.touch))]
+    at_sender, (at_finder, finder_is_whole), (at_other, other_is_whole) = run_ends(
+        [partial(end, folder) for end in ends], tmp_path
+    )
+    assert "bucket-00001.safetensors is damaged" in at_finder
+    assert at_sender == at_other == f"weight sync 1 failed at receiver 1: {at_finder}"
+    assert finder_is_whole
+    assert other_is_whole
