@@ -53,7 +53,8 @@ class Manifest:
         on the side that has no engine."""
         self._version = version
         self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
-        self._checksums: dict[str, int] = {}
+        self.checksums: dict[str, int] = {}
+        """Of what was noted so far, by name."""
         self._num_bytes = 0
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +72,7 @@ class Manifest:
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
-        if name in self._checksums:
+        if name in self.checksums:
             raise self._error(f"{name} was sent twice")
         if self._forms is None:
             return
@@ -83,17 +84,17 @@ class Manifest:
 
     def note(self, name: str, digest: int, num_bytes: int) -> None:
         """Writes a tensor down."""
-        self._checksums[name] = digest
+        self.checksums[name] = digest
         self._num_bytes += num_bytes
 
     def receipt(self, *, seconds: float = 0.0, num_bytes_moved: int = 0, num_proven: int = 0) -> SyncReceipt:
         """Of what was noted so far."""
         digest = xxhash.xxh3_64()
-        for name, value in self._checksums.items():
+        for name, value in self.checksums.items():
             digest.update(f"{name}:{value:016x}\n".encode())
         return SyncReceipt(
             self._version,
-            len(self._checksums),
+            len(self.checksums),
             self._num_bytes,
             digest.hexdigest(),
             seconds=seconds,
@@ -110,7 +111,7 @@ class Manifest:
         Raises:
             WeightSyncError: names the first tensor that was lost, altered, or never sent.
         """
-        missing, num_proven = dict(self._checksums), 0
+        missing, num_proven = dict(self.checksums), 0
         for name, tensor in served:
             if name not in missing:
                 raise self._error(f"the engine serves {name}, which was not sent")

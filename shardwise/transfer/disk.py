@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -31,8 +32,8 @@ _PREFIX = "version-"
 
 class DiskMedium:
     """Each bucket is a safetensors file in the folder of its version. The marker, written last, holds the files' xxh3
-    hashes; a version without one does not exist for readers. Where a version is begun, all but the newest whole one
-    are removed."""
+    hashes; a version without one does not exist for readers. Where a version is begun, all are removed but the newest
+    whole one before it: later ones are of a run that has gone back to an earlier checkpoint."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
         self._folder, self._rendezvous = folder, rendezvous
@@ -76,10 +77,10 @@ class DiskMedium:
     def send(self, header: str, data: Tensor) -> None:
         """See Medium. Receivers hear of the version when it is whole."""
         bucket = Header.decode(header)
-        folder = self._folder / f"{_PREFIX}{bucket.version}"
+        folder = self._folder_of(bucket.version)
         if not bucket.failure:
             if bucket.index == 0:
-                self._begin(folder)
+                self._begin(bucket.version)
             name = f"bucket-{bucket.index:05}.safetensors"
             self._hashes[name] = _write_bucket(folder / name, header, bucket.segments, data)
         if bucket.is_last and not bucket.failure:
@@ -88,15 +89,17 @@ class DiskMedium:
             _sync_folder(folder)
             _sync_folder(self._folder)
         if bucket.is_last:
-            self._rendezvous.meet("writing weights", header if bucket.failure else "")
+            self._rendezvous.meet("writing weights", header)
 
     def receive(self) -> tuple[str, Tensor]:
         """See Medium."""
         if self._unread is None:
-            failure = self._rendezvous.meet("waiting for weights to be written", "")[SENDER]
-            if failure:
-                return failure, self._buffer
-            self._unread = _read_buckets(_newest(self._folder))
+            last = self._rendezvous.meet("waiting for weights to be written", "")[SENDER]
+            written = Header.decode(last)
+            if written.failure:
+                return last, self._buffer
+            # A file that cannot be read ends the generator: then the last header is what is left to receive.
+            self._unread = chain(_read_buckets(self._folder_of(written.version)), [(last, self._buffer)])
         header, data = next(self._unread)
         if Header.decode(header).is_last:
             self._unread = None
@@ -109,13 +112,16 @@ class DiskMedium:
     def close(self) -> None:
         """See Medium. The newest whole version stays, for engines that start later."""
 
-    def _begin(self, folder: Path) -> None:
-        whole = _whole_versions(self._folder)
-        keep = whole[max(whole)] if whole else None
-        for old in self._folder.glob(f"{_PREFIX}*"):
-            if old != keep or old == folder:
-                shutil.rmtree(old)
-        folder.mkdir()
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"{_PREFIX}{version}"
+
+    def _begin(self, version: int) -> None:
+        before = [whole for whole in _whole_versions(self._folder) if whole < version]
+        keep = self._folder_of(max(before)) if before else None
+        for folder in self._folder.glob(f"{_PREFIX}*"):
+            if folder != keep:
+                shutil.rmtree(folder)
+        self._folder_of(version).mkdir()
         self._hashes = {}
 
 
@@ -164,7 +170,10 @@ def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor
 def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Headers and data as they were sent, but for the places in a file: safetensors puts tensors in an order of its
     own."""
-    marker = json.loads((folder / MARKER).read_text())
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except OSError as error:
+        raise WeightSyncError(f"{folder} holds no whole version of the weights: {error}") from error
     for name, expected in sorted(marker["xxh3"].items()):
         path = folder / name
         try:

@@ -119,7 +119,10 @@ class ProcessGroupMedium:
         return self._rendezvous.break_off(message)
 
     def close(self) -> None:
-        """See Medium. Without the group its connections close, which ends the wait of the other ends."""
+        """See Medium. Without the group its connections close, which ends the wait of the other ends; NCCL would wait
+        for what is in flight, unless it is aborted."""
+        if self._group is not None and not self._is_gloo:
+            self._group.abort()
         self._works, self._group = [[], []], None
 
     def _expect(self) -> tuple[str, Tensor]:

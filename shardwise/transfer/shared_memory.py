@@ -78,7 +78,11 @@ class SharedMemoryMedium:
                     "joining shared memory", json.dumps([_BOOT_ID.read_text().strip(), address, socket.gethostname()])
                 )
                 _require_one_host([json.loads(place) for place in places])
-                peers = _accept(listener, size) if rank == SENDER else _connect(json.loads(places[SENDER])[1], rank)
+                peers = (
+                    _accept(listener, size)
+                    if rank == SENDER
+                    else _connect(json.loads(places[SENDER])[1], rank, timeout=timeout)
+                )
                 rendezvous.meet("joining shared memory", "")
         return cls(rendezvous, peers, timeout=timeout, device=device)
 
@@ -215,6 +219,7 @@ def _accept(listener: socket.socket, size: int) -> dict[int, socket.socket]:
     while len(peers) < size - 1:
         try:
             peer, _ = listener.accept()
+            peer.settimeout(listener.gettimeout())
             peers[int(peer.recv(16))] = peer
         except (OSError, ValueError) as error:
             missing = [name_of(rank) for rank in range(1, size) if rank not in peers]
@@ -222,8 +227,9 @@ def _accept(listener: socket.socket, size: int) -> dict[int, socket.socket]:
     return peers
 
 
-def _connect(address: str, rank: int) -> dict[int, socket.socket]:
+def _connect(address: str, rank: int, *, timeout: timedelta) -> dict[int, socket.socket]:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(timeout.total_seconds())
     try:
         peer.connect(address)
         peer.send(str(rank).encode())

@@ -42,7 +42,8 @@ def push_weights(
         The receipt that all receivers agree with; None on ranks without an end of the medium.
     Raises:
         MediumError: a receiver was silent for too long or is gone; the medium can carry nothing any more.
-        WeightSyncError: a receiver does not hold what was sent. No receiver has committed the version.
+        WeightSyncError: a weight is not finite, or a receiver does not hold what was sent. No receiver has committed
+            the version.
     """
     weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
@@ -53,16 +54,14 @@ def push_weights(
         bases = _meet(medium, f"weight sync {version}: beginning", "null")[SENDER + 1 :]
         if delta is not None:
             delta.begin([json.loads(base) for base in bases])
+        encode = encode_whole if delta is None else delta.encode
 
         def send() -> SyncReceipt:
-            for name, gathered in weights:
-                tensor = gathered.detach().to(medium.device).contiguous()
-                manifest.require_place(name, tensor.dtype, tuple(tensor.shape))
-                digest = checksum(tensor)
-                manifest.note(name, digest, tensor.nbytes)
-                encode = encode_whole if delta is None else delta.encode
+            placed = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
+            for name, tensor in manifest.record(placed):
                 encoding, payload = encode(name, tensor)
-                writer.write(Entry.of(name, tensor, digest, encoding, payload.numel()), payload)
+                entry = Entry.of(name, tensor, manifest.checksums[name], encoding, payload.numel())
+                writer.write(entry, payload)
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 
@@ -157,11 +156,7 @@ def _concluded(
     except MediumError as error:
         _break_off(medium, error)
     except Exception as error:
-        try:
-            on_failure(error)
-            medium.meet(phase, json.dumps({"failure": _described(error)}))
-        except MediumError as second:
-            medium.break_off(_described(second))
+        _report(medium, phase, error, on_failure)
         raise
     answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
     for rank, answer in enumerate(map(json.loads, answers)):
@@ -174,6 +169,20 @@ def _concluded(
                 "of the same weights"
             )
     return receipt
+
+
+def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]) -> None:
+    """Tells the other ends, which wait for it whatever else goes wrong here."""
+    try:
+        try:
+            on_failure(error)
+        except MediumError:
+            raise
+        except Exception as second:
+            error.add_note(f"then, on going on for the other ends: {_described(second)}")
+        medium.meet(phase, json.dumps({"failure": _described(error)}))
+    except MediumError as second:
+        medium.break_off(_described(second))
 
 
 def _meet(medium: Medium, phase: str, message: str) -> list[str]:

@@ -119,6 +119,17 @@ def test_one_receiver_that_refuses_stops_the_others_from_committing(run):
     assert (refusing[1], other[1]) == (0, None)  # the one that refused took no tensor: it serves what it served
 
 
+def spoil_norm(weights) -> None:
+    weights["norm"][3] = float("nan")
+
+
+def test_weights_that_are_not_finite_are_refused_before_they_leave(run):
+    (at_sender, _), *received = run(partial(push, tamper=spoil_norm), pull, pull)
+    assert str(at_sender) == "weight sync 1: norm holds values that are not finite"
+    said = f"weight sync 1: the sender gave up: {at_sender}"
+    assert [(str(error), version) for error, version in received] == 2 * [(said, 0)]
+
+
 def fail() -> None:
     raise OSError("no such shard")
 

@@ -1,6 +1,8 @@
 """What is of shared memory alone."""
 
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,25 @@ def test_ends_on_different_hosts_are_told_to_use_something_else(tmp_path):
     at_sender, at_receiver = run_ends([join_and_fail, join_from_another_host], tmp_path)
     assert at_sender == at_receiver
     assert at_sender.startswith("shared memory connects processes of one host, but the sender is on ")
+
+
+def connect_and_say_nothing(address, rank, **_):
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.connect(address)
+    return {0: peer}
+
+
+def join_without_a_word(join):
+    module._connect = connect_and_say_nothing
+    return join_in_vain(join, timeout_seconds=4)  # the connection stays open for longer than the sender waits
+
+
+def join_in_vain(join, timeout_seconds=1):
+    with pytest.raises(MediumError) as caught:
+        join(SharedMemoryMedium, timeout=timedelta(seconds=timeout_seconds))
+    return str(caught.value)
+
+
+def test_an_end_that_connects_and_says_nothing_is_named_within_the_timeout(tmp_path):
+    at_sender, _ = run_ends([join_in_vain, join_without_a_word], tmp_path)
+    assert at_sender == "joining shared memory: receiver 1 did not connect (timed out)"
