@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -24,13 +24,14 @@ class Config(BaseModel):
 
         Args:
             path: the YAML file; None starts from the defaults.
-            overrides: `key.path=value`, the value in YAML syntax; later ones win.
+            overrides: `key.path=value`, the value in YAML syntax; later ones win. A key below a name that stands for
+                its defaults (`placement: split`) is added to it.
         Raises:
             ConfigError: lists every problem at once: key path, what was given, what is allowed, the nearest name.
         """
         tree = _read_yaml(Path(path)) if path is not None else {}
         for override in overrides:
-            _apply_override(tree, override)
+            _apply_override(cls, tree, override)
         return cls.parse(tree, origin=str(path) if path is not None else "the command line")
 
     @classmethod
@@ -91,7 +92,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. trainer.total_steps=20')
@@ -101,9 +102,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f'override "{override}": the value is not valid YAML; quote it') from None
     *parents, leaf = key.split(".")
     node = tree
-    for parent in parents:
+    for depth, parent in enumerate(parents, start=1):
         if node.get(parent) is None:  # absent, or a group whose keys are all commented out
             node[parent] = {}
+        _, alternatives = _place(cls, tuple(parents[:depth]))
+        if isinstance(node[parent], str) and node[parent] in _tags(alternatives):  # the name stands for its defaults
+            node[parent] = {cast(type[Choice], alternatives[0]).tag: node[parent]}
         node = node[parent]
         if not isinstance(node, dict):
             given = f"{parent}={node}"

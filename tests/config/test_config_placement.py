@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.config import Colocated, ConfigError, RolloutConfig, Split
+from shardwise.config import AlgorithmConfig, Colocated, ConfigError, RolloutConfig, Split
 
 
 def rollout(**keys):
@@ -33,3 +33,16 @@ def test_staleness_needs_ranks_that_only_sample():
 def test_what_means_nothing_is_named(keys, message):
     with pytest.raises(ConfigError, match=message):
         rollout(**keys)
+
+
+def test_an_override_adds_a_key_to_what_the_file_names_alone(tmp_path):
+    """So it is for a function's name too."""
+    path = tmp_path / "config.yaml"
+    path.write_text("placement: split\nengine: embedded\n")
+    loaded = RolloutConfig.load(path, ["placement.num_ranks=2", "engine.compile_decode=true"])
+    assert loaded.placement == Split(num_ranks=2)
+    assert loaded.engine.compile_decode
+    path.write_text("policy_loss: gspo\n")
+    assert AlgorithmConfig.load(path, ["policy_loss.clip_low=0.1"]).policy_loss.clip_low == 0.1
+    with pytest.raises(ConfigError, match="num_rank"):
+        RolloutConfig.load(None, ["placement=split", "placement.num_rank=2"])
