@@ -16,7 +16,8 @@ class EmbeddedRollout(Choice):
     processes. The name alone stands for the defaults."""
     compile_decode: bool = False
     """torch.compile the forward pass of a decode step, attention excepted. The first batch is slow, later ones are
-    faster; on a CPU it needs a C++ compiler. Tokens and logprobs stay the same but for rounding."""
+    faster; on a CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the
+    same but for rounding."""
 
 
 class VllmRollout(Choice):

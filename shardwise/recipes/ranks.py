@@ -67,7 +67,7 @@ class _Background:
         self._thread.start()
 
     def result(self) -> list[Any]:
-        """Waits for: the call. Raises what it raised."""
+        """Waits for: the call. Unblocked by: the deadlines of the group that it calls. Raises what it raised."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure

@@ -76,7 +76,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             with run.spans("rollout"):
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
-            validates = held_out and run.should_validate(step)
+            validates = bool(held_out) and run.should_validate(step)
             if validates or pipeline.takes_weights():
                 with _serving(pipeline, step, run.spans):
                     with run.spans("sync"):
