@@ -12,14 +12,16 @@ from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.export import export_folder
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.names import plain_name
 from shardwise.engine.offload import HostCopies, Part
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import gathered
+from shardwise.engine.shards import gathered, local_shard
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
@@ -31,8 +33,9 @@ LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metric
 class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
-    Every method is collective: all ranks of the mesh call it with the same number of micro-batches. Ranks that share
-    sequences (engine.ulysses_size) are given the same batches and return the same results.
+    Every method but `nonfinite_tensors` is collective: all ranks of the mesh call it with the same number of
+    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches and return the same
+    results.
     """
 
     def __init__(
@@ -256,6 +259,16 @@ class TrainEngine:
     def export_hf(self, path: Path, tokenizer: Any) -> None:
         """Writes a folder that `from_pretrained` loads, in the compute dtype, adapters merged."""
         export_folder(self._model.hf_model, tokenizer, path, self._compute_dtype)
+
+    @torch.no_grad()
+    def nonfinite_tensors(self) -> list[str]:
+        """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
+        infinity."""
+        tensors = {plain_name(name): weight for name, weight in self._model.hf_model.named_parameters()}
+        if self._optimizer is not None and self._optimizer.has_named_states:
+            states = self._optimizer.named_tensors().items()
+            tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
+        return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
     def save_state(self, folder: Path) -> None:
         """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""

@@ -1,19 +1,25 @@
 """What every training run does around its steps: the output folder, logs, progress, checkpoints, going on from one."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, TrainingConfig
+from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, find_start, write_run
+from shardwise.recipes.retention import Reported, after_saving
+from shardwise.recipes.save_checks import check_before_saving
+from shardwise.recipes.save_policy import SavePolicy
 from shardwise.recipes.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
@@ -54,6 +60,7 @@ class Run:
             parts: what else they hold the state of, by name.
         Raises:
             ConfigError: trainer.resume names no checkpoint, or the config is another one than that was trained with.
+            ModelError: no checkpoint is whole, or the newest is not and trainer.resume_fallback=fail.
         """
         self._engines = engines
         self._parts = parts
@@ -68,6 +75,8 @@ class Run:
         self.spans = Spans()
         self._step_start = 0.0
         self._newest: Path | None = None
+        self._saving = SavePolicy(self._trainer)
+        self._reported = Reported()
 
     @property
     def first_step(self) -> int:
@@ -88,9 +97,11 @@ class Run:
         if self._is_finished:
             print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
             return self
-        self._restore()
-        self._prepare_folder()
         with ExitStack() as stack:
+            stack.enter_context(writer_lock(self.output_dir))
+            self._start = find_start(self._config, verify=self._verify)
+            self._restore()
+            self._prepare_folder()
             log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)
             self._log = stack.enter_context(log)
             self._announce()
@@ -106,12 +117,18 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
-        last step."""
+        last step.
+
+        Raises:
+            ExportError, NotFiniteError: a checkpoint could not be saved, and trainer.on_save_error=stop or it is the
+                last one. ConfigError: the metric of trainer.keep_best is never reported.
+        """
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
             yield step
             if self._is_due(self._trainer.save_every_steps, step):
-                self._save(step)
+                self._saving.save(partial(self._save, step))
+        self._saving.require_last_saved()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -122,7 +139,10 @@ class Run:
         seconds = time.perf_counter() - self._step_start
         values = {name: value.result() for name, value in metrics.items()}
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        if self._saving.num_failures:
+            performance["save/failures"] = self._saving.num_failures
         self._log.log(step, values, performance)
+        self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
@@ -133,11 +153,16 @@ class Run:
         """Brings engines and parts to where the checkpoint was."""
         if self._start is None:
             return
-        self._group.call("verify_files", str(self._start.checkpoint))
         for name, part in self._parts.items():
             part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
             engine.load_state(_state_folder(self._start.checkpoint, engine))
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Raises ModelError: a file of the checkpoint is damaged."""
+        damage, *_ = self._group.call("verify_files", str(checkpoint))
+        if damage is not None:
+            raise ModelError(damage)
 
     def _prepare_folder(self) -> None:
         try:
@@ -145,6 +170,8 @@ class Run:
             remove_leftovers(self.output_dir)
             for path in self._left_by_others():
                 move_aside(path)
+            if self.last_logged_step is not None:
+                write_latest(self.output_dir, self.last_logged_step)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
@@ -162,6 +189,8 @@ class Run:
         steps = f"{self._total_steps} {'step' if self._total_steps == 1 else 'steps'}"
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
+            for damage in self._start.damage:
+                print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
             print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:
@@ -172,6 +201,7 @@ class Run:
         )
 
     def _save(self, step: int) -> None:
+        check_before_saving(self.output_dir, self._engines.values(), self._trainer)
         with self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
             for name, engine in self._engines.items():
                 engine.save(str(folder / name))
@@ -180,8 +210,10 @@ class Run:
                     engine.save_state(_state_folder(folder, engine))
                 parts = {name: part.state_dict() for name, part in self._parts.items()}
                 write_run(folder, self._config, step=step, parts=parts)
-            write_manifest(folder, self._group.call("hash_files", str(folder)), step=step)
+            hashes = self._group.call("hash_files", str(folder))
+            write_manifest(folder, hashes, step=step, metrics=self._reported.newest)
         self._newest = step_folder(self.output_dir, step)
+        after_saving(self.output_dir, step, self._trainer, self._reported)
 
     @property
     def _group(self) -> WorkerGroup:

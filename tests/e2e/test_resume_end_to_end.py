@@ -71,7 +71,7 @@ def stop_after(run: Path, step: int, target: Path) -> Path:
     """What a process that was killed after `step`, and a bit further, leaves: logs of later steps, half a line at their
     end, half a checkpoint."""
     shutil.copytree(run, target)
-    for folder in (target / "checkpoints").iterdir():
+    for folder in (target / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
     for name in (*LOGS, "performance.jsonl"):
@@ -96,7 +96,7 @@ def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
         assert files
         for file in files:
             assert (found / file.relative_to(expected)).read_bytes() == file.read_bytes(), file.name
-    assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6"}
+    assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6", "latest"}
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_going_back_to_an_older_checkpoint_moves_the_newer_ones_aside(sft_run, a
     done = command("sft", *rows_options(assets, run), f"trainer.resume={run / 'checkpoints' / 'step_2'}")
     assert done.code == 0, done.err
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
-        *("step_2", "step_4", "step_6", "step_4.1", "step_6.1"),
+        *("step_2", "step_4", "step_6", "step_4.1", "step_6.1", "latest"),
     }
 
 
