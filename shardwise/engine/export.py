@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from shardwise.engine.shards import gathered
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""
+_IN_RUST = re.compile(r"\(os error \d+\)$")
+"""How the message of a plain Exception ends that tokenizers makes of an error of the file system."""
 
 
 @torch.no_grad()
@@ -91,7 +94,9 @@ def fsync_folder(folder: Path) -> None:
 def named_failures(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not _IN_RUST.search(str(error)):
+            raise
         raise ExportError(
             f"{folder} cannot be written: {error}; free space there, or choose a folder that every rank can write to"
         ) from None

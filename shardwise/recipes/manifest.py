@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from shardwise.config import ExportError, ModelError
-from shardwise.engine import named_failures, raised_on_every_rank
+from shardwise.config import ModelError
+from shardwise.engine import raised_on_every_rank
 from shardwise.engine.state_files import INDEX, StateIndex, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
@@ -47,16 +47,11 @@ class Manifest:
 
 
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Collective. By the path in the checkpoint, of this rank's share of the files, so that the ranks together read
-    each once.
+    """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
 
-    Shards of a training state are left out: the index beside them holds the hashes of their tensors.
-
-    Raises:
-        ExportError: on every rank: a file cannot be read.
+    Shards of a training state are left out: the index beside them holds the hashes of their tensors. Raises OSError.
     """
-    with raised_on_every_rank(ExportError), named_failures(checkpoint):
-        return {name: asdict(FileRecord.of(checkpoint / name)) for name in _share(_files(checkpoint))}
+    return {name: asdict(FileRecord.of(checkpoint / name)) for name in _share(_files(checkpoint))}
 
 
 def write_manifest(

@@ -127,7 +127,8 @@ class Run:
             self._step_start = time.perf_counter()
             yield step
             if self._is_due(self._trainer.save_every_steps, step):
-                self._saving.save(partial(self._save, step))
+                with self._saving.tolerate():
+                    self._saving.retry(step, partial(self._save, step))
         self._saving.require_last_saved()
 
     def should_validate(self, step: int) -> bool:

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shardwise.config import ExportError, NotFiniteError, TrainerConfig
 
@@ -19,37 +20,43 @@ class SavePolicy:
         self.num_failures = 0
         """Checkpoints that could not be saved so far."""
 
-    def save(self, attempt: Callable[[], None]) -> None:
-        """Calls `attempt`, which saves a checkpoint or leaves nothing of it.
+    def retry(self, step: int, attempt: Callable[[], None]) -> None:
+        """Calls `attempt`, which saves the checkpoint of a step or leaves nothing of it, until it succeeds or
+        trainer.save_retries are used up. What is not finite stays so and is not tried again.
 
         Raises:
-            ExportError, NotFiniteError: as the last attempt, where trainer.on_save_error=stop.
+            ExportError, NotFiniteError: as the last attempt; names the step.
         """
+        for number in range(self._trainer.save_retries + 1):
+            try:
+                attempt()
+                self._failure = None
+                return
+            except (ExportError, NotFiniteError) as error:
+                failure = type(error)(f"the checkpoint of step {step} was not saved: {error}")
+                if number == self._trainer.save_retries or isinstance(error, NotFiniteError):
+                    raise failure from None
+                pause = _PAUSE_SECONDS * 2**number
+                _warn(f"{failure}. Trying again in {pause:.0f} s")
+                time.sleep(pause)
+
+    @contextmanager
+    def tolerate(self) -> Iterator[None]:
+        """Raises what its body raises, unless that is a failed save and trainer.on_save_error=continue: that is told and
+        counted."""
         try:
-            self._try(attempt)
-            self._failure = None
+            yield
         except (ExportError, NotFiniteError) as error:
             if self._trainer.on_save_error == "stop":
                 raise
             self._failure = error
             self.num_failures += 1
-            _warn(f"{error}. Training goes on without this checkpoint (trainer.on_save_error=continue)")
+            _warn(f"{error}. Training goes on (trainer.on_save_error=continue)")
 
     def require_last_saved(self) -> None:
         """Raises what kept the last checkpoint from being saved."""
         if self._failure is not None:
-            reason = f"all steps are done, but their last checkpoint could not be saved: {self._failure}"
-            raise type(self._failure)(reason)
-
-    def _try(self, attempt: Callable[[], None]) -> None:
-        for number in range(self._trainer.save_retries):
-            try:
-                return attempt()
-            except ExportError as error:
-                pause = _PAUSE_SECONDS * 2**number
-                _warn(f"{error}. Trying again in {pause:.0f} s")
-                time.sleep(pause)
-        return attempt()
+            raise type(self._failure)(f"all steps are done, but {self._failure}")
 
 
 def _warn(text: str) -> None:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from shardwise.config import (
     EmbeddedRollout,
     EngineConfig,
+    ExportError,
     FrozenEngineConfig,
     GenerationConfig,
     ModelConfig,
@@ -20,7 +21,7 @@ from shardwise.config import (
     VllmRollout,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
+from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
@@ -230,8 +231,10 @@ class Worker:
         self._take_device(role, "params", "optimizer").engine.load_state(Path(folder))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
-        """Of this rank's share of a checkpoint's files, for its manifest."""
-        return hash_share(Path(checkpoint))
+        """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
+        read."""
+        with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
+            return hash_share(Path(checkpoint))
 
     def verify_files(self, checkpoint: str) -> str | None:
         """Compares this rank's share of a checkpoint's files with what was written. Returns what is damaged, the same

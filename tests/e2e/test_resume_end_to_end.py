@@ -306,6 +306,24 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_nothing_starts(sft_run, ass
     ]
 
 
+def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before_and_nothing_else(sft_run, assets, shell, tmp_path):
+    """The newest one has a flipped bit; the run ends with the bits of one that never met it."""
+    run = stop_after(sft_run, 4, tmp_path / "run")
+    damaged = run / "checkpoints" / "step_4" / "state" / "policy" / "rank_1.safetensors"
+    whole = damaged.read_bytes()
+    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+    damaged.write_bytes(flipped)
+    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, run), timeout=240)
+    assert done.code == 0, done.err
+    assert f"{damaged} is damaged: " in done.err
+    assert "that checkpoint is passed over and kept aside" in done.err
+    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    aside = run / "checkpoints" / "step_4.1"
+    assert (aside / "state" / "policy" / "rank_1.safetensors").read_bytes() == flipped
+    shutil.rmtree(aside)
+    assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
+
+
 def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command, metrics_of, tmp_path):
     options = [*rows_options(assets, tmp_path / "run"), "trainer.save_state=false", "trainer.total_steps=1"]
     for _ in range(2):

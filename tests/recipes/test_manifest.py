@@ -66,7 +66,7 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
     )
     (copies[4] / "state" / "policy" / "rank_1.safetensors").unlink()
     shard = copies[5] / "state" / "policy" / "rank_0.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     first, second = run_ranks(verified, 2, copies)
     assert first == second
     assert first[0] is None
