@@ -42,7 +42,8 @@ class TrainerConfig(OptimizerConfig):
     """What a checkpoint that cannot be saved does to the run. continue trains on, and the next save tries again; the
     run still fails at its end if its last checkpoint could not be saved."""
     save_retries: Annotated[int, Field(ge=0)] = 1
-    """How often a save that failed is tried again at once. One that holds NaN or infinities is not."""
+    """How often a save that failed is tried again, after 1 s, 2 s and so on. One that would hold NaN or infinities is
+    not."""
     save_state: bool = True
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""

@@ -42,8 +42,8 @@ class SavePolicy:
 
     @contextmanager
     def tolerate(self) -> Iterator[None]:
-        """Raises what its body raises, unless that is a failed save and trainer.on_save_error=continue: that is told and
-        counted."""
+        """Raises what its body raises, unless that is a failed save and trainer.on_save_error=continue, which is told
+        and counted."""
         try:
             yield
         except (ExportError, NotFiniteError) as error:
