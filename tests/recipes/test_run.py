@@ -194,6 +194,31 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_pa
     assert run_of(tmp_path, save_every_steps=2).first_step == 3
 
 
+def test_the_best_checkpoint_stays_through_a_restart_until_a_better_one_comes(tmp_path, run_of):
+    """Losses 3, 1, 2, then a restart, 4, 0.5, 5."""
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 0.5, 6: 5.0}
+    kept = {}
+    keys = {"save_every_steps": 1, "keep_last": 1, "keep_best": {"metric": "train/loss", "mode": "min"}}
+    for last_step in (3, 6):
+        with run_of(tmp_path, total_steps=6, **keys) as run:
+            for step in run.steps():
+                kept[step - 1] = steps_saved(tmp_path)
+                if step > last_step:
+                    break
+                run.report(step, {"train/loss": MetricValue.sum(losses[step])}, num_tokens=1)
+    kept[6] = steps_saved(tmp_path)
+    expected = {0: [], 1: [1], 2: [2], 3: [2, 3], 4: [2, 4], 5: [5], 6: [5, 6]}
+    assert kept == {step: {f"step_{number}" for number in numbers} for step, numbers in expected.items()}
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_6\n"
+
+
+def test_a_metric_of_keep_best_that_is_never_reported_ends_the_run_after_its_first_checkpoint(tmp_path, run_of):
+    keys = {"save_every_steps": 2, "keep_last": 1, "keep_best": {"metric": "reward/maen", "mode": "max"}}
+    with pytest.raises(ConfigError, match=r"reward/maen is no metric of this run, which reports train/loss"):
+        run_to(run_of(tmp_path, **keys), 5)
+    assert steps_saved(tmp_path) == {"step_2"}
+
+
 def test_what_is_finished_is_not_loaded_again(tmp_path, fake_group, run_of, capsys):
     run_to(run_of(tmp_path), 5)
     group = group_of(fake_group)
