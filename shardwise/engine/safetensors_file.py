@@ -5,6 +5,7 @@ then kills the process, and mapped pages count as ours) and writes a file from t
 slice is read by plain reads, which fail with an exception, and a file is written tensor by tensor, in any order.
 """
 
+import ctypes
 import itertools
 import json
 import math
@@ -86,6 +87,12 @@ def differences(wanted: Mapping[str, object], stored: Mapping[str, object]) -> s
     )
 
 
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, which must outlive it. Seen through numpy, a storage could never be
+    resized again."""
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 class SafetensorsReader:
     """A file that is open for reading. The header is read and checked at once, tensors when they are asked for."""
 
@@ -118,7 +125,7 @@ class SafetensorsReader:
         result = torch.empty([part.stop - part.start for part in box], dtype=spec.dtype)
         if not result.numel():
             return result
-        target = result.reshape(-1).view(torch.uint8).numpy().data
+        target = host_bytes(result)
         done = 0
         try:
             for offset, num_bytes in _runs(spec, box):
@@ -198,8 +205,8 @@ class SafetensorsWriter:
         """Each name once, in any order; the tensor may lie on any device."""
         assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
         self._file.seek(self._offsets.pop(name))
-        if tensor.numel():
-            self._write_all(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        on_host = tensor.detach().cpu().contiguous()
+        self._write_all(host_bytes(on_host))
 
     def close(self) -> None:
         assert self.is_complete, f"{sorted(self._offsets)} were never written"

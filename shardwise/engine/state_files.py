@@ -76,7 +76,7 @@ class ShardFile:
         hashes = {}
         try:
             for name, tensor in tensors.items():
-                on_host = tensor.detach().to("cpu", copy=True).contiguous()  # numpy would keep a storage from resizing
+                on_host = tensor.detach().cpu().contiguous()
                 hashes[name] = tensor_hash(on_host)
                 writer.write(name, on_host)
             writer.close()

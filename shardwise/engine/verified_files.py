@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import xxhash
 from torch import Tensor
 
 from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import host_bytes
 from shardwise.observability import write_json_atomic
 
 _BLOCK_BYTES = 1 << 24
@@ -57,7 +57,7 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 def tensor_hash(tensor: Tensor) -> str:
     """xxh3 of the bytes of a contiguous tensor on the host."""
-    return bytes_hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return bytes_hash(host_bytes(tensor))
 
 
 def bytes_hash(data: bytes | memoryview) -> str:
