@@ -61,8 +61,8 @@ class StagedState:
     @classmethod
     @torch.no_grad()
     def of(cls, optimizer: ShardedOptimizer, buffers: StagingBuffers | None = None) -> Self:
-        """Collective. With `buffers` it is the state as it is now, whatever the optimizer does next; without, it must be
-        written before the next step."""
+        """Collective. With `buffers` it is the state as it is now, whatever the optimizer does next; without them it
+        must be written before the next step."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
         plans, rank = _agree(planner), dist.get_rank()

@@ -22,7 +22,7 @@ from shardwise.engine.model_folder import INDEX_NAME
 from shardwise.engine.runtime_state import buffer_names, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.shards import gathered
-from shardwise.engine.staging import StagingBuffers, HostShards
+from shardwise.engine.staging import HostShards, Links, StagingBuffers
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""
@@ -93,13 +93,13 @@ class StagedExport:
         return cls(plan, shards)
 
     @torch.no_grad()
-    def write(self, folder: Path, tokenizer: Callable[[], Any], group: dist.ProcessGroup) -> None:
-        """To be called on every rank, like a collective of `group`, which nothing else uses meanwhile. Writes this
-        rank's files into an existing folder, and on rank 0 the configs. Raises OSError."""
+    def write(self, folder: Path, tokenizer: Callable[[], Any], links: Links) -> None:
+        """To be called on every rank. Writes this rank's files into an existing folder, and on rank 0 the configs.
+        Raises OSError, but does its part of what the other ranks need."""
         writers = self._plan.writers(folder)
         for block in self._plan.blocks:
             for writer in self._plan.writing_ranks(block):
-                full = [self._shards.whole(name, writer, group) for name in block.runtime_names]
+                full = [self._shards.whole(name, writer, links) for name in block.runtime_names]
                 writers.write(block, [tensor for tensor in full if tensor is not None])
         writers.finish()
         if self._plan.rank == 0:

@@ -88,8 +88,8 @@ def differences(wanted: Mapping[str, object], stored: Mapping[str, object]) -> s
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, which must outlive it. Seen through numpy, a storage could never be
-    resized again."""
+    """The memory of a contiguous tensor on the host, which has to outlive it. (A storage that numpy has seen can never
+    be resized again.)"""
     return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

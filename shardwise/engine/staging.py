@@ -1,6 +1,7 @@
 """What a checkpoint is written from while training goes on: this rank's shards, copied to host memory."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,16 @@ from shardwise.engine.shards import RowSharding, local_shard
 
 _TAG = 1
 """Of shards on their way, beside the commands that travel over the same connections."""
+
+
+class Links(Protocol):
+    """Connections from every rank to every other, such as a ProcessGroupGloo of its own, under the ranks' numbers."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to send one tensor."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to receive one tensor."""
 
 
 class StagingBuffers:
@@ -54,9 +65,9 @@ class HostShards:
         copy = self._buffers.copy(name, local_shard(tensor).to(dtype))
         self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
 
-    def whole(self, name: str, writer: int, group: dist.ProcessGroup) -> Tensor | None:
-        """To be called on every rank, like a collective of `group` (gloo, of all ranks). The full tensor on rank
-        `writer`, None elsewhere. Each other rank that holds rows of the writer's replica sends them to it."""
+    def whole(self, name: str, writer: int, links: Links) -> Tensor | None:
+        """To be called on every rank, in the same order. The full tensor on rank `writer`, None elsewhere. Each
+        other rank that holds rows of the writer's replica sends them to it."""
         rows = self._rows[name]
         me = rows.ranks[rows.sharding.rank]
         if rows.ranks == [me]:
@@ -65,7 +76,7 @@ class HostShards:
             return None
         if me != writer:
             if rows.mine.numel():
-                group.send([rows.mine], writer, _TAG).wait()
+                links.send([rows.mine], writer, _TAG).wait()
             return None
         full = torch.empty(rows.shape, dtype=rows.mine.dtype)
         sizes = [rows.sharding.num_rows(rows.shape[0], place) for place in range(len(rows.ranks))]
@@ -74,7 +85,7 @@ class HostShards:
             if rank == me:
                 part.copy_(rows.mine)
             elif part.numel():
-                arriving.append(group.recv([part], rank, _TAG))
+                arriving.append(links.recv([part], rank, _TAG))
         for work in arriving:
             work.wait()
         return full
