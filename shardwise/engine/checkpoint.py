@@ -94,8 +94,7 @@ def load_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     """
     with raised_on_every_rank(ModelError):
         index = StateIndex.read(folder)
-        for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:  # together all of them
-            index.files[name].verify(folder / name)
+        verify_files(index, folder)
         optimizer.check_numbers(index.numbers)
         _require_same(folder, optimizer.named_tensors(), index, only=MASTER)
     optimizer.create_states({name.partition("/")[2] for name in index.specs if not name.startswith(MASTER)})
@@ -105,6 +104,12 @@ def load_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     with raised_on_every_rank(ModelError):
         _read_shards(tensors, index, folder)
     optimizer.load_numbers(index.numbers)
+
+
+def verify_files(index: StateIndex, folder: Path) -> None:
+    """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
+    for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:
+        index.files[name].verify(folder / name)
 
 
 def _agree(planner: DefaultSavePlanner) -> list[SavePlan]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +41,9 @@ DTYPE_NAMES = {
 """In the order of the format's own enumeration: tensors of later dtypes come first in a file."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES.values())}
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+
+BLOCK_BYTES = 1 << 20
+"""What fits a processor's cache, so that what one step has read another step need not fetch again."""
 
 Box = Sequence[slice]
 """Start and stop in every dimension."""
@@ -135,6 +138,18 @@ class SafetensorsReader:
             raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
         return result
 
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, block by block, each in the memory of the one before. Raises ModelError as `read`."""
+        spec, start = self._entries[name]
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, spec.nbytes)))
+        for offset in range(0, spec.nbytes, BLOCK_BYTES):
+            block = buffer[: spec.nbytes - offset]
+            try:
+                self._read_into(block, self._data_start + start + offset)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+            yield block
+
     def close(self) -> None:
         self._file.close()
 
@@ -201,12 +216,16 @@ class SafetensorsWriter:
     def is_complete(self) -> bool:
         return not self._offsets
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Each name once, in any order; the tensor may lie on any device."""
+    def write(self, name: str, tensor: Tensor, *, seen: Callable[[memoryview], object] = lambda block: None) -> None:
+        """Each name once, in any order; the tensor may lie on any device. `seen` gets every block of its bytes in turn,
+        while the block is in the processor's cache."""
         assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
         self._file.seek(self._offsets.pop(name))
         on_host = tensor.detach().cpu().contiguous()
-        self._write_all(host_bytes(on_host))
+        data = host_bytes(on_host)
+        for start in range(0, len(data), BLOCK_BYTES):
+            seen(data[start : start + BLOCK_BYTES])
+            self._write_all(data[start : start + BLOCK_BYTES])
 
     def close(self) -> None:
         assert self.is_complete, f"{sorted(self._offsets)} were never written"
@@ -220,7 +239,7 @@ class SafetensorsWriter:
     def _write_all(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         done = 0
-        while done < len(view):  # one call writes at most 2 GiB
+        while done < len(view):
             done += self._file.write(view[done:])
 
 

@@ -30,12 +30,13 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Of a plain tensor on any device; in page-locked memory where it comes from an accelerator."""
+    def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Of a plain tensor on any device, in its dtype or another; page-locked where it comes from an accelerator."""
+        dtype = dtype or tensor.dtype
         buffer = self._buffers.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, dtype):
             pinned = tensor.device.type != "cpu"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = buffer
         return buffer.copy_(tensor.detach())
 
@@ -62,7 +63,7 @@ class HostShards:
         """Copies this rank's shard of a tensor in a dtype, which `whole` gives back."""
         sharding = RowSharding.of(tensor)
         ranks = [dist.get_rank()] if sharding.group is None else dist.get_process_group_ranks(sharding.group)
-        copy = self._buffers.copy(name, local_shard(tensor).to(dtype))
+        copy = self._buffers.copy(name, local_shard(tensor), dtype)
         self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
 
     def whole(self, name: str, writer: int, links: Links) -> Tensor | None:

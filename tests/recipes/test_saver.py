@@ -69,7 +69,7 @@ def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
 
 
 def test_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
-    saver, group = make_saver()
+    saver, _ = make_saver()
     writers.may_write.clear()
     saver.save(1, {})
     threading.Timer(0.2, writers.may_write.set).start()
@@ -80,7 +80,7 @@ def test_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
 
 
 def test_a_failure_is_reported_at_the_next_step_and_leaves_nothing(tmp_path, make_saver, writers):
-    saver, group = make_saver()
+    saver, _ = make_saver()
     saver.save(1, {})
     saver.wait()
     writers.errors[1] = "disk full"
