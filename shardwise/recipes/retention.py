@@ -25,7 +25,7 @@ class Reported:
     def add(self, metrics: Mapping[str, float], *, validates: bool) -> None:
         """Of the next step, and whether it was to be validated."""
         self.newest = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._names |= metrics.keys()
+        self._names = self._names | metrics.keys()  # a new set: a save beside training may be reading the old one
         self._has_validated |= validates
 
     def require(self, metric: str) -> None:

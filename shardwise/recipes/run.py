@@ -3,22 +3,19 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders, write_latest
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.manifest import write_manifest
-from shardwise.recipes.resume import STATE, find_start, write_run
-from shardwise.recipes.retention import Reported, after_saving
-from shardwise.recipes.save_checks import check_before_saving
-from shardwise.recipes.save_policy import SavePolicy
-from shardwise.recipes.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.resume import find_start
+from shardwise.recipes.retention import Reported
+from shardwise.recipes.saver import Saver, state_subfolder
+from shardwise.recipes.saving import remove_leftovers
 from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
@@ -74,9 +71,8 @@ class Run:
         self.output_dir = Path(self._trainer.output_dir)
         self.spans = Spans()
         self._step_start = 0.0
-        self._newest: Path | None = None
-        self._saving = SavePolicy(self._trainer)
         self._reported = Reported()
+        self._saver = Saver(self.output_dir, config, engines, self._reported)
 
     @property
     def first_step(self) -> int:
@@ -111,9 +107,11 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with suppress(Exception):  # `steps` has raised what there was, unless something else came first
+            self._saver.wait()
         self._open.close()
-        if self._newest is not None:
-            print(f"{self._title}: saved {self._newest}", flush=True)
+        if self._saver.newest is not None:
+            print(f"{self._title}: saved {self._saver.newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
@@ -126,10 +124,11 @@ class Run:
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
             yield step
+            self._saver.check()
             if self._is_due(self._trainer.save_every_steps, step):
-                with self._saving.tolerate():
-                    self._saving.retry(step, partial(self._save, step))
-        self._saving.require_last_saved()
+                with self.spans("save"):
+                    self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
+        self._saver.finish()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -140,8 +139,8 @@ class Run:
         seconds = time.perf_counter() - self._step_start
         values = {name: value.result() for name, value in metrics.items()}
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
-        if self._saving.num_failures:
-            performance["save/failures"] = self._saving.num_failures
+        if self._saver.num_failures:
+            performance["save/failures"] = self._saver.num_failures
         self._log.log(step, values, performance)
         self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
@@ -157,7 +156,7 @@ class Run:
         for name, part in self._parts.items():
             part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
-            engine.load_state(_state_folder(self._start.checkpoint, engine))
+            engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
 
     def _verify(self, checkpoint: Path) -> None:
         """Raises ModelError: a file of the checkpoint is damaged."""
@@ -201,25 +200,6 @@ class Run:
             "trainer.total_steps goes on from it, trainer.resume=never starts anew and moves it aside"
         )
 
-    def _save(self, step: int) -> None:
-        check_before_saving(self.output_dir, self._engines.values(), self._trainer)
-        with self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
-            for name, engine in self._engines.items():
-                engine.save(str(folder / name))
-            if self._trainer.save_state:
-                for engine in self._engines.values():
-                    engine.save_state(_state_folder(folder, engine))
-                parts = {name: part.state_dict() for name, part in self._parts.items()}
-                write_run(folder, self._config, step=step, parts=parts)
-            hashes = self._group.call("hash_files", str(folder))
-            write_manifest(folder, hashes, step=step, metrics=self._reported.newest)
-        self._newest = step_folder(self.output_dir, step)
-        after_saving(self.output_dir, step, self._trainer, self._reported)
-
     @property
     def _group(self) -> WorkerGroup:
         return self._engines[""].group
-
-
-def _state_folder(checkpoint: Path, engine: RemoteEngine) -> str:
-    return str(checkpoint / STATE / engine.role.replace(" ", "_"))

@@ -21,7 +21,7 @@ class SavePolicy:
         """Checkpoints that could not be saved so far."""
 
     def retry(self, step: int, attempt: Callable[[], None]) -> None:
-        """Calls `attempt`, which saves the checkpoint of a step or leaves nothing of it, until it succeeds or
+        """Calls `attempt`, a part of saving a step's checkpoint that leaves nothing when it fails, until it succeeds or
         trainer.save_retries are used up. What is not finite stays so and is not tried again.
 
         Raises:
@@ -30,7 +30,6 @@ class SavePolicy:
         for number in range(self._trainer.save_retries + 1):
             try:
                 attempt()
-                self._failure = None
                 return
             except (ExportError, NotFiniteError) as error:
                 failure = type(error)(f"the checkpoint of step {step} was not saved: {error}")
@@ -39,6 +38,10 @@ class SavePolicy:
                 pause = _PAUSE_SECONDS * 2**number
                 _warn(f"{failure}. Trying again in {pause:.0f} s")
                 time.sleep(pause)
+
+    def note_saved(self) -> None:
+        """A checkpoint is there that is newer than what failed."""
+        self._failure = None
 
     @contextmanager
     def tolerate(self) -> Iterator[None]:

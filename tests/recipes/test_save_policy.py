@@ -29,6 +29,7 @@ def policy(**keys) -> SavePolicy:
 def save(saving, disk):
     with saving.tolerate():
         saving.retry(4, disk.save)
+        saving.note_saved()
 
 
 @pytest.fixture
