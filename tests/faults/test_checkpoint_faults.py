@@ -216,8 +216,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_keeps_the_damaged_one_asid
     damaged = run / NEWEST / "state" / "policy" / "rank_0.safetensors"
     damaged.write_bytes(flipped(damaged.read_bytes(), 5000, 0))
     (run / "checkpoints" / "latest").write_text("nonsense")
-    latest_of = partial(note_latest, str(run))
-    (steps, error, said), _ = run_ranks(run_steps, 2, str(run), str(model_folder), latest_of)
+    (steps, error, said), _ = run_ranks(run_steps, 2, str(run), str(model_folder), note_latest)
     assert (steps, error) == ([3, 4, 5, 6], None)
     assert re.fullmatch(rf"warning: rank [01]: {damaged} is damaged: .*that checkpoint is passed over and .*\n", said)
     assert names(run) == {"step_2", "step_4", "step_4.1", "step_6", "latest"}
@@ -227,9 +226,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_keeps_the_damaged_one_asid
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def note_latest(run, step, _worker, folder):
+def note_latest(step, _worker, run):
     if step == 3:
-        (folder / "step 3").write_text((folder / "checkpoints" / "latest").read_text())
+        (run.output_dir / "step 3").write_text((run.output_dir / "checkpoints" / "latest").read_text())
 
 
 def test_f23_a_second_run_in_the_folder_is_refused_and_touches_nothing(run_ranks, run, model_folder):
@@ -273,16 +272,18 @@ NUM_FILES = 14
 
 
 def small_disk(step, _worker, run):
-    """In step 2 there is room for no file, in each later step for one more."""
-    allow_files(run.parent, 1000 if step == 1 or step > NUM_FILES + 1 else step - 2)
+    """For the checkpoint of step 2 there is room for no file, for each later one for one more."""
+    run._saver.wait()
+    allow_files(run.output_dir.parent, 1000 if step == 1 or step > NUM_FILES + 1 else step - 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "async_save"), [(1, False), (2, False), (2, True)])
 def test_f20_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_older_checkpoints_and_the_run_goes_on(
-    run_ranks, model_folder, disk, world_size
+    run_ranks, model_folder, disk, world_size, async_save
 ):
     run = disk / "run"
-    policy = {"on_save_error": "continue", "save_every_steps": 1, "total_steps": NUM_FILES + 3}
+    policy = {"on_save_error": "continue", "save_every_steps": 1, "async_save": async_save}
+    policy["total_steps"] = NUM_FILES + 3
     ended = run_ranks(partial(run_steps, **policy), world_size, str(run), str(model_folder), small_disk)
     steps, error, said = ended[0]
     assert (steps, error) == (list(range(1, NUM_FILES + 4)), None)
@@ -302,7 +303,8 @@ def test_f20_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_older_checkpo
 def fill(step, _worker, run):
     """Takes all but 50 KB after step 3."""
     if step == 3:
-        (run.parent / "filler").write_bytes(bytes(shutil.disk_usage(run).free - 50_000))
+        filler = run.output_dir.parent / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(filler.parent).free - 50_000))
 
 
 def test_f20_too_little_space_is_found_before_a_byte_is_written(run_ranks, model_folder, disk):
@@ -318,10 +320,11 @@ def test_f20_too_little_space_is_found_before_a_byte_is_written(run_ranks, model
 def read_only(step, _worker, run):
     """After step 3 the disk of the checkpoints takes no more writes."""
     if step == 1:
-        (run / "checkpoints").mkdir()
-        subprocess.run(["mount", "--bind", str(run.parent / "disk"), str(run / "checkpoints")], check=True)
+        (run.output_dir / "checkpoints").mkdir()
+        disk = run.output_dir.parent / "disk"
+        subprocess.run(["mount", "--bind", str(disk), str(run.output_dir / "checkpoints")], check=True)
     if step == 3:
-        remount(run / "checkpoints", "bind,ro")
+        remount(run.output_dir / "checkpoints", "bind,ro")
 
 
 def test_f21_a_read_only_disk_ends_the_run_with_its_name_and_the_checkpoints_stay(run_ranks, model_folder, disk):
