@@ -1,6 +1,7 @@
 """The command `shardwise`. Checks everything that can be checked without torch, then starts the ranks.
 
-Exit codes: 0 done, 1 the run failed, 2 a mistake in what was given, 130 interrupted.
+Exit codes: 0 done, 1 the run failed (replay: what was recorded did not happen again), 2 a mistake in what was given,
+130 interrupted.
 """
 
 import argparse
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _generate(options)
             case "export":
                 return _export(options, arguments)
+            case "replay":
+                return _replay(options)
             case _:
                 print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
@@ -111,6 +114,12 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     return run_export(
         source=options.source, target=options.target, dtype=options.dtype, max_shard_size=options.max_shard_size
     )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from shardwise.recipes.entry import run_replay
+
+    return run_replay(bundle=options.bundle, micro_batch=options.micro_batch)
 
 
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
@@ -185,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
     )
     _add_nproc(export, default=1)
+    replay = commands.add_parser("replay", help="run an optimizer step again that was skipped, and name what went bad")
+    replay.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
+    replay.add_argument("--micro-batch", type=int, metavar="K", help="only the K-th, from 0, of every rank")
     schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
     schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
     schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")

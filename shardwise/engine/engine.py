@@ -16,8 +16,8 @@ from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
-from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
+from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import gathered

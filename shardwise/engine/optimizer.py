@@ -206,8 +206,8 @@ class ShardedOptimizer:
             raise TrainingError(
                 f"the gradient norm was {norm} in {self._num_nonfinite_in_a_row} optimizer steps in a row "
                 f"(trainer.max_nonfinite_steps={self._config.max_nonfinite_steps}); no weight was changed by them. "
-                "Lower trainer.learning_rate, or look with `shardwise replay` at what trainer.output_dir/nonfinite keeps "
-                "of the first of them"
+                "Lower trainer.learning_rate, or look with `shardwise replay` at the first of them, which is kept in "
+                "nonfinite/ of trainer.output_dir"
             )
 
 
