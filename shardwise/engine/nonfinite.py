@@ -136,7 +136,8 @@ def watched(model: ScoringModel) -> Iterator[FaultWatch]:
     """Inside it every module's outputs, and the gradients of its outputs and inputs, are looked at, which waits for the
     device each time. Compiled layers are computed operation by operation, so that the modules in them are seen.
 
-    What a module computes stays as it is, bit for bit.
+    What modules compute stays as it is, bit for bit. Where several take the same tensor, its gradient may be summed in
+    another order.
     """
     watch = FaultWatch(model)
     with ExitStack() as stack:

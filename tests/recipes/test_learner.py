@@ -46,7 +46,7 @@ class Trained:
     def __init__(self, ref_kl=0.0):
         self.ref_kl = ref_kl
 
-    def __call__(self, rank, batches, denominators, role):
+    def __call__(self, rank, batches, denominators, role, *_):
         loss = {"train/loss": MetricValue.sum(2.0 if role == "policy" else 3.0)}
         if role == "critic":
             return loss | {"critic/value": MetricValue.mean(1.0, 1)}
