@@ -235,19 +235,20 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -
     poison [] of every rank: 0, or NaN."""
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum()
+    shard_groups: list[dist.ProcessGroup] = []
     first = parameters[0]
     if isinstance(first, DTensor):
         mesh = first.device_mesh
         square = square.to(mesh.device_type)  # gradients may be in host memory (CPU offload)
-        axes = {axis: isinstance(placement, Shard) for axis, placement in enumerate(first.placements)}
-        if poison is not None:
-            for axis in (axis for axis, shards in axes.items() if not shards):
+        for axis, placement in enumerate(first.placements):
+            if isinstance(placement, Shard):
+                shard_groups.append(mesh.get_group(axis))
+            elif poison is not None:
                 dist.all_reduce(poison, group=mesh.get_group(axis))
-            square = square + poison
-        for axis in (axis for axis, shards in axes.items() if shards):
-            dist.all_reduce(square, group=mesh.get_group(axis))
-    elif poison is not None:
+    if poison is not None:
         square = square + poison
+    for group in shard_groups:
+        dist.all_reduce(square, group=group)
     return square
 
 

@@ -1,6 +1,7 @@
 """Runs an optimizer step again that was skipped, on one process, and compares what happens with what was recorded."""
 
 import bisect
+import json
 import math
 from collections.abc import Iterator, Sequence
 
@@ -127,19 +128,15 @@ def _report(
 
 def _rows(bundle: Bundle, tokens: TokenBatch, fault: Fault) -> Iterator[str]:
     """The row that the fault is in; all of the micro-batch where it is in none."""
-    starts = tokens.cu_seqlens.tolist()
-    rows = range(len(tokens.uids))
+    starts, rows = tokens.cu_seqlens.tolist(), range(len(tokens.uids))
     if fault.token is not None:
         rows = range(bisect.bisect_right(starts, fault.token) - 1, len(rows))[:1]
     tokenizer = _tokenizer(bundle)
     for row in rows[:MAX_SHOWN]:
-        tail = tokens.input_ids[starts[row] : starts[row + 1]][-TAIL_TOKENS:].tolist()
-        place = (
-            ""
-            if fault.token is None
-            else f", from token {fault.token - starts[row]} of {starts[row + 1] - starts[row]} on"
-        )
-        text = tail if tokenizer is None else repr(tokenizer.decode(tail))
+        start, stop = starts[row], starts[row + 1]
+        place = "" if fault.token is None else f", from token {fault.token - start} of {stop - start} on"
+        tail = tokens.input_ids[start:stop][-TAIL_TOKENS:].tolist()
+        text = tail if tokenizer is None else json.dumps(tokenizer.decode(tail), ensure_ascii=False)
         yield f"  row {tokens.uids[row]}{place}, ends in {text}"
 
 

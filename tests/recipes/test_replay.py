@@ -57,7 +57,7 @@ def test_the_row_is_shown_that_the_fault_is_in(model_folder, tmp_path, capsys):
         f"first in rank 0, micro-batch {bad.index}: forward: the output of model.embed_tokens has 0 NaN and 32 Inf"
         in out
     )
-    assert "  row rows.jsonl:1, from token 0 of 7 on, ends in '" in out
+    assert '  row rows.jsonl:1, from token 0 of 7 on, ends in "O&\'()*+"\n' in out
 
 
 def test_one_micro_batch_is_replayed_alone(model_folder, tmp_path, capsys):
