@@ -36,7 +36,7 @@ def replay(path: str, device: torch.device, *, micro_batch: int | None = None) -
     """
     bundle = Bundle.read(path)
     batches = _chosen(bundle, micro_batch)
-    found = _run(bundle, batches, device)
+    found = run_again(bundle, batches, device)
     met = sorted(
         ((batches[fault.micro_batch], fault) for fault in found.faults),
         key=lambda one: by_time(one[0].rank, one[0].index, one[1]),
@@ -61,7 +61,8 @@ def _chosen(bundle: Bundle, micro_batch: int | None) -> list[MicroBatch]:
     return [batch for batch in batches if batch.index == micro_batch]
 
 
-def _run(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.device) -> Diagnosis:
+def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.device) -> Diagnosis:
+    """Runs these micro-batches as their ranks did, one after the other."""
     source, loss = bundle.source(), bundle.step.loss.make()
     engine = source.build(device, optimizer=OptimizerConfig())  # it makes no update
     engine.load_numbers(bundle.step.numbers)
