@@ -44,7 +44,8 @@ def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[dist.get_rank()].items}
         if mine:
-            file = ShardFile.write(folder / shard_name(dist.get_rank()), mine)
+            specs = {name: TensorSpec.of(tensor) for name, tensor in mine.items()}
+            file = ShardFile.write(folder / shard_name(dist.get_rank()), specs, mine.items())
     files = all_gather_json(None if file is None else asdict(file))
     with raised_on_every_rank(ExportError), named_failures(folder):
         if dist.get_rank() == 0:
