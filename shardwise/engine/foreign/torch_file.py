@@ -123,11 +123,8 @@ class TorchFile:
             return torch.empty(spec.shape, dtype=spec.dtype)
         info = self._entries.get(f"data/{tensor.key}")
         last = tensor.offset + sum((size - 1) * stride for size, stride in zip(spec.shape, tensor.stride, strict=True))
-        if (
-            info is None
-            or info.compress_type != zipfile.ZIP_STORED
-            or (last + 1) * spec.dtype.itemsize > info.file_size
-        ):
+        num_stored = 0 if info is None or info.compress_type != zipfile.ZIP_STORED else info.file_size
+        if info is None or min(tensor.offset, *tensor.stride, 0) < 0 or (last + 1) * spec.dtype.itemsize > num_stored:
             raise ModelError(f"{self.path} is damaged: a tensor lies outside of its data; copy it again")
         try:
             with self.path.open("rb", buffering=0) as file:

@@ -247,8 +247,8 @@ def _dtensor_shards(origin: str, dtensor: dict[str, Any], mesh_sizes: list[int])
         offsets[dim], sizes[dim] = offsets[dim] + start, min(rows, sizes[dim] - start)
     if local.spec != TensorSpec(dtype, tuple(sizes)):
         raise ModelError(
-            f"{origin} is {local.spec}, and of {list(shape)} this rank should hold {list(sizes)}; the file is not of "
-            "the rank that its name says"
+            f"{origin} is {local.spec}, and among {math.prod(mesh_sizes)} ranks this one should hold {sizes} of "
+            f"{list(shape)}; bring back the files of one save, under the names that verl gave them"
         )
     return _Shards(TensorSpec(dtype, tuple(shape)), [Piece(tuple(offsets), tuple(sizes), local.read)])
 
