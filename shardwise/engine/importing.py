@@ -69,8 +69,8 @@ def find_weights(source: ShardedTensors, model: PreTrainedModel, *, prefix: str 
     hub = {name for block in export_blocks(model, runtime, torch.float32) for name in block.hub_tensors}
     wanted = runtime.keys() | hub
     backbone = {name.removeprefix(f"{model.base_model_prefix}.") for name in wanted}  # saved without its head
-    if prefix is None:
-        prefix = source.prefix_of(wanted) or source.prefix_of(backbone) or ""
+    candidates = [prefix] if prefix is not None else [source.prefix_of(wanted), source.prefix_of(backbone), ""]
+    prefix = next(candidate for candidate in candidates if candidate is not None)
     chosen = source.under(prefix)
     if not prefix:  # beside the model's tensors may stand an optimizer's
         groups = {name.partition(".")[0] for name in wanted | backbone}

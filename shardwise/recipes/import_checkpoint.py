@@ -62,8 +62,7 @@ def import_checkpoint(
     meta = on_meta(folder, getattr(torch, dtype))
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     check_vocabulary(tokenizer, meta.config.get_text_config().vocab_size)
-    weights = find_weights(found.tensors, meta, prefix=prefix)
-    _require_no_adapters(weights.weights)
+    weights = _find_weights(found, meta, prefix)
     print(f"{TITLE}: {_weights_text(weights)}", flush=True)
 
     def write(path: Path) -> None:
@@ -119,17 +118,26 @@ def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> P
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder / 'config.json'} is not a config of a transformers model: {reason}") from None
     return folder
 
 
-def _require_no_adapters(weights: ShardedTensors) -> None:
-    adapters = [name for name in weights.tensors if ".lora_A." in name]
+def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, prefix: str | None) -> FoundWeights:
+    """Raises ConfigError: the prefix does not fit; ModelError: what is there are adapters."""
+    adapters = [name for name in found.tensors.tensors if ".lora_A." in name]
     if adapters:
         raise ModelError(
-            f"{weights.folder} holds LoRA adapters ({adapters[0]}), which are not imported; merge them where they were "
+            f"{found.folder} holds LoRA adapters ({adapters[0]}), which are not imported; merge them where they were "
             "trained, or export them there as a peft adapter and merge that with `shardwise export`"
         )
+    if isinstance(found, DcpCheckpoint):
+        return find_weights(found.tensors, meta, prefix=prefix)
+    if prefix is not None:
+        raise ConfigError(
+            f"--prefix={prefix} has no effect on verl's files, which hold nothing but the model; remove it"
+        )
+    return FoundWeights("", found.tensors, [])
 
 
 def _weights_text(weights: FoundWeights) -> str:

@@ -13,7 +13,8 @@ pickled with its DTensors.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +33,10 @@ _RECORDS = (
     *(f"{module}.DTensor" for module in (_TENSOR, f"{_TENSOR}._api", "torch.distributed._tensor.api")),
     *(
         f"{module}.{name}"
-        for module in (f"{_TENSOR}._dtensor_spec", "torch.distributed._tensor.placement_types")
+        for module in (
+            f"{_TENSOR}._dtensor_spec",
+            *(f"torch.distributed._tensor.{m}" for m in ("_dtensor_spec", "placement_types")),
+        )
         for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
     ),
     *(
@@ -94,8 +98,9 @@ class VerlCheckpoint:
         files = _rank_files(folder, "model")
         config = _fsdp_config(folder, len(files))
         by_rank = [_state_dict(file) for file in files]
-        mesh = _Mesh.of(folder, by_rank)
-        return cls(folder, len(files), mesh.axes, _tensors(files, by_rank, mesh), config.get("FSDP_version"))
+        with _known_forms(folder):
+            mesh = _Mesh.of(folder, by_rank)
+            return cls(folder, len(files), mesh.axes, _tensors(files, by_rank, mesh), config.get("FSDP_version"))
 
     @property
     def has_optimizer(self) -> bool:
@@ -111,7 +116,8 @@ class VerlCheckpoint:
         """
         files = _rank_files(self.folder, "optim")
         by_rank = [_numbered_states(file, parameters) for file in files]
-        return dict(_tensors(files, by_rank, _Mesh(self.mesh)).tensors)
+        with _known_forms(self.folder):
+            return dict(_tensors(files, by_rank, _Mesh(self.mesh)).tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +144,26 @@ class _Mesh:
         return cls({str(name): size for name, size in zip(names, sizes, strict=True)})
 
 
+@contextmanager
+def _known_forms(folder: Path) -> Iterator[None]:
+    """Turns what records lack into a ModelError."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(
+            f"{folder} holds shards in a form that is not known ({type(error).__name__}: {error}); save them with "
+            "torch 2.2 or newer"
+        ) from None
+
+
 def _rank_files(folder: Path, part: str) -> list[Path]:
     """By rank. Raises ModelError: they are of several world sizes, or not there for every rank."""
     matches = [
         match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)) and match["part"] == part
     ]
     sizes = sorted({int(match["size"]) for match in matches})
+    if not sizes:
+        raise ModelError(f"{folder} holds no {part}_world_size_W_rank_R.pt files; copy those of all ranks there")
     if len(sizes) > 1:
         raise ModelError(
             f"{folder} holds {part} files of the world sizes {' and '.join(map(str, sizes))}, so of different saves; "
