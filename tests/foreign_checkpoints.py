@@ -1,4 +1,4 @@
-"""Checkpoints as other trainers write them, for the tests of what reads them. `write_verl` and `write_dcp` run on ranks."""
+"""Checkpoints as other trainers write them; `write_verl` and `write_dcp` run on ranks."""
 
 import pickle
 from pathlib import Path

@@ -190,8 +190,9 @@ def _step(folder: Path, *, default: int) -> int:
 def _left_out(found: VerlCheckpoint | DcpCheckpoint, weights: FoundWeights, states: AdamWStates | None) -> str:
     match found:
         case VerlCheckpoint():
-            optimizer = ["the optimizer (--config takes it over)"] if states is None and found.has_optimizer else []
-            return ", ".join([*optimizer, "extra_state files (schedule, random generators)"])
+            optimizer = ["the optimizer (--config takes it over)"] if states is None and found.has("optim") else []
+            extra = ["extra_state files (schedule, random generators)"] if found.has("extra_state") else []
+            return ", ".join([*optimizer, *extra]) or "nothing"
         case DcpCheckpoint():
             taken = set() if states is None else {id(state) for state in states.tensors.values()}
             tensors = [name for name in weights.left_out if id(found.tensors.tensors[name]) not in taken]

@@ -76,7 +76,8 @@ def test_verls_model_is_imported_bitwise_and_the_report_says_what_is_where(verl,
     assert capsys.readouterr().out.splitlines() == [
         f"import-checkpoint: verl (FSDP2), 2 ranks, mesh fsdp 2: {folder / 'actor'}",
         f"import-checkpoint: 25 tensors, float32, {size:,.1f} MiB",
-        "import-checkpoint: left out: the optimizer (--config takes it over), extra_state files (schedule, random generators)",
+        "import-checkpoint: left out: the optimizer (--config takes it over), extra_state files (schedule, random "
+        "generators)",
         f"{out}: float32, {(out / 'model.safetensors').stat().st_size / 2**20:,.1f} MiB in 1 file",
         f"import-checkpoint: try it with `shardwise generate {out}`",
     ]
@@ -153,7 +154,7 @@ def refusal(arguments, capsys):
 def test_what_cannot_be_imported_is_refused_before_anything_is_written(verl, dcp, model_folder, tmp_path, capsys):
     folder, out = dcp[0], tmp_path / "out"
     assert refusal([tmp_path / "nothing", out], capsys).startswith(
-        f"{tmp_path / 'nothing'} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_N/"
+        f"{tmp_path / 'nothing'} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_"
     )
     assert refusal([folder, out], capsys).endswith(
         "huggingface/config.json does not exist; name a folder with the model's config.json and tokenizer as --model "
@@ -177,8 +178,8 @@ def test_an_attack_is_refused_and_leaves_nothing(verl, tmp_path, capsys):
     file = source / "actor" / "model_world_size_2_rank_1.pt"
     torch.save({"model.norm.weight": Touch(ran)}, file)
     assert refusal([source, tmp_path / "out"], capsys) == (
-        f"{file} is refused: loading it would call posix.system, which no tensor needs and which may run code of whoever "
-        "wrote it; nothing was called. Get it from where it was trained, saved as safetensors"
+        f"{file} is refused: loading it would call posix.system, which no tensor needs and which may run code of "
+        "whoever wrote it; nothing was called. Get it from where it was trained, saved as safetensors"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -26,38 +26,42 @@ from shardwise.engine.foreign.torch_file import StoredTensor, TorchFile
 from shardwise.engine.safetensors_file import TensorSpec
 
 _RANK_FILE = re.compile(r"(?P<part>model|optim)_world_size_(?P<size>\d+)_rank_(?P<rank>\d+)\.pt")
-_TENSOR, _SHARDED = "torch.distributed.tensor", "torch.distributed._shard"
 _RECORDS = (
     "torch._tensor._rebuild_from_type_v2",
     "torch._utils._rebuild_wrapper_subclass",
-    *(f"{module}.DTensor" for module in (_TENSOR, f"{_TENSOR}._api", "torch.distributed._tensor.api")),
-    *(
-        f"{module}.{name}"
-        for module in (
-            f"{_TENSOR}._dtensor_spec",
-            *(f"torch.distributed._tensor.{m}" for m in ("_dtensor_spec", "placement_types")),
-        )
-        for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
-    ),
-    *(
-        f"{module}.placement_types.{name}"
-        for module in (_TENSOR, "torch.distributed._tensor")
-        for name in ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
-    ),
-    *(f"torch.distributed.{name}" for name in ("device_mesh.DeviceMesh", "remote_device._remote_device")),
-    *(f"torch.distributed._mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
-    *(
-        f"{_SHARDED}.{name}"
-        for name in (
-            *("metadata.ShardMetadata", "sharded_tensor.api.ShardedTensor", "sharded_tensor.shard.Shard"),
-            *("sharding_spec.chunk_sharding_spec.ChunkShardingSpec", "sharding_spec.api.EnumerableShardingSpec"),
-            *(
-                f"sharded_tensor.metadata.{name}"
-                for name in ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING")
-            ),
-        )
-    ),
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
+    # since torch 2.5
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "torch.distributed.tensor.placement_types.Partial",
+    "torch.distributed.tensor.placement_types.Replicate",
+    "torch.distributed.tensor.placement_types.Shard",
+    "torch.distributed.tensor.placement_types._StridedShard",
+    # before
+    "torch.distributed._tensor.api.DTensor",
+    "torch.distributed._tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed._tensor._dtensor_spec.TensorMeta",
+    "torch.distributed._tensor.placement_types.DTensorSpec",
+    "torch.distributed._tensor.placement_types.TensorMeta",
+    "torch.distributed._tensor.placement_types.Partial",
+    "torch.distributed._tensor.placement_types.Replicate",
+    "torch.distributed._tensor.placement_types.Shard",
+    # of FSDP1 without a mesh
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
 )
+"""What the pickles name in the versions of torch from 2.2 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ class VerlCheckpoint:
             mesh = _Mesh.of(folder, by_rank)
             return cls(folder, len(files), mesh.axes, _tensors(files, by_rank, mesh), config.get("FSDP_version"))
 
-    @property
-    def has_optimizer(self) -> bool:
-        return any(self.folder.glob("optim_world_size_*.pt"))
+    def has(self, part: str) -> bool:
+        """Whether there are files of optim or of extra_state."""
+        return any(self.folder.glob(f"{part}_world_size_*.pt"))
 
     def optimizer_states(self, parameters: Sequence[str]) -> dict[str, ShardedTensor]:
         """By "KEY/NAME", such as "exp_avg/model.norm.weight".

@@ -54,10 +54,14 @@ def test_a_folder_without_an_optimizer_has_no_states(tmp_path):
 
 def refusal(folder):
     with pytest.raises(ModelError) as error:
-        found = DcpCheckpoint.open(folder)
-        for name in found.tensors.tensors:
-            found.tensors.read(name)
+        read_all(folder)
     return str(error.value)
+
+
+def read_all(folder):
+    found = DcpCheckpoint.open(folder)
+    for name in found.tensors.tensors:
+        found.tensors.read(name)
 
 
 def test_an_attack_in_metadata_is_refused_and_does_not_run(copied, tmp_path):
