@@ -1,5 +1,6 @@
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,38 @@ def test_a_cut_file_is_named(copied):
     data = rank_file(copied, 1).read_bytes()
     rank_file(copied, 1).write_bytes(data[: len(data) // 2])
     assert f"{rank_file(copied, 1)} cannot be read as a file of torch.save: " in refusal(copied)
+
+
+def test_the_names_that_older_versions_of_torch_pickle_are_known(copied, of_two):
+    older = {
+        b"ctorch.distributed.tensor\nDTensor\n": b"ctorch.distributed._tensor.api\nDTensor\n",
+        b"ctorch.distributed.tensor.placement_types\n": b"ctorch.distributed._tensor.placement_types\n",
+        b"d.tensor._dtensor_spec\nDTensorSpec": b"d._tensor.placement_types\nDTensorSpec",
+        b"d.tensor._dtensor_spec\nTensorMeta": b"d._tensor.placement_types\nTensorMeta",
+        b"\x0f\x00\x00\x00_mesh_dim_names": b"\x0e\x00\x00\x00mesh_dim_names",
+    }
+    for rank in (0, 1):
+        with zipfile.ZipFile(rank_file(copied, rank)) as archive:
+            entries = {name: archive.read(name) for name in archive.namelist()}
+        (pickled,) = (name for name in entries if name.endswith("data.pkl"))
+        for new, old in older.items():
+            assert new in entries[pickled]
+            entries[pickled] = entries[pickled].replace(new, old)
+        with zipfile.ZipFile(rank_file(copied, rank), "w") as archive:
+            for name, data in entries.items():
+                archive.writestr(name, data)
+    found = VerlCheckpoint.open(copied)
+    assert found.mesh == {"fsdp": 2}
+    assert_equal(found.tensors, of_two[1])
+
+
+def test_tensor_parallel_shards_are_refused_by_name(copied):
+    for rank in (0, 1):
+        with zipfile.ZipFile(rank_file(copied, rank)) as archive:
+            entries = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(rank_file(copied, rank), "w") as archive:
+            for name, data in entries.items():
+                archive.writestr(name, data.replace(b"placement_types\nShard\n", b"placement_types\n_StridedShard\n"))
+    assert "model.embed_tokens.weight has the placement _StridedShard, which FSDP alone does not make" in refusal(
+        copied
+    )
