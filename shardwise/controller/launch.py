@@ -139,6 +139,11 @@ def _report(failed: dict[int, int], nproc: int, folder: Path) -> int:
     return FAILURE
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it only tells that another rank is gone or hangs."""
+    return not isinstance(error, UserError) and bool(_LOST_PEER.search(str(error)))
+
+
 def note_failure(error: BaseException, rank: int) -> int:
     """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none.
 
@@ -150,7 +155,7 @@ def note_failure(error: BaseException, rank: int) -> int:
         "time": time.time(),
         "rank": rank,
         "is_user_error": is_user_error,
-        "is_lost_peer": not is_user_error and bool(_LOST_PEER.search(str(error))),
+        "is_lost_peer": is_lost_peer(error),
         "message": str(error) or type(error).__name__,
         "traceback": "" if isinstance(error, RankSilentError) else "".join(traceback.format_exception(error)),
     }

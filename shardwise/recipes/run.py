@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.manifest import write_manifest
-from shardwise.recipes.resume import STATE, find_start, write_run
-from shardwise.recipes.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.resume import find_start
+from shardwise.recipes.saver import Saver, state_subfolder
+from shardwise.recipes.saving import remove_leftovers
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
@@ -67,7 +67,7 @@ class Run:
         self.output_dir = Path(self._trainer.output_dir)
         self.spans = Spans()
         self._step_start = 0.0
-        self._newest: Path | None = None
+        self._saver = Saver(self.output_dir, config, engines)
 
     @property
     def first_step(self) -> int:
@@ -100,18 +100,27 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with suppress(Exception):  # `steps` has raised what there was, unless something else came first
+            self._saver.wait()
         self._open.close()
-        if self._newest is not None:
-            print(f"{self._title}: saved {self._newest}", flush=True)
+        if self._saver.newest is not None:
+            print(f"{self._title}: saved {self._saver.newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
-        last step."""
+        last step.
+
+        Raises:
+            ExportError: a checkpoint could not be saved.
+        """
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
             yield step
+            self._saver.check()
             if self._is_due(self._trainer.save_every_steps, step):
-                self._save(step)
+                with self.spans("save"):
+                    self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
+        self._saver.wait()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -138,7 +147,7 @@ class Run:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
-            engine.load_state(_state_folder(self._start.checkpoint, engine))
+            engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
 
     def _prepare_folder(self) -> None:
         try:
@@ -172,22 +181,6 @@ class Run:
             "trainer.total_steps goes on from it, trainer.resume=never starts anew and moves it aside"
         )
 
-    def _save(self, step: int) -> None:
-        with self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
-            for name, engine in self._engines.items():
-                engine.save(str(folder / name))
-            if self._trainer.save_state:
-                for engine in self._engines.values():
-                    engine.save_state(_state_folder(folder, engine))
-                parts = {name: part.state_dict() for name, part in self._parts.items()}
-                write_run(folder, self._config, step=step, parts=parts)
-            write_manifest(folder, self._group.call("hash_files", str(folder)), step=step)
-        self._newest = step_folder(self.output_dir, step)
-
     @property
     def _group(self) -> WorkerGroup:
         return self._engines[""].group
-
-
-def _state_folder(checkpoint: Path, engine: RemoteEngine) -> str:
-    return str(checkpoint / STATE / engine.role.replace(" ", "_"))

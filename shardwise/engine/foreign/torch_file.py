@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.config import ModelError
 from shardwise.engine.foreign.pickles import read_pickle
-from shardwise.engine.safetensors_file import TensorSpec
+from shardwise.engine.safetensors_file import TensorSpec, host_bytes
 
 _STORAGES = {
     "Double": torch.float64,
@@ -219,7 +219,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _read(file: io.FileIO, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
-    target = tensor.reshape(-1).view(torch.uint8).numpy().data
+    target = host_bytes(tensor)
     file.seek(start)
     done = 0
     while done < len(target):  # one call returns at most 2 GiB
