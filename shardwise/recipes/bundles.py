@@ -33,7 +33,7 @@ from shardwise.config import (
 from shardwise.data import load_tokenizer
 from shardwise.engine import PHASES, Fault, HeadName, TrainEngine, fsync_folder, named_failures, raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
-from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.losses import Loss, LossKind, make_loss
@@ -193,7 +193,9 @@ def write_bundle(
         _write_weights(engine, step.engine, staging)
         with _agreed(staging):
             if rank % step.engine.layout.ulysses_size == 0:  # the others of its group have the same
-                ShardFile.write(staging / shard_name(rank), _tensors(batches))
+                tensors = _tensors(batches)
+                specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+                ShardFile.write(staging / shard_name(rank), specs, tensors.items())
             if rank == 0:
                 write_sealed_json(staging / BUNDLE, step.tree())
         with _agreed(staging):
