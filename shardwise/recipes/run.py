@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 from shardwise.config import ConfigError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
+from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import find_start
@@ -115,6 +116,8 @@ class Run:
         """
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
+            for name, engine in self._engines.items():
+                engine.bundle = str(self.output_dir / NONFINITE / "_".join(filter(None, (f"step_{step}", name))))
             yield step
             self._saver.check()
             if self._is_due(self._trainer.save_every_steps, step):
@@ -163,7 +166,7 @@ class Run:
         """What is in the folder and not of this run: all of it, or checkpoints after the one that it goes on from."""
         last = self.last_logged_step
         if last is None:
-            return [self.output_dir / CHECKPOINTS, self.output_dir / "config.yaml"]
+            return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]
         return [folder for step, folder in step_folders(self.output_dir).items() if step > last]
 
     def _announce(self) -> None:
