@@ -60,18 +60,20 @@ def write_manifest(
     *,
     step: int,
     metrics: Mapping[str, float] | None = None,
+    all_finite: bool = False,
 ) -> None:
-    """Of a checkpoint whose tensors are all finite. Raises OSError.
+    """Written last. Raises OSError.
 
     Args:
         shares: what `hash_share` gave on every rank.
         metrics: of the step; finite.
+        all_finite: whether weights and states were looked through for NaN and infinities, and hold none.
     """
     files = {name: record for share in shares for name, record in share.items()}
     content = {
         "step": step,
         "num_ranks": len(shares),
-        "all_finite": True,
+        "all_finite": all_finite,
         "metrics": dict(metrics or {}),
         "files": files,
     }

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
+from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import find_start
@@ -123,6 +124,8 @@ class Run:
         """
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
+            for name, engine in self._engines.items():
+                engine.bundle = str(self.output_dir / NONFINITE / "_".join(filter(None, (f"step_{step}", name))))
             yield step
             self._saver.check()
             if self._is_due(self._trainer.save_every_steps, step):
@@ -153,8 +156,9 @@ class Run:
         """Brings engines and parts to where the checkpoint was."""
         if self._start is None:
             return
-        for name, part in self._parts.items():
-            part.load_state_dict(self._start.parts[name])
+        if self._start.parts is not None:
+            for name, part in self._parts.items():
+                part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
             engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
 
@@ -180,7 +184,7 @@ class Run:
         """What is in the folder and not of this run: all of it, or checkpoints after the one that it goes on from."""
         last = self.last_logged_step
         if last is None:
-            return [self.output_dir / CHECKPOINTS, self.output_dir / "config.yaml"]
+            return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]
         return [folder for step, folder in step_folders(self.output_dir).items() if step > last]
 
     def _announce(self) -> None:

@@ -110,7 +110,7 @@ class Saver:
                 shares = self._group.call("hash_files", str(folder))
             else:
                 shares = _results(background, "hash_files", str(folder))
-            write_manifest(folder, shares, step=step, metrics=metrics)
+            write_manifest(folder, shares, step=step, metrics=metrics, all_finite=True)
 
     def _write_live(self, folder: Path) -> None:
         for name, engine in self._engines.items():

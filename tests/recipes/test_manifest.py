@@ -48,7 +48,9 @@ def test_every_file_is_hashed_by_one_rank_but_shards_by_none(run_ranks, checkpoi
 
 
 def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
-    write_manifest(tmp_path, [{"a": {"num_bytes": 1, "xxh3": "x"}}], step=3, metrics={"val/accuracy": 0.5})
+    write_manifest(
+        tmp_path, [{"a": {"num_bytes": 1, "xxh3": "x"}}], step=3, metrics={"val/accuracy": 0.5}, all_finite=True
+    )
     assert Manifest.read(tmp_path) == Manifest(frozenset({"a"}), {"val/accuracy": 0.5}, True)
     write_sealed_json(tmp_path / "manifest.json", {"step": 3, "num_ranks": 1, "files": {}})  # of an earlier version
     assert Manifest.find(tmp_path) == Manifest(frozenset(), {}, False)

@@ -24,7 +24,9 @@ def leave(run, values):
         folder = run / "checkpoints" / f"step_{step}"
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "weights").write_text("w")
-        write_manifest(folder, [{}], step=step, metrics={} if value is None else {"val/accuracy": value})
+        write_manifest(
+            folder, [{}], step=step, metrics={} if value is None else {"val/accuracy": value}, all_finite=True
+        )
 
 
 def names(run):

@@ -138,13 +138,23 @@ def test_an_earlier_run_in_the_folder_is_moved_aside_whole(tmp_path, run_of):
     for value in (1.0, 2.0):
         with run_of(tmp_path, total_steps=1, resume="never") as run:
             for step in run.steps():
-                (tmp_path / "checkpoints").mkdir(exist_ok=True)
-                (tmp_path / "checkpoints" / "mark").write_text(str(value))
+                for name in ("checkpoints", "nonfinite"):
+                    (tmp_path / name).mkdir(exist_ok=True)
+                    (tmp_path / name / "mark").write_text(str(value))
                 run.report(step, {"train/loss": MetricValue.sum(value)}, num_tokens=1)
     assert lines(tmp_path / "metrics.jsonl")[0]["train/loss"] == 2.0
     assert lines(tmp_path / "metrics.jsonl.1")[0]["train/loss"] == 1.0
-    assert (tmp_path / "checkpoints" / "mark").read_text() == "2.0"
-    assert (tmp_path / "checkpoints.1" / "mark").read_text() == "1.0"
+    for name in ("checkpoints", "nonfinite"):
+        assert (tmp_path / name / "mark").read_text() == "2.0"
+        assert (tmp_path / f"{name}.1" / "mark").read_text() == "1.0"
+
+
+def test_each_engine_knows_where_a_step_goes_that_is_skipped(tmp_path, run_of):
+    run = run_of(tmp_path, roles=("policy", "critic"), total_steps=2)
+    with run:
+        seen = [[engine.bundle for engine in run._engines.values()] for _ in run.steps()]
+    folder = tmp_path / "nonfinite"
+    assert seen == [[str(folder / f"step_{step}"), str(folder / f"step_{step}_critic")] for step in (1, 2)]
 
 
 def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, run_of, capsys):
