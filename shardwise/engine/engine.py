@@ -92,6 +92,7 @@ class TrainEngine:
         head: HeadName = "logprobs",
         pad_token_id: int | None = None,
         seed: int = 0,
+        require_finite: bool = True,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
@@ -101,6 +102,7 @@ class TrainEngine:
             head: what the model says about its tokens. A value head that the folder lacks starts at random.
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
+            require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
@@ -120,6 +122,7 @@ class TrainEngine:
             head_name=head,
             pad_token_id=pad_token_id,
             seed=seed,
+            require_finite=require_finite,
         )
         sharded_optimizer = None
         if optimizer is not None:

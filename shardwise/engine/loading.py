@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from shardwise.config import ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
-from shardwise.engine.finite import is_finite
 from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.runtime_state import buffer_names, runtime_state
-from shardwise.engine.safetensors_file import Box, TensorSpec
+from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.shards import local_box, local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +33,9 @@ class TensorFolder(Protocol):
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None) -> int:
+def load_weights(
+    model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None, require_finite: bool = True
+) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
 
@@ -44,13 +45,14 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
     Args:
         fresh: of a model with a value head: whole tensors for those of the head that the folder may lack, by name; the
             language model's projection that it may have instead is left out. None for a language model.
+        require_finite: False also takes weights that hold NaN or infinities.
     Returns:
         The bytes this rank read.
     Raises:
         ModelError: on every rank, if on any rank a tensor is missing, left over, of another shape or of a dtype that is
-            no weight's, holds NaN or an infinity in what that rank reads, or a file cannot be read.
+            no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read.
     """
-    with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
+    with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
         blocks = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
@@ -68,7 +70,7 @@ def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tens
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()
-        part = _read(source, name, box)
+        part = source.read(name, box)
         local_shard(first).copy_(part)
         return part.nbytes
     if block.merges_rows:
@@ -76,7 +78,7 @@ def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tens
             _load_row(block, source, row, local_row, box)
             for row, local_row in zip(range(box[0].start, box[0].stop), local_shard(first), strict=True)
         )
-    tensors = {name: _read(source, name) for name in block.stored_names()}
+    tensors = {name: source.read(name) for name in block.stored_names()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     for name, tensor in block.convert(tensors).items():
         local_shard(runtime[name]).copy_(tensor[tuple(local_box(runtime[name]))])
@@ -85,21 +87,10 @@ def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tens
 
 def _load_row(block: ImportBlock, source: ModelFolder, row: int, local_row: Tensor, box: list[slice]) -> int:
     """One expert. Returns the bytes read."""
-    tensors = {name: _read(source, name) for name in block.stored_names(slice(row, row + 1))}
+    tensors = {name: source.read(name) for name in block.stored_names(slice(row, row + 1))}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     local_row.copy_(block.convert(tensors)[block.first_target][0][tuple(box[1:])])
     return num_bytes
-
-
-def _read(source: ModelFolder, name: str, box: Box | None = None) -> Tensor:
-    """Raises ModelError: it cannot be read, or is not finite."""
-    tensor = source.read(name, box)
-    if not is_finite(tensor):
-        raise ModelError(
-            f"{source.file_of(name)}: {name} holds NaN or infinities, so nothing could be computed with it; copy the "
-            "file again, or take an earlier checkpoint"
-        )
-    return tensor
 
 
 @dataclass(slots=True)

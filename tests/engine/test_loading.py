@@ -277,7 +277,7 @@ def test_a_file_that_one_rank_cannot_read_fails_on_every_rank_and_names_both(run
 def load_file_that_is_cut_while_it_is_read(folder):
     """The last rank's rows of the last tensor are cut off after the headers were checked."""
     model = empty_model(Path(folder), dim=0)
-    checked = loading._checked_blocks
+    checked = loading.checked_blocks
 
     def check_then_cut(*arguments):
         blocks = checked(*arguments)
@@ -289,14 +289,14 @@ def load_file_that_is_cut_while_it_is_read(folder):
         dist.barrier()
         return blocks
 
-    loading._checked_blocks = check_then_cut
+    loading.checked_blocks = check_then_cut
     try:
         load_weights(model, Path(folder))
         return "loaded"
     except ModelError as error:
         return str(error)
     finally:
-        loading._checked_blocks = checked
+        loading.checked_blocks = checked
 
 
 def test_a_slice_that_one_rank_cannot_read_fails_on_every_rank(run_ranks, tmp_path):

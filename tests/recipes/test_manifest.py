@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.state_files import ShardFile, StateIndex
 from shardwise.engine.verified_files import write_sealed_json
 from shardwise.recipes.manifest import Manifest, hash_share, verify_share, write_manifest
@@ -20,7 +21,9 @@ def checkpoint(tmp_path):
         (tmp_path / "step_1" / name).write_text(text)
     state = tmp_path / "step_1" / "state" / "policy"
     state.mkdir()
-    files = {name: ShardFile.write(state / name, {"master/w": torch.ones(3)}) for name in SHARDS}
+    tensors = {"master/w": torch.ones(3)}
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    files = {name: ShardFile.write(state / name, specs, tensors.items()) for name in SHARDS}
     StateIndex({}, {}, files, {}).write(state)
     return tmp_path / "step_1"
 

@@ -126,6 +126,7 @@ def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, ma
 def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
     saver, _ = make_saver(on_save_error="continue")
     saver.save(1, {})
+    saver.wait()
     writers.errors[1] = "disk full"
     saver.save(2, {})
     saver.wait()
