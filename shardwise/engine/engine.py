@@ -12,15 +12,17 @@ from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.export import StagedExport, export_folder
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.names import plain_name
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
-from shardwise.engine.optimizer import ShardedOptimizer, global_grad_norm
+from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import gathered
+from shardwise.engine.shards import gathered, local_shard
 from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
@@ -41,8 +43,9 @@ Origin = tuple[int, int]
 class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
-    Every method is collective: all ranks of the mesh call it with the same number of micro-batches. Ranks that share
-    sequences (engine.ulysses_size) are given the same batches and return the same results.
+    Every method but `nonfinite_tensors` is collective: all ranks of the mesh call it with the same number of
+    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches and return the same
+    results.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class TrainEngine:
         head: HeadName = "logprobs",
         pad_token_id: int | None = None,
         seed: int = 0,
+        require_finite: bool = True,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
@@ -98,6 +102,7 @@ class TrainEngine:
             head: what the model says about its tokens. A value head that the folder lacks starts at random.
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
+            require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
@@ -117,6 +122,7 @@ class TrainEngine:
             head_name=head,
             pad_token_id=pad_token_id,
             seed=seed,
+            require_finite=require_finite,
         )
         sharded_optimizer = None
         if optimizer is not None:
@@ -316,6 +322,16 @@ class TrainEngine:
         """Takes over the `numbers` of another engine of this kind."""
         assert self._optimizer is not None, "a frozen engine has no training state"
         self._optimizer.load_numbers(numbers)
+
+    @torch.no_grad()
+    def nonfinite_tensors(self) -> list[str]:
+        """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
+        infinity."""
+        tensors = {plain_name(name): weight for name, weight in self._model.hf_model.named_parameters()}
+        if self._optimizer is not None and self._optimizer.has_named_states:
+            states = self._optimizer.named_tensors().items()
+            tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
+        return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
     def save_state(self, folder: Path) -> None:
         """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""

@@ -135,12 +135,17 @@ class ShardedOptimizer:
         tensors = (tensor for state in states if isinstance(state, Tensor) for tensor in _plain_tensors(state))
         yield from {id(tensor): tensor for tensor in tensors if tensor.dim()}.values()
 
+    @property
+    def has_named_states(self) -> bool:
+        """Not adamw_8bit: its moments are quantised by shard, so no other layout has them."""
+        return self._config.optimizer != "adamw_8bit"
+
     def named_tensors(self) -> dict[str, Tensor]:
         """The masters as `master/NAME` and every state of the optimizers as `KEY/NAME` (exp_avg, momentum_buffer,
         step), for the parameter's NAME in the model. Shards are DTensors in the memory of the originals; step counters,
         which are equal on all ranks, are plain. Not for adamw_8bit.
         """
-        assert self._config.optimizer != "adamw_8bit", "its moments are quantised by shard, so no other layout has them"
+        assert self.has_named_states, "adamw_8bit"
         named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():

@@ -71,9 +71,14 @@ class EngineSource(Record):
     temperature: float
 
     def build(
-        self, device: torch.device, *, optimizer: OptimizerConfig | None = None, total_steps: int = 1
+        self,
+        device: torch.device,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        require_finite: bool = True,
     ) -> TrainEngine:
-        """Raises as `TrainEngine.build`."""
+        """As `TrainEngine.build`."""
         return TrainEngine.build(
             Path(self.model.path),
             self.layout,
@@ -83,6 +88,7 @@ class EngineSource(Record):
             head=self.head,
             pad_token_id=self.pad_token_id,
             seed=self.seed,
+            require_finite=require_finite,
         )
 
 

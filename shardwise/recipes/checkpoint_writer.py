@@ -70,11 +70,9 @@ class CheckpointWriter:
         return {"result": records, "error": failures[0] if failures else ""}
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
-        """When every rank has written: what `write` gave, by rank. Rank 0 writes the indexes; what was staged is
-        dropped."""
-        outcome = _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
-        self._exports, self._adapters, self._states = {}, {}, {}
-        return outcome
+        """When every rank has written: what `write` gave, by rank. Rank 0 writes the indexes. What was staged stays
+        until the next is, so that all of it can be written again."""
+        return _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
 
     def hash_files(self, checkpoint: str) -> Outcome:
         """Of this rank's share of a checkpoint's files, for its manifest."""

@@ -78,6 +78,10 @@ class RemoteEngine:
         during a run."""
         self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
 
+    def nonfinite_tensors(self) -> list[list[str]]:
+        """By rank the weights and optimizer states of which its part holds NaN or an infinity."""
+        return self.group.call("nonfinite_tensors", self.role)
+
     def save(self, folder: str) -> None:
         """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         self.group.call("save_weights", self.role, self.model.model_dump_json(), folder)

@@ -64,12 +64,12 @@ def _chosen(bundle: Bundle, micro_batch: int | None) -> list[MicroBatch]:
 def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.device) -> Diagnosis:
     """Runs these micro-batches as their ranks did, one after the other."""
     source, loss = bundle.source(), bundle.step.loss.make()
-    engine = source.build(device, optimizer=OptimizerConfig())  # it makes no update
+    engine = source.build(device, optimizer=OptimizerConfig(), require_finite=False)  # it makes no update
     engine.load_numbers(bundle.step.numbers)
     tokens = [batch.tokens for batch in batches]
     teacher, lessons = bundle.teacher_source(), None
     if teacher is not None and loss.divergence is not None:
-        lessons = teacher.build(device).lessons(tokens, loss.divergence)
+        lessons = teacher.build(device, require_finite=False).lessons(tokens, loss.divergence)
     return engine.diagnose(
         tokens,
         loss.function,

@@ -1,20 +1,23 @@
 """What every training run does around its steps: the output folder, logs, progress, checkpoints, going on from one."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, TrainingConfig
+from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.bundles import NONFINITE
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import find_start
+from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
 from shardwise.recipes.saving import remove_leftovers
+from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
@@ -55,6 +58,7 @@ class Run:
             parts: what else they hold the state of, by name.
         Raises:
             ConfigError: trainer.resume names no checkpoint, or the config is another one than that was trained with.
+            ModelError: no checkpoint is whole, or the newest is not and trainer.resume_fallback=fail.
         """
         self._engines = engines
         self._parts = parts
@@ -68,7 +72,8 @@ class Run:
         self.output_dir = Path(self._trainer.output_dir)
         self.spans = Spans()
         self._step_start = 0.0
-        self._saver = Saver(self.output_dir, config, engines)
+        self._reported = Reported()
+        self._saver = Saver(self.output_dir, config, engines, self._reported)
 
     @property
     def first_step(self) -> int:
@@ -89,9 +94,11 @@ class Run:
         if self._is_finished:
             print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
             return self
-        self._restore()
-        self._prepare_folder()
         with ExitStack() as stack:
+            stack.enter_context(writer_lock(self.output_dir))
+            self._start = find_start(self._config, verify=self._verify)
+            self._restore()
+            self._prepare_folder()
             log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)
             self._log = stack.enter_context(log)
             self._announce()
@@ -112,7 +119,8 @@ class Run:
         last step.
 
         Raises:
-            ExportError: a checkpoint could not be saved.
+            ExportError, NotFiniteError: a checkpoint could not be saved, and trainer.on_save_error=stop or it is the
+                last one. ConfigError: the metric of trainer.keep_best is never reported.
         """
         for step in range(self.first_step, self._total_steps + 1):
             self._step_start = time.perf_counter()
@@ -123,7 +131,7 @@ class Run:
             if self._is_due(self._trainer.save_every_steps, step):
                 with self.spans("save"):
                     self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
-        self._saver.wait()
+        self._saver.finish()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -134,7 +142,10 @@ class Run:
         seconds = time.perf_counter() - self._step_start
         values = {name: value.result() for name, value in metrics.items()}
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        if self._saver.num_failures:
+            performance["save/failures"] = self._saver.num_failures
         self._log.log(step, values, performance)
+        self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
@@ -145,12 +156,17 @@ class Run:
         """Brings engines and parts to where the checkpoint was."""
         if self._start is None:
             return
-        self._group.call("verify_files", str(self._start.checkpoint))
         if self._start.parts is not None:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
             engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Raises ModelError: a file of the checkpoint is damaged."""
+        damage, *_ = self._group.call("verify_files", str(checkpoint))
+        if damage is not None:
+            raise ModelError(damage)
 
     def _prepare_folder(self) -> None:
         try:
@@ -158,6 +174,8 @@ class Run:
             remove_leftovers(self.output_dir)
             for path in self._left_by_others():
                 move_aside(path)
+            if self.last_logged_step is not None:
+                write_latest(self.output_dir, self.last_logged_step)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
@@ -175,6 +193,8 @@ class Run:
         steps = f"{self._total_steps} {'step' if self._total_steps == 1 else 'steps'}"
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
+            for damage in self._start.damage:
+                print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
             print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:

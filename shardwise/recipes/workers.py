@@ -14,14 +14,16 @@ from pydantic import TypeAdapter
 from shardwise.config import (
     EmbeddedRollout,
     EngineConfig,
+    ExportError,
     FrozenEngineConfig,
     GenerationConfig,
     ModelConfig,
+    ModelError,
     OptimizerConfig,
     VllmRollout,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
+from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
@@ -248,6 +250,10 @@ class Worker:
         assert medium is not None, "this rank is no end of what carries weights"
         return asdict(pull_weights(self._rollout, medium, version=version))
 
+    def nonfinite_tensors(self, role: str) -> list[str]:
+        """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
+        return self._take_device(role, "params", "optimizer").engine.nonfinite_tensors()
+
     def save_weights(self, role: str, model: str, folder: str) -> None:
         """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         seat = self._take_device(role, "params")
@@ -282,12 +288,19 @@ class Worker:
         self._take_device(role, "params", "optimizer").engine.load_state(Path(folder))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
-        """Of this rank's share of a checkpoint's files, for its manifest."""
-        return hash_share(Path(checkpoint))
+        """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
+        read."""
+        with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
+            return hash_share(Path(checkpoint))
 
-    def verify_files(self, checkpoint: str) -> None:
-        """Compares this rank's share of a checkpoint's files with its manifest; ModelError on every rank."""
-        verify_share(Path(checkpoint))
+    def verify_files(self, checkpoint: str) -> str | None:
+        """Compares this rank's share of a checkpoint's files with what was written. Returns what is damaged, the same
+        on every rank; None where nothing is."""
+        try:
+            verify_share(Path(checkpoint))
+        except ModelError as error:
+            return str(error)
+        return None
 
     def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
         """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
