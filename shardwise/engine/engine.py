@@ -358,12 +358,12 @@ class TrainEngine:
 
         return StagedAdapter.of(self._model.hf_model, base_model)
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, *, verify: bool = True) -> None:
         """Goes on from what an engine of any layout wrote there. See `checkpoint.load_state`."""
         from shardwise.engine.checkpoint import load_state
 
         assert self._optimizer is not None, "a frozen engine has no training state"
-        load_state(self._optimizer, folder)
+        load_state(self._optimizer, folder, verify=verify)
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.

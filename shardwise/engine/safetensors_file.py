@@ -179,10 +179,10 @@ class SafetensorsReader:
         return bytes(buffer)
 
     def _read_into(self, target: memoryview, offset: int) -> None:
-        self._file.seek(offset)
+        """Threads may read at once: the file has no position that they share."""
         done = 0
         while done < len(target):  # one call returns at most 2 GiB
-            count = self._file.readinto(target[done:])
+            count = os.preadv(self._file.fileno(), [target[done:]], offset + done)
             if not count:
                 raise ValueError(f"the file ends at byte {offset + done}, the tensor at {offset + len(target)}")
             done += count
