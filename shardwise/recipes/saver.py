@@ -68,7 +68,7 @@ class Saver:
             if background is None:
                 self._publish(step, parts, metrics, None)
             else:
-                self._stage()
+                self._stage(background)
                 self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
 
     def check(self) -> None:
@@ -119,7 +119,8 @@ class Saver:
             for engine in self._engines.values():
                 engine.save_state(str(folder / state_subfolder(engine)))
 
-    def _stage(self) -> None:
+    def _stage(self, background: WorkerGroup) -> None:
+        background.call("clear")
         for name, engine in self._engines.items():
             engine.stage(name)
         if self._config.trainer.save_state:

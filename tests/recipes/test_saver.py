@@ -63,6 +63,7 @@ def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
         ("stage_state", "policy", "state/policy"),
         ("stage_state", "critic", "state/critic"),
     ]
+    assert group.background.calls[0] == ("clear",), "of an earlier run in this process"
     parts["data"]["position"].append(2)  # training goes on
     saver.check()
     assert saver.newest is None
@@ -120,7 +121,7 @@ def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, ma
     saver.finish()
     assert steps_in(tmp_path) == {"step_1"}
     assert group.methods.count("stage_weights") == 1
-    assert group.background.methods == ["write", "write", "finish", "hash_files"]
+    assert group.background.methods == ["clear", "write", "write", "finish", "hash_files"]
 
 
 def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
