@@ -26,10 +26,13 @@ def test_a_student_is_replayed_with_its_teacher(model_folder, tmp_path):
     worker = build(model_folder)
     bad = tmp_path / "bad"
     shutil.copytree(model_folder, bad)
-    weights = load_file(bad / "model.safetensors")
+    build(bad, role="teacher", engine=FrozenEngineConfig(), worker=worker)
+    weights = load_file(bad / "model.safetensors")  # what is bad at the start is refused, so it becomes so later
     weights[f"{DOWN}.weight"][0, 0] = math.nan
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
-    build(bad, role="teacher", engine=FrozenEngineConfig(), worker=worker)
+    dict(worker._seats["teacher"].engine._model.hf_model.named_parameters())[f"{DOWN}.weight"].to_local()[0, 0] = (
+        math.nan
+    )
     worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
     path = tmp_path / "step_1"
     assert train(worker, path, teacher="teacher")["train/nonfinite_fraction"] == 1.0
