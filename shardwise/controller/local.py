@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
+from shardwise.controller.watchdog import commanded
 
 _SHUTDOWN = ""
 _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -85,7 +86,7 @@ class RankGroup:
                 _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
-        with self._lock:
+        with self._lock, commanded(method, own_args):
             with self._watch("take", method) as rank_in_turn:
                 for rank, message in zip(self.ranks, messages, strict=True):
                     rank_in_turn[0] = rank
@@ -123,7 +124,9 @@ def serve(worker: Any, control: Connections) -> None:
         method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
         if method == _SHUTDOWN:
             return
-        _send(encode(getattr(worker, method)(*args)), 0, control, _FOR_AS_LONG_AS_IT_TAKES)
+        with commanded(method, args):
+            answer = encode(getattr(worker, method)(*args))
+        _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
 
 
 def _send(message: Tensor, rank: int, group: Connections, timeout: timedelta) -> None:

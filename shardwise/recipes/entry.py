@@ -21,9 +21,12 @@ from shardwise.config import (
     RLConfig,
     SFTConfig,
 )
-from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.failures import note_failure
+from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, open_store, process_group
+from shardwise.controller.signals import pass_on, stop_signals
+from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
@@ -33,6 +36,7 @@ from shardwise.recipes.quickstart import quickstart
 from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
+from shardwise.recipes.stopping import Stopped
 from shardwise.recipes.workers import Worker
 from shardwise.transfer import Medium, ProcessGroupMedium
 
@@ -86,6 +90,7 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
     follow_lifeline()
     disable_progress_bar()  # ours is the only one
     rank = Rank.from_environment()
+    be_watched(rank.rank)
     with ExitStack() as stack:
         try:
             _require_trainers(rank, num_apart)
@@ -102,15 +107,25 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
             )
             worker = Worker(device, _medium_of(rank, num_apart, store, device, timeout_seconds=timeout_seconds))
             if rank.rank == 0:
-                group = RankGroup(worker, control, timeout_seconds=timeout_seconds)
-                recipe(group)
-                group.shutdown()
-            else:
+                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds))
+            with stop_signals(pass_on):
                 serve(worker, control)
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
             return note_failure(error, rank.rank)
     return 0
+
+
+def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
+    """Returns the exit code of a recipe that did all it should, or was asked to stop."""
+    code = 0
+    try:
+        recipe(group)
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        code = stopped.code
+    group.shutdown()
+    return code
 
 
 def _require_trainers(rank: Rank, num_apart: int) -> None:

@@ -8,12 +8,14 @@ from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, find_start, write_run
 from shardwise.recipes.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.stopping import Stopping
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
@@ -65,7 +67,8 @@ class Run:
         if self._is_finished and self.last_logged_step is None:
             raise ConfigError(f"trainer.resume={self._trainer.resume} leaves nothing to do: {self._how_to_go_on()}")
         self.output_dir = Path(self._trainer.output_dir)
-        self.spans = Spans()
+        self.spans = Spans(enter_phase)
+        self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._newest: Path | None = None
 
@@ -96,6 +99,7 @@ class Run:
             self._announce()
             progress = Progress(self._title, self._total_steps, start_step=self.first_step - 1)
             self._progress = stack.enter_context(progress)
+            stack.enter_context(self._stopping)
             self._open = stack.pop_all()
         return self
 
@@ -105,13 +109,24 @@ class Run:
             print(f"{self._title}: saved {self._newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
-        last step."""
+        """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, after the last
+        step, and before it stops.
+
+        Raises:
+            Stopped: a signal or the time limit asked for it.
+        """
         for step in range(self.first_step, self._total_steps + 1):
+            enter_step(step)
             self._step_start = time.perf_counter()
             yield step
-            if self._is_due(self._trainer.save_every_steps, step):
+            self._stopping.count_step(time.perf_counter() - self._step_start)
+            is_saved = self._is_due(self._trainer.save_every_steps, step)
+            if is_saved:
                 self._save(step)
+            if step < self._total_steps and self._stopping.is_due:
+                if not is_saved:
+                    self._save(step)
+                raise self._stopping.stopped(step)
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -172,7 +187,7 @@ class Run:
         )
 
     def _save(self, step: int) -> None:
-        with self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
+        with self._stopping.saving(), self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
             for name, engine in self._engines.items():
                 engine.save(str(folder / name))
             if self._trainer.save_state:

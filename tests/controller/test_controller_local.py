@@ -67,7 +67,8 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
-from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.failures import note_failure
+from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 
