@@ -12,7 +12,7 @@ def resumable_step(out: str) -> int:
 
 
 def saved_steps(run) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
 
 
 NUM_STEPS = 16
