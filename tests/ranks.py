@@ -163,6 +163,8 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A rank that is done may leave: without a barrier the others could still be connecting to it.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         connection.send("ready")

@@ -18,7 +18,13 @@ _LAYOUT_KEYS = (
 )
 _RUN_KEYS = (
     *("trainer.output_dir", "trainer.validate_every_steps", "trainer.save_every_steps", "trainer.save_state"),
-    *("trainer.tensorboard", "trainer.resume", "trainer.resume_allow", "trainer.max_nonfinite_steps"),
+    *(
+        "trainer.async_save",
+        "trainer.tensorboard",
+        "trainer.resume",
+        "trainer.resume_allow",
+        "trainer.max_nonfinite_steps",
+    ),
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
     *("rollout.environment.timeout_seconds", "reward.timeout_seconds", "rollout.placement"),

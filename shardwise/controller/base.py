@@ -16,6 +16,11 @@ class WorkerGroup(Protocol):
     ranks: Sequence[int]
     """Which ranks of the job they are."""
 
+    @property
+    def background(self) -> "WorkerGroup | None":
+        """Reaches the same ranks beside this group: its calls go on while those of this group do, to workers of their
+        own. None where there are none."""
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `worker.method(*args)` on every rank; returns the results by rank."""
 

@@ -49,7 +49,7 @@ class Note:
             message=message,
             traceback="" if is_silent else "".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
-            is_lost_peer=not is_user_error and (is_silent or bool(_LOST_PEER.search(message))),
+            is_lost_peer=is_lost_peer(error),
             is_timeout=not is_user_error and (is_silent or bool(_TIMED_OUT.search(message))),
         )
 
@@ -67,6 +67,13 @@ class Failure:
     def print(self) -> None:
         """On stderr, the message last."""
         print(f"{self.traceback}error: {self.message}", file=sys.stderr)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it only tells that another rank is gone or hangs."""
+    if isinstance(error, UserError):
+        return False
+    return isinstance(error, RankSilentError) or bool(_LOST_PEER.search(str(error)))
 
 
 def note_failure(error: BaseException, rank: int) -> int:

@@ -4,7 +4,7 @@ The same under `shardwise --nproc`, under torchrun, and alone on one process.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -35,6 +35,7 @@ class RankGroup:
         timeout_seconds: float,
         timeout_key: str = "engine.collective_timeout_seconds",
         ranks: Sequence[int] | None = None,
+        background: Self | None = None,
     ) -> None:
         """
         Args:
@@ -43,6 +44,7 @@ class RankGroup:
                 without rank 0, how long it may take.
             timeout_key: the config key that sets it.
             ranks: the members in ascending order; None: every rank.
+            background: the group of the same ranks over other connections, with workers of its own.
         """
         self._worker = worker
         self._control = control
@@ -51,6 +53,7 @@ class RankGroup:
         self.ranks = range(control.size()) if ranks is None else ranks
         self._lock = threading.Lock()
         self.size = len(self.ranks)
+        self.background = background
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls the method with the same arguments on every rank. Results by rank, a tuple as a list.
@@ -77,10 +80,15 @@ class RankGroup:
             timeout_seconds=timeout_seconds,
             timeout_key=timeout_key,
             ranks=self.ranks[first:last],
+            background=None
+            if self.background is None
+            else self.background.part(first, last, timeout_seconds=timeout_seconds, timeout_key=timeout_key),
         )
 
     def shutdown(self) -> None:
-        """Lets the other ranks return from `serve`."""
+        """Lets the other ranks return from `serve`, in the background too."""
+        if self.background is not None:
+            self.background.shutdown()
         for rank in self.ranks:
             if rank != 0:
                 _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
@@ -127,6 +135,20 @@ def serve(worker: Any, control: Connections) -> None:
         with commanded(method, args):
             answer = encode(getattr(worker, method)(*args))
         _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
+
+
+def serve_in_background(worker: Any, control: Connections, on_failure: Callable[[Exception], None]) -> threading.Thread:
+    """`serve` in a thread, which ends with it; `on_failure` is called there with what ended it otherwise."""
+
+    def run() -> None:
+        try:
+            serve(worker, control)
+        except Exception as error:
+            on_failure(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def _send(message: Tensor, rank: int, group: Connections, timeout: timedelta) -> None:

@@ -63,6 +63,12 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
     return store
 
 
+def connect(name: str, rank: Rank, store: dist.Store, *, timeout: timedelta) -> Connections:
+    """A gloo group of all ranks, of its own: what travels over it waits for nothing else. `name`: the same on all."""
+    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank.rank, rank.world_size, timeout)
+    return cast(Connections, group)
+
+
 @contextmanager
 def process_group(
     rank: Rank,
@@ -103,8 +109,7 @@ def process_group(
                 f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: "
                 f"{error}"
             ) from error
-        control = dist.PrefixStore("control", store)
-        yield cast(Connections, dist.ProcessGroupGloo(control, rank.rank, rank.world_size, _CONTROL_TIMEOUT))
+        yield connect("control", rank, store, timeout=_CONTROL_TIMEOUT)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

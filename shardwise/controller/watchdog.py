@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ class Activity:
     phase: str = ""
     """Of the recipe, such as rollout or train; empty on ranks that only serve."""
     command: str = ""
-    """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine."""
+    """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine. Of
+    every thread that does."""
     since: float = 0.0
     """When this began, as time.time()."""
 
@@ -71,11 +73,26 @@ class _Record:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
         self._activity = Activity()
+        self._commands: dict[int, str] = {}
+        self._lock = threading.Lock()
         self.change()
 
     def change(self, **fields: Any) -> None:
+        """Sets fields of the Activity."""
+        with self._lock:
+            self._write(**fields)
+
+    def command(self, command: str) -> None:
+        """Sets what this thread serves or calls; "" for nothing."""
+        with self._lock:
+            self._commands.pop(threading.get_ident(), None)
+            if command:
+                self._commands[threading.get_ident()] = command
+            self._write(command="` and `".join(self._commands.values()))
+
+    def _write(self, **fields: Any) -> None:
         self._activity = replace(self._activity, since=time.time(), **fields)
-        self._map[:] = json.dumps(asdict(self._activity)).encode().ljust(_RECORD_BYTES)
+        self._map[:] = json.dumps(asdict(self._activity)).encode().ljust(_RECORD_BYTES)[:_RECORD_BYTES]
 
 
 _record: _Record | None = None
@@ -113,9 +130,9 @@ def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
         yield
         return
     words = [argument for argument in arguments if isinstance(argument, str) and 0 < len(argument) <= _WORD_CHARACTERS]
-    _record.change(command=" ".join([method, *words[:3]]))
+    _record.command(" ".join([method, *words[:2]]))
     yield
-    _record.change(command="")  # not after an error: then it tells where
+    _record.command("")  # not after an error: then it tells where
 
 
 def wait_until_collected() -> None:

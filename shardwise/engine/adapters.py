@@ -11,7 +11,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -88,32 +90,46 @@ def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> 
     Raises:
         ExportError: on every rank, if it could not be written.
     """
-    is_writer = dist.get_rank() == 0
-    tensors = {}
-    for name, tensor in adapter_weights(model, torch.float32):
-        if is_writer:
-            tensors[name] = tensor.to("cpu", copy=True).contiguous()
-    with raised_on_every_rank(ExportError), named_failures(path):
-        if is_writer:
-            _write_adapter(model, path, base_model_name, tensors)
-
-
-def _write_adapter(model: PreTrainedModel, path: Path, base_model_name: str, tensors: dict[str, Tensor]) -> None:
+    adapter = StagedAdapter.of(model, base_model_name)
     staging = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    config = copy.copy(model.peft_config[ADAPTER])
-    config.base_model_name_or_path = base_model_name
-    config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
-    config.save_pretrained(str(staging))
-    try:
-        save_file(tensors, staging / WEIGHTS_NAME, metadata={"format": "pt"})
-    except SafetensorError as error:  # what a full disk is to it
-        raise OSError(str(error)) from None
-    fsync_folder(staging)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(staging, path)
+    with raised_on_every_rank(ExportError), named_failures(path):
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            adapter.write(staging)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(staging, path)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedAdapter:
+    """An adapter on its way into a folder, as it was when it was staged."""
+
+    _config: Any
+    _tensors: dict[str, Tensor]
+    """Whole ones on rank 0, nothing elsewhere: adapters are small."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, base_model_name: str) -> Self:
+        """Collective."""
+        config = copy.copy(model.peft_config[ADAPTER])
+        config.base_model_name_or_path = base_model_name
+        config.inference_mode = True
+        config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
+        tensors = {}
+        for name, tensor in adapter_weights(model, torch.float32):
+            if dist.get_rank() == 0:
+                tensors[name] = tensor.to("cpu", copy=True).contiguous()
+        return cls(config, tensors)
+
+    def write(self, folder: Path) -> None:
+        """On rank 0: into an existing folder, durably. Raises OSError."""
+        self._config.save_pretrained(str(folder))
+        try:
+            save_file(self._tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        except SafetensorError as error:  # what a full disk is to it
+            raise OSError(str(error)) from None
+        fsync_folder(folder)
 
 
 @torch.no_grad()

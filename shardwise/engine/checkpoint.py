@@ -5,11 +5,11 @@ Saved are the masters of the trained parameters, the optimizer's states and the 
 are not: they are those of the model folder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
+from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
 
 
@@ -36,21 +37,49 @@ def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     Raises:
         ExportError: on every rank, if a rank could not write.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
-    plans = _agree(planner)
+    state = StagedState.of(optimizer)
     file: ShardFile | None = None
     with raised_on_every_rank(ExportError), named_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[dist.get_rank()].items}
-        if mine:
-            file = ShardFile.write(folder / shard_name(dist.get_rank()), mine)
+        file = state.write(folder)
     files = all_gather_json(None if file is None else asdict(file))
     with raised_on_every_rank(ExportError), named_failures(folder):
         if dist.get_rank() == 0:
-            written = {shard_name(rank): ShardFile(**tree) for rank, tree in enumerate(files) if tree}
-            _index(plans, written, optimizer.numbers()).write(folder)
-            fsync_folder(folder)
+            state.finish(folder, [None if tree is None else ShardFile(**tree) for tree in files])
+
+
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """A training state on its way into a folder."""
+
+    _plans: list[SavePlan]
+    _mine: dict[str, Tensor]
+    """Parts of tensors that this rank writes."""
+    _numbers: dict[str, Any]
+    _rank: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, optimizer: ShardedOptimizer, buffers: StagingBuffers | None = None) -> Self:
+        """Collective. With `buffers` it is the state as it is now, whatever the optimizer does next; without them it
+        must be written before the next step."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
+        plans, rank = _agree(planner), dist.get_rank()
+        mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[rank].items}
+        if buffers is not None:
+            mine = {name: buffers.copy(name, tensor) for name, tensor in mine.items()}
+        return cls(plans, mine, optimizer.numbers(), rank)
+
+    def write(self, folder: Path) -> ShardFile | None:
+        """Writes this rank's file into an existing folder; None if it has none. Raises OSError."""
+        return ShardFile.write(folder / shard_name(self._rank), self._mine) if self._mine else None
+
+    def finish(self, folder: Path, files: Sequence[ShardFile | None]) -> None:
+        """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError."""
+        written = {shard_name(rank): file for rank, file in enumerate(files) if file is not None}
+        _index(self._plans, written, self._numbers).write(folder)
+        fsync_folder(folder)
 
 
 @torch.no_grad()
@@ -65,8 +94,7 @@ def load_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     """
     with raised_on_every_rank(ModelError):
         index = StateIndex.read(folder)
-        for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:  # together all of them
-            index.files[name].verify(folder / name)
+        verify_files(index, folder)
         optimizer.check_numbers(index.numbers)
         _require_same(folder, optimizer.named_tensors(), index, only=MASTER)
     optimizer.create_states({name.partition("/")[2] for name in index.specs if not name.startswith(MASTER)})
@@ -76,6 +104,12 @@ def load_state(optimizer: ShardedOptimizer, folder: Path) -> None:
     with raised_on_every_rank(ModelError):
         _read_shards(tensors, index, folder)
     optimizer.load_numbers(index.numbers)
+
+
+def verify_files(index: StateIndex, folder: Path) -> None:
+    """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
+    for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:
+        index.files[name].verify(folder / name)
 
 
 def _agree(planner: DefaultSavePlanner) -> list[SavePlan]:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
-from shardwise.engine.export import export_folder
+from shardwise.engine.export import StagedExport, export_folder
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
@@ -20,9 +20,14 @@ from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import gathered
+from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
+
+if TYPE_CHECKING:
+    from shardwise.engine.adapters import StagedAdapter
+    from shardwise.engine.checkpoint import StagedState
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
@@ -60,6 +65,7 @@ class TrainEngine:
             "grads": HostCopies(),
             "optimizer": HostCopies(),
         }
+        self._export_buffers, self._state_buffers = StagingBuffers(), StagingBuffers()
         self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
         self.num_parameters = num_parameters(self._model)
@@ -263,6 +269,24 @@ class TrainEngine:
 
         assert self._optimizer is not None, "a frozen engine has no training state"
         save_state(self._optimizer, folder)
+
+    def stage_export(self) -> StagedExport:
+        """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. The
+        next call overwrites the copies."""
+        return StagedExport.of(self._model.hf_model, self._compute_dtype, self._export_buffers)
+
+    def stage_state(self) -> "StagedState":
+        """What `save_state` would write, as `stage_export`."""
+        from shardwise.engine.checkpoint import StagedState
+
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        return StagedState.of(self._optimizer, self._state_buffers)
+
+    def stage_adapter(self, base_model: str) -> "StagedAdapter":
+        """What `export_adapter` would write."""
+        from shardwise.engine.adapters import StagedAdapter
+
+        return StagedAdapter.of(self._model.hf_model, base_model)
 
     def load_state(self, folder: Path) -> None:
         """Goes on from what an engine of any layout wrote there. See `checkpoint.load_state`."""

@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from shardwise.engine.model_folder import INDEX_NAME
 from shardwise.engine.runtime_state import buffer_names, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.shards import gathered
+from shardwise.engine.staging import HostShards, Links, StagingBuffers
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""
@@ -53,24 +54,60 @@ def export_folder(
         ExportError: on every rank, if a rank could not write; names it and the cause.
     """
     staging = path.with_name(f".{path.name}.partial")
+    plan = ExportPlan.of(model, dtype, max_shard_size=max_shard_size)
     with raised_on_every_rank(ExportError), named_failures(staging):
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            _write_configs(model, tokenizer, staging, dtype)
-    blocks = export_blocks(model, runtime_state(model), dtype)
-    plan = _FilePlan.of(blocks, max_shard_size)
-    writers = _RankWriters(staging, plan)
+            plan.write_configs(staging, tokenizer)
+    writers = plan.writers(staging)
     merged = merged_state(model)
-    for block in blocks:
+    for block in plan.blocks:
         writers.write(block, [gathered(merged[name], block.dtypes[name]) for name in block.runtime_names])
     with raised_on_every_rank(ExportError), named_failures(staging):
         writers.finish()
     with raised_on_every_rank(ExportError), named_failures(path):
         if dist.get_rank() == 0:
-            plan.write_index(staging, num_parameters=_num_parameters(model))
+            plan.finish(staging)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(staging, path)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedExport:
+    """A model on its way into a folder, as it was when it was staged: it may be trained on meanwhile."""
+
+    _plan: "ExportPlan"
+    _shards: HostShards
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, buffers: StagingBuffers) -> Self:
+        """Collective. Copies this rank's shards, adapters merged, in the dtypes of the file."""
+        plan = ExportPlan.of(model, dtype)
+        merged = merged_state(model)
+        shards = HostShards(buffers)
+        for block in plan.blocks:
+            for name in block.runtime_names:
+                shards.add(name, merged[name], block.dtypes[name])
+        return cls(plan, shards)
+
+    @torch.no_grad()
+    def write(self, folder: Path, tokenizer: Callable[[], Any], links: Links) -> None:
+        """To be called on every rank. Writes this rank's files into an existing folder, and on rank 0 the configs.
+        Raises OSError, but does its part of what the other ranks need."""
+        writers = self._plan.writers(folder)
+        for block in self._plan.blocks:
+            for writer in self._plan.writing_ranks(block):
+                full = [self._shards.whole(name, writer, links) for name in block.runtime_names]
+                writers.write(block, [tensor for tensor in full if tensor is not None])
+        writers.finish()
+        if self._plan.rank == 0:
+            self._plan.write_configs(folder, tokenizer())
+
+    def finish(self, folder: Path) -> None:
+        """On one rank, when every rank has written. Raises OSError."""
+        self._plan.finish(folder)
 
 
 def _num_parameters(model: PreTrainedModel) -> int:
@@ -97,34 +134,26 @@ def named_failures(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _write_configs(model: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    config = model.config.__class__.from_dict({**model.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
-    config.architectures = [type(model).__name__]
-    text_config = config.get_text_config()
-    if _is_classifier(model) and text_config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        text_config.pad_token_id = tokenizer.pad_token_id  # without one transformers scores no batches
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _is_classifier(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings() is None
-
-
 @dataclass(frozen=True, slots=True)
-class _FilePlan:
-    """Which tensor goes into which file, known from shapes alone and the same on every rank."""
+class ExportPlan:
+    """Which tensor goes into which file, known from shapes alone and the same on every rank but for `rank`."""
 
+    model: PreTrainedModel
+    """Of which nothing but configs is read from here on."""
+    dtype: torch.dtype
+    blocks: list[ExportBlock]
     specs: dict[str, dict[str, TensorSpec]]
     """File name -> tensor name -> what it is. File i is written by rank i modulo the number of ranks."""
     file_of: dict[str, str]
     total_bytes: int
+    num_parameters: int
+    rank: int
+    num_ranks: int
 
     @classmethod
-    def of(cls, blocks: list[ExportBlock], max_shard_size: int | str) -> "_FilePlan":
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> Self:
         """save_pretrained's rule: in order, and the parts of one fused tensor that share its storage stay together."""
+        blocks = export_blocks(model, runtime_state(model), dtype)
         tensors = {name: tensor for block in blocks for name, tensor in block.hub_tensors.items()}
         split = split_state_dict_into_shards_factory(
             tensors,
@@ -137,35 +166,71 @@ class _FilePlan:
             file: {name: TensorSpec.of(tensors[name]) for name in names}
             for file, names in split.filename_to_tensors.items()
         }
-        return cls(specs, split.tensor_to_filename, split.metadata["total_size"])
+        return cls(
+            model,
+            dtype,
+            blocks,
+            specs,
+            split.tensor_to_filename,
+            split.metadata["total_size"],
+            _num_parameters(model),
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
 
-    def files_of_rank(self, rank: int, num_ranks: int) -> set[str]:
-        return set(list(self.specs)[rank::num_ranks])
+    def writing_ranks(self, block: ExportBlock) -> list[int]:
+        """Those whose files get a part of the block."""
+        places = {file: place for place, file in enumerate(self.specs)}
+        return sorted({places[self.file_of[name]] % self.num_ranks for name in block.hub_tensors})
 
-    def write_index(self, folder: Path, *, num_parameters: int) -> None:
-        """Only where there are several files. Makes the folder's entries durable."""
+    def writers(self, folder: Path) -> "_RankWriters":
+        """Of this rank's files."""
+        return _RankWriters(folder, self)
+
+    def write_configs(self, folder: Path, tokenizer: Any) -> None:
+        """Everything but weights. Raises OSError."""
+        model = self.model
+        content = {**model.config.to_dict(), "dtype": str(self.dtype).removeprefix("torch.")}
+        config = model.config.__class__.from_dict(content)
+        config.architectures = [type(model).__name__]
+        text = config.get_text_config()
+        if _is_classifier(model) and text.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+            text.pad_token_id = tokenizer.pad_token_id  # without one transformers scores no batches
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def finish(self, folder: Path) -> None:
+        """When every rank has written: the index where there are several files, and the folder's entries made durable.
+        Raises OSError."""
         if len(self.specs) > 1:
-            metadata = {"total_parameters": num_parameters, "total_size": self.total_bytes}
+            metadata = {"total_parameters": self.num_parameters, "total_size": self.total_bytes}
             tree = {"metadata": metadata, "weight_map": self.file_of}
             (folder / INDEX_NAME).write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         fsync_folder(folder)
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is None
 
 
 class _RankWriters:
     """The files of this rank. After a failure it writes nothing more and `finish` raises it, so that the collectives
     around it go on."""
 
-    def __init__(self, folder: Path, plan: _FilePlan) -> None:
+    def __init__(self, folder: Path, plan: ExportPlan) -> None:
         self._folder = folder
         self._plan = plan
-        self._mine = plan.files_of_rank(dist.get_rank(), dist.get_world_size())
+        self._mine = set(list(plan.specs)[plan.rank :: plan.num_ranks])
         self._open: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
 
     def write(self, block: ExportBlock, full: list[Tensor]) -> None:
-        """Writes what belongs into this rank's files. Takes the tensors out of `full`."""
+        """Writes what belongs into this rank's files; `full` may be empty where nothing does. Takes the tensors out of
+        `full`."""
         mine = [name for name in block.hub_tensors if self._plan.file_of[name] in self._mine]
-        if not mine or self._error is not None:
+        if not mine or not full or self._error is not None:
             return
         tensors = block.convert(full)
         try:

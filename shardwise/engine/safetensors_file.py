@@ -5,11 +5,12 @@ then kills the process, and mapped pages count as ours) and writes a file from t
 slice is read by plain reads, which fail with an exception, and a file is written tensor by tensor, in any order.
 """
 
+import ctypes
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +41,9 @@ DTYPE_NAMES = {
 """In the order of the format's own enumeration: tensors of later dtypes come first in a file."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES.values())}
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+
+BLOCK_BYTES = 1 << 20
+"""What fits a processor's cache, so that what one step has read another step need not fetch again."""
 
 Box = Sequence[slice]
 """Start and stop in every dimension."""
@@ -86,6 +90,12 @@ def differences(wanted: Mapping[str, object], stored: Mapping[str, object]) -> s
     )
 
 
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, which has to outlive it. (A storage that numpy has seen can never
+    be resized again.)"""
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 class SafetensorsReader:
     """A file that is open for reading. The header is read and checked at once, tensors when they are asked for."""
 
@@ -118,7 +128,7 @@ class SafetensorsReader:
         result = torch.empty([part.stop - part.start for part in box], dtype=spec.dtype)
         if not result.numel():
             return result
-        target = result.reshape(-1).view(torch.uint8).numpy().data
+        target = host_bytes(result)
         done = 0
         try:
             for offset, num_bytes in _runs(spec, box):
@@ -127,6 +137,18 @@ class SafetensorsReader:
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
         return result
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, block by block, each in the memory of the one before. Raises ModelError as `read`."""
+        spec, start = self._entries[name]
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, spec.nbytes)))
+        for offset in range(0, spec.nbytes, BLOCK_BYTES):
+            block = buffer[: spec.nbytes - offset]
+            try:
+                self._read_into(block, self._data_start + start + offset)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+            yield block
 
     def close(self) -> None:
         self._file.close()
@@ -194,12 +216,16 @@ class SafetensorsWriter:
     def is_complete(self) -> bool:
         return not self._offsets
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Each name once, in any order; the tensor may lie on any device."""
+    def write(self, name: str, tensor: Tensor, *, seen: Callable[[memoryview], object] = lambda block: None) -> None:
+        """Each name once, in any order; the tensor may lie on any device. `seen` gets every block of its bytes in turn,
+        while the block is in the processor's cache."""
         assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
         self._file.seek(self._offsets.pop(name))
-        if tensor.numel():
-            self._write_all(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        on_host = tensor.detach().cpu().contiguous()
+        data = host_bytes(on_host)
+        for start in range(0, len(data), BLOCK_BYTES):
+            seen(data[start : start + BLOCK_BYTES])
+            self._write_all(data[start : start + BLOCK_BYTES])
 
     def close(self) -> None:
         assert self.is_complete, f"{sorted(self._offsets)} were never written"
@@ -213,7 +239,7 @@ class SafetensorsWriter:
     def _write_all(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         done = 0
-        while done < len(view):  # one call writes at most 2 GiB
+        while done < len(view):
             done += self._file.write(view[done:])
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import xxhash
-from torch import Tensor
 
 from shardwise.config import ModelError
+from shardwise.engine.safetensors_file import BLOCK_BYTES
 from shardwise.observability import write_json_atomic
 
-_BLOCK_BYTES = 1 << 24
 RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
 
 
@@ -34,10 +32,11 @@ class FileRecord:
     def of(cls, path: Path) -> Self:
         """Reads the whole file. Raises OSError."""
         digest, num_bytes = xxhash.xxh3_64(), 0
+        buffer = memoryview(bytearray(BLOCK_BYTES))
         with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                num_bytes += len(block)
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                num_bytes += count
         return cls(num_bytes, digest.hexdigest())
 
     def check(self, path: Path) -> None:
@@ -53,11 +52,6 @@ def check_size(path: Path, num_bytes: int) -> None:
         raise ModelError(f"{path} is missing; {RESTORE}")
     if (size := path.stat().st_size) != num_bytes:
         raise ModelError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written; {RESTORE}")
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """xxh3 of the bytes of a contiguous tensor on the host."""
-    return bytes_hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def bytes_hash(data: bytes | memoryview) -> str:

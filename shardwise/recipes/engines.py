@@ -84,6 +84,15 @@ class RemoteEngine:
         """Writes what its training goes on from into `folder`."""
         self.group.call("save_state", self.role, folder)
 
+    def stage(self, subfolder: str) -> None:
+        """Copies what `save` would write; the ranks' CheckpointWriters put it into `subfolder` of the next
+        checkpoint."""
+        self.group.call("stage_weights", self.role, self.model.model_dump_json(), subfolder)
+
+    def stage_state(self, subfolder: str) -> None:
+        """Copies what `save_state` would write, likewise."""
+        self.group.call("stage_state", self.role, subfolder)
+
     def load_state(self, folder: str) -> None:
         """Goes on from what was written there, on any layout."""
         self.group.call("load_state", self.role, folder)

@@ -1,5 +1,6 @@
 """From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -21,13 +22,14 @@ from shardwise.config import (
     RLConfig,
     SFTConfig,
 )
-from shardwise.controller.failures import note_failure
+from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import follow_lifeline
-from shardwise.controller.local import RankGroup, serve
-from shardwise.controller.process_group import Rank, open_store, process_group
+from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
+from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
@@ -105,11 +107,17 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
                     store=store,
                 )
             )
-            worker = Worker(device, _medium_of(rank, num_apart, store, device, timeout_seconds=timeout_seconds))
+            links = connect("background", rank, store, timeout=timedelta(seconds=timeout_seconds))
+            writer = CheckpointWriter(rank.rank, links)
+            medium = _medium_of(rank, num_apart, store, device, timeout_seconds=timeout_seconds)
+            worker = Worker(device, join_medium=medium, writer=writer)
             if rank.rank == 0:
-                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds))
+                background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
+                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
+            writing = serve_in_background(writer, links, partial(_end, rank=rank.rank))
             with stop_signals(pass_on):
                 serve(worker, control)
+                writing.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
             return note_failure(error, rank.rank)
@@ -126,6 +134,12 @@ def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
         code = stopped.code
     group.shutdown()
     return code
+
+
+def _end(error: Exception, rank: int) -> None:
+    """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
+    if not is_lost_peer(error):
+        os._exit(note_failure(error, rank))
 
 
 def _require_trainers(rank: Rank, num_apart: int) -> None:

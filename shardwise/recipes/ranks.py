@@ -1,12 +1,11 @@
 """Who does what in reinforcement learning: the ranks that train, those that sample, and the weights between them."""
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from shardwise.config import GenerationConfig, ModelConfig, RLConfig, Split
 from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.background import Background
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +50,6 @@ class Ranks:
         """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""
         if not self.are_split:
             return self.trainers.call("sync_weights", version)
-        receive = _Background(lambda: self.rollouts.call("pull_weights", version))
+        receive = Background(lambda: self.rollouts.call("pull_weights", version))
         self.trainers.call("push_weights", version)
         return receive.result()
-
-
-class _Background:
-    """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
-
-    def __init__(self, call: Callable[[], list[Any]]) -> None:
-        self._call = call
-        self._results: list[Any] = []
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> list[Any]:
-        """Waits for: the call. Unblocked by: the deadlines of the group that it calls. Raises what it raised."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self._results
-
-    def _run(self) -> None:
-        try:
-            self._results = self._call()
-        except BaseException as error:
-            self._failure = error

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -10,11 +10,11 @@ from shardwise.config import ConfigError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder, step_folders
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.manifest import write_manifest
-from shardwise.recipes.resume import STATE, find_start, write_run
-from shardwise.recipes.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.resume import find_start
+from shardwise.recipes.saver import Saver, state_subfolder
+from shardwise.recipes.saving import remove_leftovers
 from shardwise.recipes.stopping import Stopping
 from shardwise.types import Metrics
 
@@ -70,7 +70,7 @@ class Run:
         self.spans = Spans(enter_phase)
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
-        self._newest: Path | None = None
+        self._saver = Saver(self.output_dir, config, engines)
 
     @property
     def first_step(self) -> int:
@@ -104,9 +104,11 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with suppress(Exception):  # `steps` has raised what there was, unless something else came first
+            self._saver.wait()
         self._open.close()
-        if self._newest is not None:
-            print(f"{self._title}: saved {self._newest}", flush=True)
+        if self._saver.newest is not None:
+            print(f"{self._title}: saved {self._saver.newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, after the last
@@ -114,19 +116,23 @@ class Run:
 
         Raises:
             Stopped: a signal or the time limit asked for it.
+            ExportError: a checkpoint could not be saved.
         """
         for step in range(self.first_step, self._total_steps + 1):
             enter_step(step)
             self._step_start = time.perf_counter()
             yield step
             self._stopping.count_step(time.perf_counter() - self._step_start)
+            self._saver.check()
             is_saved = self._is_due(self._trainer.save_every_steps, step)
             if is_saved:
                 self._save(step)
-            if step < self._total_steps and self._stopping.is_due:
+            if step < self._total_steps and self._stopping.is_due(save_seconds=self._saver.seconds):
                 if not is_saved:
                     self._save(step)
+                self._saver.wait()
                 raise self._stopping.stopped(step)
+        self._saver.wait()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -152,7 +158,7 @@ class Run:
         for name, part in self._parts.items():
             part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
-            engine.load_state(_state_folder(self._start.checkpoint, engine))
+            engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
 
     def _prepare_folder(self) -> None:
         try:
@@ -187,21 +193,9 @@ class Run:
         )
 
     def _save(self, step: int) -> None:
-        with self._stopping.saving(), self.spans("save"), new_checkpoint(self.output_dir, step) as folder:
-            for name, engine in self._engines.items():
-                engine.save(str(folder / name))
-            if self._trainer.save_state:
-                for engine in self._engines.values():
-                    engine.save_state(_state_folder(folder, engine))
-                parts = {name: part.state_dict() for name, part in self._parts.items()}
-                write_run(folder, self._config, step=step, parts=parts)
-            write_manifest(folder, self._group.call("hash_files", str(folder)), step=step)
-        self._newest = step_folder(self.output_dir, step)
+        with self.spans("save"):
+            self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
 
     @property
     def _group(self) -> WorkerGroup:
         return self._engines[""].group
-
-
-def _state_folder(checkpoint: Path, engine: RemoteEngine) -> str:
-    return str(checkpoint / STATE / engine.role.replace(" ", "_"))

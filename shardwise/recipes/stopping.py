@@ -4,9 +4,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Self
 
 from shardwise.config import TrainerConfig
@@ -37,7 +35,6 @@ class Stopping:
         self._signal: signal.Signals | None = None
         self._grace: threading.Timer | None = None
         self._longest_step_seconds = 0.0
-        self._save_seconds: float | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -53,17 +50,13 @@ class Stopping:
         """Tells how long a step took."""
         self._longest_step_seconds = max(self._longest_step_seconds, seconds)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Its body saves a checkpoint."""
-        start = time.perf_counter()
-        yield
-        self._save_seconds = time.perf_counter() - start
+    def is_due(self, *, save_seconds: float | None) -> bool:
+        """Whether the run has to stop before its next step.
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the run has to stop before its next step."""
-        return self._signal is not None or self._time_is_up
+        Args:
+            save_seconds: what a save takes; None before the first, which then counts as the longest step.
+        """
+        return self._signal is not None or self._is_time_up(save_seconds)
 
     def stopped(self, step: int) -> Stopped:
         """The exception to leave the recipe with, after `step` was saved."""
@@ -77,13 +70,11 @@ class Stopping:
         how = "" if trainer.resume == "auto" else " with trainer.resume=auto"
         return Stopped(f"{reason}; resumable: the same command{how} goes on after step {step}", code)
 
-    @property
-    def _time_is_up(self) -> bool:
-        """Whether another step and a save might not fit in; of a save, nothing else is known before the first one."""
+    def _is_time_up(self, save_seconds: float | None) -> bool:
+        """Whether another step and a save might not fit in."""
         if self._trainer.max_time_seconds is None:
             return False
-        save_seconds = self._longest_step_seconds if self._save_seconds is None else self._save_seconds
-        needed = self._longest_step_seconds + save_seconds
+        needed = self._longest_step_seconds + (self._longest_step_seconds if save_seconds is None else save_seconds)
         return seconds_since_start() + needed > self._trainer.max_time_seconds
 
     def _react(self, number: int) -> None:

@@ -20,6 +20,7 @@ from shardwise.config import (
 )
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
+from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
@@ -59,12 +60,20 @@ class Worker:
     what the others' param_offload and optimizer_offload name has left it.
     """
 
-    def __init__(self, device: torch.device, join_medium: Callable[[], Medium] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        join_medium: Callable[[], Medium] | None = None,
+        writer: CheckpointWriter | None = None,
+    ) -> None:
         """
         Args:
             join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
+            writer: of what is staged here.
         """
         self._device = device
+        self._writer = writer
         self._join_medium = join_medium
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
@@ -220,6 +229,21 @@ class Worker:
         """Writes an engine's training state."""
         self._take_device(role, "params", "optimizer").engine.save_state(Path(folder))
 
+    def stage_weights(self, role: str, model: str, subfolder: str) -> None:
+        """Copies an engine's weights to host memory, for the CheckpointWriter."""
+        seat, writer = self._take_device(role, "params"), self._checkpoint_writer()
+        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
+        config, lora = ModelConfig.model_validate_json(model), seat.config.lora
+        if lora is None or lora.save_merged:
+            writer.add_export(str(Path(subfolder) / "hf"), seat.engine.stage_export(), config)
+        if lora is not None:
+            writer.add_adapter(str(Path(subfolder) / "adapter"), seat.engine.stage_adapter(config.path))
+
+    def stage_state(self, role: str, subfolder: str) -> None:
+        """Copies an engine's training state to host memory, for the CheckpointWriter."""
+        seat = self._take_device(role, "params", "optimizer")
+        self._checkpoint_writer().add_state(subfolder, seat.engine.stage_state())
+
     def load_state(self, role: str, folder: str) -> None:
         """Takes over a training state, verified; ModelError on every rank if it is damaged or does not fit."""
         self._take_device(role, "params", "optimizer").engine.load_state(Path(folder))
@@ -250,6 +274,10 @@ class Worker:
         if self._rollout is not None:
             self._rollout.close()
         self._seats, self._rollout = {}, None
+
+    def _checkpoint_writer(self) -> CheckpointWriter:
+        assert self._writer is not None, "nothing on this rank writes in the background"
+        return self._writer
 
     def _joined_medium(self) -> Medium | None:
         """Joined at the first sync, where all ends are there."""

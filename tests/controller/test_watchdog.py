@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -89,6 +90,24 @@ def test_activity_follows_steps_phases_and_commands(watched):
     assert watched().place == "step 3, save, `train`"  # where it failed
     watchdog.enter_step(4)
     assert (watched().step, watched().phase) == (4, "")
+
+
+def test_a_command_in_the_background_is_told_beside_the_other(watched):
+    with watchdog.commanded("train", ["policy"]):
+        writing, release = threading.Event(), threading.Event()
+
+        def write():
+            with watchdog.commanded("write", []):
+                writing.set()
+                release.wait(5)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert writing.wait(5)
+        assert watched().place == "`train policy` and `write`"
+        release.set()
+        thread.join()
+        assert watched().place == "`train policy`"
 
 
 def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):

@@ -12,6 +12,7 @@ from shardwise.engine.safetensors_file import (
     SafetensorsWriter,
     TensorSpec,
     differences,
+    host_bytes,
 )
 
 
@@ -34,6 +35,33 @@ def test_bytes_of_a_file_are_those_of_the_safetensors_package(tmp_path):
         writer.write(name, tensors[name])
     writer.close()
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_the_bytes_of_a_tensor_are_its_memory_which_can_still_be_resized(dtype):
+    tensor = torch.arange(6).view(2, 3).to(dtype)
+    assert bytes(host_bytes(tensor)) == bytes(tensor.view(torch.uint8).flatten().tolist())
+    assert len(host_bytes(torch.tensor(1.5))) == 4
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_blocks_go_through_a_tensor_in_order_when_it_is_written_and_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.engine.safetensors_file.BLOCK_BYTES", 7)
+    tensors = {"a": torch.arange(5.0), "b": torch.arange(14, dtype=torch.uint8), "empty": torch.zeros(0)}
+    writer, seen = SafetensorsWriter(tmp_path / "f", {name: TensorSpec.of(t) for name, t in tensors.items()}), {}
+    for name, tensor in tensors.items():
+        seen[name] = []
+        writer.write(name, tensor, seen=lambda block, name=name: seen[name].append(bytes(block)))
+    writer.close()
+    reader = SafetensorsReader(tmp_path / "f")
+    for name, tensor in tensors.items():
+        read = [bytes(block) for block in reader.blocks(name)]
+        assert read == seen[name]
+        assert [len(block) for block in read] == [7] * (tensor.nbytes // 7) + [tensor.nbytes % 7] * (
+            tensor.nbytes % 7 > 0
+        )
+        assert b"".join(read) == bytes(host_bytes(tensor))
 
 
 def test_what_was_written_is_read_back(tmp_path):

@@ -2,11 +2,10 @@ import json
 import re
 
 import pytest
-import torch
 import xxhash
 
 from shardwise.config import ModelError
-from shardwise.engine.verified_files import FileRecord, read_sealed_json, tensor_hash, write_sealed_json
+from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 
 @pytest.fixture
@@ -41,14 +40,6 @@ def test_a_missing_file_is_named(file):
     file.unlink()
     with pytest.raises(ModelError, match="some file is missing; "):
         record.check(file)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_the_hash_of_a_tensor_is_that_of_its_bytes(dtype):
-    tensor = torch.arange(6).view(2, 3).to(dtype)
-    data = bytes(tensor.view(torch.uint8).flatten().tolist())
-    assert tensor_hash(tensor) == xxhash.xxh3_64_hexdigest(data)
-    assert tensor_hash(torch.tensor(1.5)) == xxhash.xxh3_64_hexdigest(torch.tensor([1.5]).numpy().tobytes())
 
 
 CONTENT = {"b": [1, 0.1, None, True], "a": {"ü": "x", "1e22": 1e22}}

@@ -37,6 +37,7 @@ class FakeGroup:
 
     def __init__(self, size=1, **answers):
         self.size, self.ranks, self._answers, self.calls = size, range(size), answers, []
+        self.background = None
 
     def call(self, method, *args):
         self.calls.append((method, *args))

@@ -1,0 +1,236 @@
+"""Saving a training state and its model: how long training waits, and at which rate bytes reach the disk.
+
+A Qwen3 with AdamW states and float32 masters is saved by the product's own Saver, over real ranks. In every round, each
+on the same bytes and the same disk:
+
+sync        trainer.async_save=false, until the checkpoint is published: weights, state, hashes, fsync, rename
+async       trainer.async_save=true: how long training waits, and until it is published
+raw_write   as many bytes as the checkpoint has, each rank its share, in blocks of 16 MiB, with fsync
+torch_save  `torch.save` of each rank's shards and, on rank 0, of the model in its dtype, with fsync
+dcp         `torch.distributed.checkpoint.save` of the state and the same file of the model, with fsync
+load        `load_state`, and of it the time that comparing hashes takes
+
+Files that are read are in the page cache.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.harness import paired_ratios, report
+from shardwise.config import EngineConfig, ModelConfig, OptimizerConfig, SFTConfig
+from shardwise.controller.launch import launch
+from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.engine.checkpoint import verify_files
+from shardwise.engine.shards import local_shard
+from shardwise.engine.state_files import StateIndex
+from shardwise.recipes.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpoints import step_folder
+from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.saver import Saver
+from shardwise.recipes.workers import Worker
+from shardwise.types import Sample
+
+BLOCK_BYTES = 1 << 24
+TIMEOUT_SECONDS = 300
+
+
+def build_folder(folder: Path, *, hidden_size: int, num_layers: int) -> None:
+    """A random model of the family that the other benchmarks train, with a tokenizer."""
+    config = Qwen3Config(
+        vocab_size=32768,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    train_tokenizer(["2+3=5"], vocab_size=261).save_pretrained(folder)
+
+
+class Bench(Worker):
+    """A rank that also writes by other means what its engine would save."""
+
+    def write_raw(self, folder: str, num_bytes: int) -> None:
+        """This rank's share of so many bytes."""
+        block, left = bytearray(os.urandom(BLOCK_BYTES)), num_bytes // dist.get_world_size()
+        with (Path(folder) / f"raw_{dist.get_rank()}").open("wb", buffering=0) as file:
+            while left:
+                left -= file.write(memoryview(block)[: min(left, BLOCK_BYTES)])
+            os.fsync(file.fileno())
+
+    def write_torch(self, folder: str) -> None:
+        """One file of each rank's shards."""
+        shards = {name: local_shard(tensor) for name, tensor in self._tensors().items()}
+        _save_and_sync(shards, Path(folder) / f"torch_{dist.get_rank()}.pt")
+        self._write_model(Path(folder))
+
+    def write_dcp(self, folder: str) -> None:
+        """torch's distributed checkpoint of the state."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(Path(folder) / "dcp", sync_files=True))
+        self._write_model(Path(folder))
+
+    def verify_state(self, folder: str) -> None:
+        """What `load_state` does before it changes a tensor."""
+        verify_files(StateIndex.read(Path(folder)), Path(folder))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        optimizer = self._seats["policy"].engine._optimizer
+        assert optimizer is not None
+        return optimizer.named_tensors()
+
+    def _write_model(self, folder: Path) -> None:
+        weights = dict(self._seats["policy"].engine.named_weights(torch.bfloat16))
+        if dist.get_rank() == 0:
+            _save_and_sync(weights, folder / "model.pt")
+
+
+def _save_and_sync(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, Any]:
+    """Seconds of every round, and the bytes of a checkpoint."""
+    group = policy.group
+    config = {"model": {"path": "m"}, "data": {"train_files": "t"}}
+    savers = {
+        kind: Saver(
+            scratch / kind,
+            SFTConfig.parse({**config, "trainer": {"async_save": kind == "async"}}, origin="benchmark"),
+            {"": policy},
+        )
+        for kind in ("sync", "async")
+    }
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[..., object], *arguments: Any) -> None:
+        start = time.perf_counter()
+        work(*arguments)
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def save_async(step: int) -> None:
+        timed("pause", savers["async"].save, step, {})
+        savers["async"].wait()
+
+    num_bytes = 0
+    for number in range(rounds + 1):  # the first warms up: page cache, staging buffers
+        timed("sync", savers["sync"].save, number, {})
+        num_bytes = sum(file.stat().st_size for file in (scratch / "sync").rglob("*") if file.is_file())
+        state = str(step_folder(scratch / "sync", number) / "state" / "policy")
+        timed("load", policy.load_state, state)
+        timed("verify", group.call, "verify_state", state)
+        timed("async", save_async, number)
+        for kind in ("raw", "torch", "dcp"):
+            folder = scratch / kind
+            folder.mkdir()
+            timed(kind, group.call, f"write_{kind}", str(folder), *([num_bytes] if kind == "raw" else []))
+        for folder in scratch.iterdir():
+            shutil.rmtree(folder)
+    return {"num_bytes": num_bytes, "seconds": {name: times[1:] for name, times in seconds.items()}}
+
+
+def run_rank(folder: Path, scratch: Path, *, rounds: int, threads: int) -> None:
+    """One rank; rank 0 writes what it measured to `scratch`/result.json."""
+    torch.set_num_threads(threads)
+    rank = Rank.from_environment()
+    store = open_store(rank, timeout_seconds=TIMEOUT_SECONDS)
+    with process_group(rank, device_type="cpu", timeout_seconds=TIMEOUT_SECONDS, store=store) as control:
+        links = connect("background", rank, store, timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        writer = CheckpointWriter(rank.rank, links)
+        worker = Bench(torch.device("cpu"), writer=writer)
+        if rank.rank > 0:
+            writing = serve_in_background(writer, links, print)
+            serve(worker, control)
+            writing.join()
+            return
+        background = RankGroup(writer, links, timeout_seconds=TIMEOUT_SECONDS)
+        group = RankGroup(worker, control, timeout_seconds=TIMEOUT_SECONDS, background=background)
+        layout = EngineConfig(param_dtype="bfloat16", max_tokens_per_micro_batch=64)
+        policy = build_engine(
+            group, "policy", ModelConfig(path=str(folder)), layout, optimizer=OptimizerConfig(), total_steps=10
+        )
+        tokens = torch.arange(16) + 5
+        mask = torch.arange(16) > 0
+        policy.train([Sample(uid=str(n), token_ids=tokens, loss_mask=mask) for n in range(group.size)])
+        (scratch / "result.json").write_text(json.dumps(measure(policy, scratch / "files", rounds=rounds)))
+        group.shutdown()
+
+
+def ratios_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Rates ours / peer; `pause` is a time / that of a synchronous save, `verified_load` / loading without hashes."""
+    seconds = result["seconds"]
+
+    def rates(name: str) -> list[float]:
+        return [1 / value for value in seconds[name]]
+
+    return {
+        "raw_write": paired_ratios(rates("sync"), rates("raw")),
+        "torch_save": paired_ratios(rates("sync"), rates("torch")),
+        "dcp": paired_ratios(rates("sync"), rates("dcp")),
+        "pause": paired_ratios(seconds["pause"], seconds["sync"]),
+        "verified_load": paired_ratios(
+            seconds["load"], [a - b for a, b in zip(seconds["load"], seconds["verify"], strict=True)]
+        ),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="checkpoints against raw writes, torch.save and DCP")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
+    parser.add_argument("--rank", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank:
+        model, scratch = options.rank
+        threads = max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"]))
+        run_rank(model, scratch, rounds=options.rounds, threads=threads)
+        return
+    values: dict[str, Any] = {"settings": {"hidden_size": options.hidden_size, "layers": options.layers}}
+    ratios: dict[str, float] = {}
+    for nproc in (1, 2):
+        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+            model = Path(scratch) / "model"
+            build_folder(model, hidden_size=options.hidden_size, num_layers=options.layers)
+            (Path(scratch) / "files").mkdir()
+            command = [sys.executable, "-m", "benchmarks.checkpoint", "--rank", str(model), scratch]
+            if launch([*command, "--rounds", str(options.rounds)], nproc=nproc):
+                raise SystemExit(1)
+            result = json.loads((Path(scratch) / "result.json").read_text())
+        spread = ratios_of(result)
+        ratios |= {f"{name}_{nproc}": figures["median"] for name, figures in spread.items()}
+        medians = {name: round(statistics.median(times), 3) for name, times in result["seconds"].items()}
+        values[f"ranks_{nproc}"] = {"num_bytes": result["num_bytes"], "seconds": medians, "ratios": spread}
+    report("checkpoint", ratios=ratios, memory_ratios={}, values=values, write=not options.no_write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a checkpoint is written from while training goes on: this rank's shards, copied to host memory."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.shards import RowSharding, local_shard
+
+_TAG = 1
+"""Of shards on their way, beside the commands that travel over the same connections."""
+
+
+class Links(Protocol):
+    """Connections from every rank to every other, such as a ProcessGroupGloo of its own, under the ranks' numbers."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to send one tensor."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to receive one tensor."""
+
+
+class StagingBuffers:
+    """Host memory for copies of tensors by name. It is kept from one save to the next, for getting it anew costs more
+    than filling it; so what was copied under a name before is overwritten."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Of a plain tensor on any device, in its dtype or another; page-locked where it comes from an accelerator."""
+        dtype = dtype or tensor.dtype
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, dtype):
+            pinned = tensor.device.type != "cpu"
+            buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """This rank's rows of a tensor, and who has the others."""
+
+    mine: Tensor
+    shape: torch.Size
+    sharding: RowSharding
+    ranks: list[int]
+    """In the order of their rows; this rank alone where the tensor is not sharded."""
+
+
+class HostShards:
+    """Shards in host memory that become whole tensors on the rank that writes them."""
+
+    def __init__(self, buffers: StagingBuffers) -> None:
+        self._buffers = buffers
+        self._rows: dict[str, _Rows] = {}
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Copies this rank's shard of a tensor in a dtype, which `whole` gives back."""
+        sharding = RowSharding.of(tensor)
+        ranks = [dist.get_rank()] if sharding.group is None else dist.get_process_group_ranks(sharding.group)
+        copy = self._buffers.copy(name, local_shard(tensor), dtype)
+        self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
+
+    def whole(self, name: str, writer: int, links: Links) -> Tensor | None:
+        """To be called on every rank, in the same order. The full tensor on rank `writer`, None elsewhere. Each
+        other rank that holds rows of the writer's replica sends them to it."""
+        rows = self._rows[name]
+        me = rows.ranks[rows.sharding.rank]
+        if rows.ranks == [me]:
+            return rows.mine if me == writer else None
+        if writer not in rows.ranks:  # a rank of another replica
+            return None
+        if me != writer:
+            if rows.mine.numel():
+                links.send([rows.mine], writer, _TAG).wait()
+            return None
+        full = torch.empty(rows.shape, dtype=rows.mine.dtype)
+        sizes = [rows.sharding.num_rows(rows.shape[0], place) for place in range(len(rows.ranks))]
+        arriving = []
+        for rank, part in zip(rows.ranks, full.split(sizes), strict=True):
+            if rank == me:
+                part.copy_(rows.mine)
+            elif part.numel():
+                arriving.append(links.recv([part], rank, _TAG))
+        for work in arriving:
+            work.wait()
+        return full

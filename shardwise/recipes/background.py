@@ -1,0 +1,35 @@
+"""A call that goes on beside its caller."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._results: list[T] = []
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as error:
+            self._failure = error

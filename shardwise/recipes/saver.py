@@ -1,0 +1,118 @@
+"""Saves the checkpoints of a run: at once, or in the background while training goes on."""
+
+import time
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import ExportError, TrainingConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.background import Background
+from shardwise.recipes.checkpoints import step_folder
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.resume import STATE, write_run
+from shardwise.recipes.saving import new_checkpoint
+
+
+class Saver:
+    """With trainer.async_save, training waits only until every rank has copied its shards to host memory; writing,
+    hashing and publishing then go on beside it. One save at a time."""
+
+    def __init__(self, run: Path, config: TrainingConfig, engines: Mapping[str, RemoteEngine]) -> None:
+        """
+        Args:
+            run: its output folder.
+            engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+        """
+        self._run = run
+        self._config = config
+        self._engines = engines
+        self._pending: Background[None] | None = None
+        self.newest: Path | None = None
+        """The checkpoint that was published last."""
+        self.seconds: float | None = None
+        """How long that took, from the beginning of the save."""
+
+    def save(self, step: int, parts: Mapping[str, Any]) -> None:
+        """Returns when the engines may train on.
+
+        Args:
+            parts: what the parts of the recipe keep between steps, by their names.
+        Raises:
+            ExportError: this save failed, or the one before it that went on in the background.
+        """
+        self.wait()
+        start = time.perf_counter()
+        background = self._group.background if self._config.trainer.async_save else None
+        if background is None:
+            self._publish(step, parts, None, start)
+        else:
+            self._stage()
+            self._pending = Background(partial(self._publish, step, deepcopy(parts), background, start))
+
+    def check(self) -> None:
+        """Raises ExportError if a save has failed in the background."""
+        if self._pending is not None and self._pending.is_done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for: the save in the background. Unblocked by: the deadlines of its group. Raises ExportError."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _publish(self, step: int, parts: Mapping[str, Any], background: WorkerGroup | None, start: float) -> None:
+        with new_checkpoint(self._run, step) as folder:
+            if background is None:
+                self._write_live(folder)
+            else:
+                _write_staged(folder, background)
+            if self._config.trainer.save_state:
+                write_run(folder, self._config, step=step, parts=dict(parts))
+            if background is None:
+                shares = self._group.call("hash_files", str(folder))
+            else:
+                shares = _results(background, "hash_files", str(folder))
+            write_manifest(folder, shares, step=step)
+        self.newest = step_folder(self._run, step)
+        self.seconds = time.perf_counter() - start
+
+    def _write_live(self, folder: Path) -> None:
+        for name, engine in self._engines.items():
+            engine.save(str(folder / name))
+        if self._config.trainer.save_state:
+            for engine in self._engines.values():
+                engine.save_state(str(folder / state_subfolder(engine)))
+
+    def _stage(self) -> None:
+        for name, engine in self._engines.items():
+            engine.stage(name)
+        if self._config.trainer.save_state:
+            for engine in self._engines.values():
+                engine.stage_state(state_subfolder(engine))
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._engines[""].group
+
+
+def state_subfolder(engine: RemoteEngine) -> str:
+    """Where a checkpoint holds the training state of an engine."""
+    return f"{STATE}/{engine.role.replace(' ', '_')}"
+
+
+def _write_staged(folder: Path, background: WorkerGroup) -> None:
+    written = _results(background, "write", str(folder))
+    _results(background, "finish", str(folder), written)
+
+
+def _results(background: WorkerGroup, method: str, *args: Any) -> list[Any]:
+    """Of a call to every rank's CheckpointWriter. Raises ExportError: on a rank it failed."""
+    outcomes = background.call(method, *args)
+    for rank, outcome in enumerate(outcomes):
+        if outcome["error"]:
+            raise ExportError(outcome["error"] if len(outcomes) == 1 else f"rank {rank}: {outcome['error']}")
+    return [outcome["result"] for outcome in outcomes]

@@ -1,0 +1,104 @@
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import ExportError, SFTConfig
+from shardwise.recipes.manifest import MANIFEST
+from shardwise.recipes.saver import Saver
+
+
+class Writers:
+    """What the ranks' CheckpointWriters do: waits where it is told to, fails where it is told to."""
+
+    def __init__(self):
+        self.may_write, self.errors = threading.Event(), {}
+        self.may_write.set()
+
+    def write(self, rank, checkpoint):
+        assert self.may_write.wait(10)
+        (Path(checkpoint) / f"weights_{rank}").write_text("w")
+        return {"result": {"rank": rank}, "error": self.errors.get(rank, "")}
+
+
+@pytest.fixture
+def writers():
+    return Writers()
+
+
+@pytest.fixture
+def make_saver(tmp_path, fake_group, remote, writers):
+    def make(roles=("policy",), **trainer):
+        group = fake_group(2)
+        good = {"result": {}, "error": ""}
+        group.background = fake_group(2, write=writers.write, finish=lambda *_: good, hash_files=lambda *_: good)
+        tree = {"model": {"path": "m"}, "data": {"train_files": "t"}, "trainer": {"output_dir": "o", **trainer}}
+        engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
+        return Saver(tmp_path, SFTConfig.parse(tree, origin="test"), engines), group
+
+    return make
+
+
+def steps_in(folder):
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
+def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
+    saver, group = make_saver(("policy", "critic"))
+    writers.may_write.clear()
+    parts = {"data": {"position": [1]}}
+    saver.save(3, parts)
+    assert [(call[0], call[1], call[-1]) for call in group.calls] == [
+        ("stage_weights", "policy", ""),
+        ("stage_weights", "critic", "critic"),
+        ("stage_state", "policy", "state/policy"),
+        ("stage_state", "critic", "state/critic"),
+    ]
+    parts["data"]["position"].append(2)  # training goes on
+    saver.check()
+    assert saver.newest is None
+    writers.may_write.set()
+    saver.wait()
+    folder = tmp_path / "checkpoints" / "step_3"
+    assert saver.newest == folder
+    assert json.loads((folder / "state" / "run.json").read_text())["content"]["parts"] == {"data": {"position": [1]}}
+    assert (folder / MANIFEST).is_file()
+    assert (folder / "weights_1").is_file()
+    assert ("finish", str(folder.with_name(".step_3.tmp")), [{"rank": 0}, {"rank": 1}]) in group.background.calls
+
+
+def test_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
+    saver, _ = make_saver()
+    writers.may_write.clear()
+    saver.save(1, {})
+    threading.Timer(0.2, writers.may_write.set).start()
+    saver.save(2, {})
+    assert (tmp_path / "checkpoints" / "step_1" / MANIFEST).is_file(), "the second has waited for the first"
+    saver.wait()
+    assert steps_in(tmp_path) == {"step_1", "step_2"}
+
+
+def test_a_failure_is_reported_at_the_next_step_and_leaves_nothing(tmp_path, make_saver, writers):
+    saver, _ = make_saver()
+    saver.save(1, {})
+    saver.wait()
+    writers.errors[1] = "disk full"
+    saver.save(2, {})
+    saver._pending._thread.join()
+    with pytest.raises(ExportError, match="rank 1: disk full"):
+        saver.check()
+    assert steps_in(tmp_path) == {"step_1"}
+    writers.errors.clear()
+    saver.save(3, {})
+    saver.wait()
+    assert steps_in(tmp_path) == {"step_1", "step_3"}
+
+
+def test_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
+    saver, group = make_saver(async_save=False, save_state=False)
+    group._answers["hash_files"] = lambda *_: {}
+    saver.save(1, {})
+    assert group.methods == ["save_weights", "hash_files"]
+    assert group.background.calls == []
+    assert saver.newest == tmp_path / "checkpoints" / "step_1"
