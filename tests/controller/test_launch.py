@@ -273,9 +273,10 @@ def test_a_rank_that_crashes_leaves_the_stacks_of_all(command, tmp_path, capfd):
     be_watched(rank)
 
     def innermost():
-        if rank == 1:
-            faulthandler._sigsegv()
-        time.sleep(60)
+        Path(sys.argv[1], f"ready-{rank}").write_text("")
+        while rank == 0 or not Path(sys.argv[1], "ready-0").exists():
+            time.sleep(0.01)
+        faulthandler._sigsegv()
 
     with commanded("train", ["policy"]):
         innermost()
