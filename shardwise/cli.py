@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from shardwise import __version__
 from shardwise.config import (
+    ConfigError,
     DistillConfig,
     EvalConfig,
     PreferenceConfig,
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _generate(options)
             case "export":
                 return _export(options, arguments)
+            case "import-checkpoint":
+                return _import_checkpoint(options)
             case _:
                 print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
@@ -150,6 +153,23 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     )
 
 
+def _import_checkpoint(options: argparse.Namespace) -> int:
+    if (options.config is None) != (options.recipe is None):
+        raise ConfigError("--config and --recipe go together: the run that will go on, and what it is a run of")
+    run = None if options.config is None else RECIPES[options.recipe].load(options.config)
+    from shardwise.recipes.entry import run_import
+
+    return run_import(
+        source=options.source,
+        target=options.target,
+        model=options.model,
+        prefix=options.prefix,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        run=cast(TrainingConfig | None, run),
+    )
+
+
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
     """Of one recipe, or of all of them: JSON by name, Markdown one after the other."""
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
@@ -230,6 +250,25 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
     )
     _add_nproc(export, default=1)
+    foreign = commands.add_parser(
+        "import-checkpoint", help="write another trainer's checkpoint (verl's FSDP, plain DCP) as a Hugging Face folder"
+    )
+    foreign.add_argument("source", help="verl's global_step_N or its actor/, or a folder with a .metadata file (DCP)")
+    foreign.add_argument("target", help="a new or empty folder")
+    foreign.add_argument(
+        "--model", help="a folder with config.json and tokenizer; default: the huggingface/ that verl writes"
+    )
+    foreign.add_argument(
+        "--prefix", help='what stands before the model\'s names in a DCP folder, such as "app.model."; default: found'
+    )
+    foreign.add_argument("--dtype", choices=get_args(DtypeName), help="default: the one that config.json names")
+    foreign.add_argument(
+        "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
+    )
+    foreign.add_argument(
+        "-c", "--config", help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume"
+    )
+    foreign.add_argument("--recipe", choices=["sft", "preference", "rl"], help="what --config is a config of")
     schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
     schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
     schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")

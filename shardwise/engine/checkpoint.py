@@ -73,7 +73,10 @@ class StagedState:
 
     def write(self, folder: Path) -> ShardFile | None:
         """Writes this rank's file into an existing folder; None if it has none. Raises OSError."""
-        return ShardFile.write(folder / shard_name(self._rank), self._mine) if self._mine else None
+        if not self._mine:
+            return None
+        specs = {name: TensorSpec.of(tensor) for name, tensor in self._mine.items()}
+        return ShardFile.write(folder / shard_name(self._rank), specs, self._mine.items())
 
     def finish(self, folder: Path, files: Sequence[ShardFile | None]) -> None:
         """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError."""

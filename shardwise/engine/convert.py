@@ -35,7 +35,7 @@ def convert_folder(
     Raises:
         ModelError: source or adapter cannot be loaded. ExportError: target cannot be written.
     """
-    model = _on_meta(source, dtype)
+    model = on_meta(source, dtype)
     if adapter is not None:
         from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
 
@@ -57,8 +57,12 @@ def convert_folder(
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
 
 
-def _on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Every parameter in the dtype it will be stored in."""
+def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that config.json names, every parameter in the dtype it will be stored in.
+
+    Raises:
+        ModelError: its class is none of transformers.
+    """
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = _model_class(folder, config.architectures)._from_config(config, dtype=dtype)

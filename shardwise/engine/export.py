@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ def export_folder(
     dtype: torch.dtype,
     *,
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Collective. Writes a folder that `from_pretrained` loads as it is: config, tokenizer, generation config, weights.
 
@@ -50,10 +51,12 @@ def export_folder(
     Args:
         path: on a file system that all ranks see; what is there is replaced.
         max_shard_size: bytes of a weight file, or "5GB"; a larger tensor has a file of its own.
+        weights: instead of those of the model, which may then be on the meta device: runtime name -> whole tensor,
+            each asked for once, when its block is written.
     Raises:
         ExportError: on every rank, if a rank could not write; names it and the cause.
     """
-    staging = path.with_name(f".{path.name}.partial")
+    staging = staging_folder(path)
     plan = ExportPlan.of(model, dtype, max_shard_size=max_shard_size)
     with raised_on_every_rank(ExportError), named_failures(staging):
         if dist.get_rank() == 0:
@@ -61,7 +64,7 @@ def export_folder(
             staging.mkdir(parents=True)
             plan.write_configs(staging, tokenizer)
     writers = plan.writers(staging)
-    merged = merged_state(model)
+    merged = merged_state(model) if weights is None else weights
     for block in plan.blocks:
         writers.write(block, [gathered(merged[name], block.dtypes[name]) for name in block.runtime_names])
     with raised_on_every_rank(ExportError), named_failures(staging):
@@ -71,6 +74,11 @@ def export_folder(
             plan.finish(staging)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(staging, path)
+
+
+def staging_folder(path: Path) -> Path:
+    """Where an export to `path` is until it is whole."""
+    return path.with_name(f".{path.name}.partial")
 
 
 @dataclass(frozen=True, slots=True)

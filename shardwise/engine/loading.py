@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +16,20 @@ from shardwise.engine.conversions import ImportBlock, export_blocks, import_bloc
 from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.runtime_state import buffer_names, runtime_state
+from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.shards import local_box, local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class TensorFolder(Protocol):
+    """What is known of stored tensors before they are read."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
 @torch.no_grad()
@@ -39,7 +51,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
         runtime = runtime_state(model)
-        blocks = _checked_blocks(model, runtime, source, fresh)
+        blocks = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
@@ -104,8 +116,11 @@ class _Misfits:
             raise ModelError(f"{folder} does not fit its config.json ({type(model).__name__}): {'; '.join(problems)}")
 
 
-def _checked_blocks(
-    model: PreTrainedModel, runtime: dict[str, Tensor], source: ModelFolder, fresh: Mapping[str, Tensor] | None
+def checked_blocks(
+    model: PreTrainedModel,
+    runtime: dict[str, Tensor],
+    source: TensorFolder,
+    fresh: Mapping[str, Tensor] | None = None,
 ) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
     if fresh is not None:
@@ -132,7 +147,7 @@ def _checked_blocks(
     return [block for block in blocks if block.first_target not in tied]
 
 
-def _check_value_head(source: ModelFolder, fresh: Mapping[str, Tensor]) -> None:
+def _check_value_head(source: TensorFolder, fresh: Mapping[str, Tensor]) -> None:
     stored = source.specs.get("score.weight")
     if stored is None and not fresh:
         raise ModelError(

@@ -6,7 +6,7 @@ index.json           where every part of every tensor is, the hash of each, and 
 Nothing is pickled, so nothing that is read can execute; torch's own files of distributed checkpoints (`.metadata`) can.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,17 +70,17 @@ class ShardFile:
     tensor_xxh3: dict[str, str]
 
     @classmethod
-    def write(cls, path: Path, tensors: Mapping[str, Tensor]) -> Self:
+    def write(cls, path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> Self:
         """Tensor by tensor, from any device, durably. Raises OSError."""
-        writer = SafetensorsWriter(path, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+        writer = SafetensorsWriter(path, specs)
         hashes = {}
         try:
-            for name, tensor in tensors.items():
+            for name, tensor in tensors:
                 digest = xxhash.xxh3_64()
                 writer.write(name, tensor, seen=digest.update)
                 hashes[name] = digest.hexdigest()
             writer.close()
-        except OSError:
+        except (OSError, ModelError):
             writer.abandon()
             raise
         return cls(path.stat().st_size, bytes_hash(writer.header), hashes)

@@ -21,6 +21,7 @@ from shardwise.config import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    TrainingConfig,
 )
 from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import follow_lifeline
@@ -33,6 +34,7 @@ from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
+from shardwise.recipes.import_checkpoint import import_checkpoint
 from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
 from shardwise.recipes.reward_model import train as train_reward_model
@@ -79,6 +81,26 @@ def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: s
         lambda group: export(source, target, group, dtype=dtype, max_shard_size=max_shard_size),
         timeout_seconds=EngineConfig().collective_timeout_seconds,
     )
+
+
+def run_import(
+    *,
+    source: str,
+    target: str,
+    model: str | None,
+    prefix: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    run: TrainingConfig | None,
+) -> int:
+    """Imports another trainer's checkpoint on this rank. Returns the exit code of this process."""
+
+    def recipe(group: RankGroup) -> None:
+        import_checkpoint(
+            source, target, group, model=model, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size, run=run
+        )
+
+    return run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
 
 
 def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0) -> int:

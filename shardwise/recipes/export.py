@@ -25,19 +25,26 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
         ConfigError: there is something in target, or no dtype is known. ModelError: source cannot be loaded.
         ExportError: target cannot be written.
     """
+    require_empty(target)
+    opened = _open(source)
+    dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
+    adapter = "" if opened.adapter is None else str(opened.adapter)
+    group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
+    print(written(Path(target), dtype), flush=True)
+
+
+def require_empty(target: str) -> None:
+    """Raises ConfigError: there is something in the folder."""
     folder = Path(target)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{target} is not an empty folder; name a new one, or remove what is there")
-    opened = _open(source)
-    dtype = dtype if dtype is not None else _named_dtype(opened.model.folder)
-    adapter = "" if opened.adapter is None else str(opened.adapter)
-    group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
+
+
+def written(folder: Path, dtype: str) -> str:
+    """What a model folder holds, in words."""
     files = list(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
-    print(
-        f"{target}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {len(files)} {'file' if len(files) == 1 else 'files'}",
-        flush=True,
-    )
+    return f"{folder}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {len(files)} {'file' if len(files) == 1 else 'files'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ def _open(source: str) -> _Source:
     return _Source(open_model(ModelConfig(path=base)), adapter)
 
 
-def _named_dtype(folder: Path) -> str:
+def named_dtype(folder: Path) -> str:
+    """Of the weights, as config.json says. Raises ConfigError: it does not."""
     dtype = AutoConfig.from_pretrained(folder).dtype
     if dtype is None:
         raise ConfigError(f"{folder / 'config.json'} names no dtype; choose one with --dtype, such as bfloat16")

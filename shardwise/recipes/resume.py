@@ -21,8 +21,8 @@ class Start:
     checkpoint: Path
     step: int
     """Done already."""
-    parts: dict[str, Any]
-    """What the parts of the recipe keep between steps, by their names."""
+    parts: dict[str, Any] | None
+    """What the parts of the recipe keep between steps, by their names; None in an imported checkpoint: they begin."""
     in_place: bool
     """Whether it is one of the run's own output folder, whose files are then continued."""
 
@@ -48,7 +48,7 @@ def find_start(config: TrainingConfig) -> Start | None:
     return Start(checkpoint, content["step"], content["parts"], in_place)
 
 
-def write_run(checkpoint: Path, config: TrainingConfig, *, step: int, parts: dict[str, Any]) -> None:
+def write_run(checkpoint: Path, config: TrainingConfig, *, step: int, parts: dict[str, Any] | None) -> None:
     """Writes what `find_start` reads. Raises OSError."""
     (checkpoint / STATE).mkdir(exist_ok=True)
     content = {"recipe": _recipe(config), "step": step, "config": config.model_dump(mode="json"), "parts": parts}

@@ -155,8 +155,9 @@ class Run:
         if self._start is None:
             return
         self._group.call("verify_files", str(self._start.checkpoint))
-        for name, part in self._parts.items():
-            part.load_state_dict(self._start.parts[name])
+        if self._start.parts is not None:
+            for name, part in self._parts.items():
+                part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
             engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
 

@@ -8,6 +8,7 @@ from shardwise.engine.state_files import Part, ShardFile, StateIndex
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3), "step/a": torch.tensor(4.0), "master/b": torch.ones(3).bfloat16()}
+SPECS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 INDEX = StateIndex(
     specs={"exp_avg/a": TensorSpec(torch.float32, (4, 3)), "step/a": TensorSpec(torch.bfloat16, ())},
     parts={
@@ -20,7 +21,7 @@ INDEX = StateIndex(
 
 
 def test_a_shard_file_is_one_of_safetensors(tmp_path):
-    written = ShardFile.write(tmp_path / "f", TENSORS)
+    written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
     assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "f").items()} == {
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
@@ -28,7 +29,7 @@ def test_a_shard_file_is_one_of_safetensors(tmp_path):
 
 
 def test_every_flipped_bit_of_a_shard_file_is_noticed(tmp_path):
-    written = ShardFile.write(tmp_path / "f", TENSORS)
+    written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
     data = (tmp_path / "f").read_bytes()
     for position in range(len(data)):
         for bit in (0, 3, 7):
@@ -40,7 +41,7 @@ def test_every_flipped_bit_of_a_shard_file_is_noticed(tmp_path):
 
 
 def test_the_tensor_that_changed_is_named(tmp_path):
-    written = ShardFile.write(tmp_path / "f", TENSORS)
+    written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
     data = bytearray((tmp_path / "f").read_bytes())
     place = data.index(TENSORS["exp_avg/a"].numpy().tobytes())
     data[place + 5] ^= 1

@@ -1,0 +1,119 @@
+"""The weights of another trainer's checkpoint, written as a Hugging Face folder, one block at a time."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.config import ConfigError, ModelError
+from shardwise.engine.conversions import ImportBlock, export_blocks
+from shardwise.engine.export import export_folder, staging_folder
+from shardwise.engine.foreign import ShardedTensors
+from shardwise.engine.loading import checked_blocks
+from shardwise.engine.runtime_state import runtime_state
+
+
+def import_weights(
+    model: PreTrainedModel,
+    source: ShardedTensors,
+    tokenizer: Any,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    max_shard_size: str,
+) -> None:
+    """In a process group of one rank. The peak in memory is the largest block: a tensor, or the experts of one layer.
+
+    Args:
+        model: on the meta device.
+        source: under the names of the model's class, or of its files on the hub.
+        target: what is there is replaced, when all of it is written.
+    Raises:
+        ModelError: tensors are missing, left over or of another shape, or a file is damaged or asks to run code.
+        ExportError: target cannot be written.
+    """
+    weights = RuntimeWeights(model, source)
+    try:
+        export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size, weights=weights)
+    except ModelError:
+        shutil.rmtree(staging_folder(target), ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """A model's tensors among those of a checkpoint that holds more."""
+
+    prefix: str
+    """What stood before their names: "" or such as "app.model."."""
+    weights: ShardedTensors
+    """Under their own names."""
+    left_out: list[str]
+    """The names of all other tensors."""
+
+
+def find_weights(source: ShardedTensors, model: PreTrainedModel, *, prefix: str | None = None) -> FoundWeights:
+    """
+    Args:
+        model: on the meta device; its names are looked for.
+        prefix: what stands before the names of its tensors; None: what fits most of them.
+    Raises:
+        ConfigError: nothing begins with the prefix, or several prefixes fit equally well.
+    """
+    runtime = runtime_state(model)
+    hub = {name for block in export_blocks(model, runtime, torch.float32) for name in block.hub_tensors}
+    wanted = runtime.keys() | hub
+    backbone = {name.removeprefix(f"{model.base_model_prefix}.") for name in wanted}  # saved without its head
+    candidates = [prefix] if prefix is not None else [source.prefix_of(wanted), source.prefix_of(backbone), ""]
+    prefix = next(candidate for candidate in candidates if candidate is not None)
+    chosen = source.under(prefix)
+    if not prefix:  # beside the model's tensors may stand an optimizer's
+        groups = {name.partition(".")[0] for name in wanted | backbone}
+        own = {name: tensor for name, tensor in source.tensors.items() if name.partition(".")[0] in groups}
+        chosen = ShardedTensors(source.folder, own)
+    if not chosen.tensors:
+        raise ConfigError(
+            f"{source.folder} holds no tensor under the prefix {prefix!r}; its names are such as "
+            f"{', '.join(list(source.tensors)[:3])}; give what stands before the model's names as --prefix"
+        )
+    taken = {f"{prefix}{name}" for name in chosen.tensors}
+    return FoundWeights(prefix, chosen, [name for name in source.tensors if name not in taken])
+
+
+class RuntimeWeights(Mapping[str, Tensor]):
+    """Runtime name -> whole tensor, read and converted when it is asked for. Each can be asked for once."""
+
+    def __init__(self, model: PreTrainedModel, source: ShardedTensors) -> None:
+        """Raises ModelError: the source does not fit the model; lists why."""
+        self._source = source
+        self._block_of: dict[str, ImportBlock] = {}
+        for block in checked_blocks(model, runtime_state(model), source):
+            self._block_of |= dict.fromkeys(self._targets(block), block)
+        self._waiting: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._waiting:
+            block = self._block_of[name]
+            self._waiting |= block.convert({stored: self._source.read(stored) for stored in block.stored_names()})
+        return self._waiting.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block_of)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def _targets(self, block: ImportBlock) -> list[str]:
+        if block.has_one_target:
+            return [block.first_target]
+        specs = self._source.specs
+        empty = {
+            name: torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta")
+            for name in block.stored_names()
+        }
+        return list(block.convert(empty))

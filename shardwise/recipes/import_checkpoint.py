@@ -1,0 +1,205 @@
+"""Takes over a checkpoint of another trainer: its weights as a Hugging Face folder, its optimizer as a run's state."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from shardwise.config import ConfigError, ModelConfig, ModelError, PreferenceConfig, RLConfig, SFTConfig, TrainingConfig
+from shardwise.controller.base import WorkerGroup
+from shardwise.data import check_vocabulary, load_tokenizer
+from shardwise.engine.convert import on_meta
+from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, VerlCheckpoint
+from shardwise.engine.freeze import freeze
+from shardwise.engine.imported_state import AdamWStates
+from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
+from shardwise.recipes.checkpoints import step_folder
+from shardwise.recipes.export import named_dtype, require_empty, written
+from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.resume import STATE, write_run
+from shardwise.recipes.saving import new_checkpoint
+from shardwise.recipes.workers import POLICY
+
+TITLE = "import-checkpoint"
+
+
+def import_checkpoint(
+    source: str,
+    target: str,
+    group: WorkerGroup,
+    *,
+    model: str | None,
+    prefix: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    run: TrainingConfig | None,
+) -> None:
+    """Runs on one rank, and prints what was found, where it went and what was left out.
+
+    Args:
+        source: a folder of verl's FSDP workers (or the step folder around it), or one of torch.distributed.checkpoint.
+        target: a folder that does not exist yet, or an empty one: a model folder; with `run` an output folder with one
+            checkpoint that such a run can be resumed from.
+        model: the folder of config.json and the tokenizer; None: the `huggingface` folder in the source.
+        prefix: what stands before the model's names in the source; None: what fits most of them.
+        dtype: of the written weights; None keeps the one that config.json names.
+        run: of the run that goes on from the checkpoint; None: the weights alone.
+    Raises:
+        ConfigError: an option cannot work. ModelError: the source is damaged, incomplete, does not fit its config.json
+            or asks to run code. ExportError: target cannot be written.
+    """
+    require_empty(target)
+    if group.size > 1:
+        raise ConfigError(f"{TITLE} runs on one rank and this job has {group.size}; start it without torchrun")
+    if run is not None:
+        _require_plain_adamw(run)
+    found = _open(Path(source))
+    print(f"{TITLE}: {_source_text(found)}", flush=True)
+    folder = _model_folder(found, model)
+    dtype = dtype if dtype is not None else named_dtype(folder)
+    meta = on_meta(folder, getattr(torch, dtype))
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    check_vocabulary(tokenizer, meta.config.get_text_config().vocab_size)
+    weights = _find_weights(found, meta, prefix)
+    print(f"{TITLE}: {_weights_text(weights)}", flush=True)
+
+    def write(path: Path) -> None:
+        import_weights(meta, weights.weights, tokenizer, path, getattr(torch, dtype), max_shard_size=max_shard_size)
+
+    hf, states = Path(target), None
+    if run is None:
+        write(hf)
+    else:
+        states = _states(found, meta, weights.weights, run)
+        step = _step(found.folder, default=states.num_updates)
+        with new_checkpoint(Path(target), step) as checkpoint:
+            write(checkpoint / "hf")
+            states.write(checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights))
+            write_run(checkpoint, run, step=step, parts=None)
+            write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step)
+        hf = step_folder(Path(target), step) / "hf"
+        print(f"{TITLE}: AdamW after {states.num_updates:,} updates; go on with trainer.resume={hf.parent}", flush=True)
+    print(f"{TITLE}: left out: {_left_out(found, weights, states)}", flush=True)
+    print(written(hf, dtype), flush=True)
+    print(f"{TITLE}: try it with `shardwise generate {target}`", flush=True)
+
+
+def _open(source: Path) -> VerlCheckpoint | DcpCheckpoint:
+    if (source / METADATA).is_file():
+        return DcpCheckpoint.open(source)
+    if (verl := VerlCheckpoint.find(source)) is not None:
+        return VerlCheckpoint.open(verl)
+    raise ConfigError(
+        f"{source} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_N/actor, nor "
+        f"the {METADATA} file of torch.distributed.checkpoint; give such a folder"
+    )
+
+
+def _source_text(found: VerlCheckpoint | DcpCheckpoint) -> str:
+    match found:
+        case VerlCheckpoint():
+            version = "" if found.fsdp_version is None else f" (FSDP{found.fsdp_version})"
+            mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+            return f"verl{version}, {_count(found.world_size, 'rank')}, mesh {mesh}: {found.folder}"
+        case DcpCheckpoint():
+            return f"torch.distributed.checkpoint, {_count(found.num_files, 'file')}: {found.folder}"
+
+
+def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> Path:
+    """Where config.json is. Raises ConfigError: nowhere; ModelError: it is none that transformers knows."""
+    folder = found.folder / "huggingface" if model is None else Path(model)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder / 'config.json'} does not exist; name a folder with the model's config.json and tokenizer as "
+            "--model (it needs no weights)"
+        )
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder / 'config.json'} is not a config of a transformers model: {reason}") from None
+    return folder
+
+
+def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, prefix: str | None) -> FoundWeights:
+    """Raises ConfigError: the prefix does not fit; ModelError: what is there are adapters."""
+    adapters = [name for name in found.tensors.tensors if ".lora_A." in name]
+    if adapters:
+        raise ModelError(
+            f"{found.folder} holds LoRA adapters ({adapters[0]}), which are not imported; merge them where they were "
+            "trained, or export them there as a peft adapter and merge that with `shardwise export`"
+        )
+    if isinstance(found, DcpCheckpoint):
+        return find_weights(found.tensors, meta, prefix=prefix)
+    if prefix is not None:
+        raise ConfigError(
+            f"--prefix={prefix} has no effect on verl's files, which hold nothing but the model; remove it"
+        )
+    return FoundWeights("", found.tensors, [])
+
+
+def _weights_text(weights: FoundWeights) -> str:
+    specs = weights.weights.specs.values()
+    dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs}))
+    prefix = f" under {weights.prefix}" if weights.prefix else ""
+    return f"{_count(len(specs), 'tensor')}{prefix}, {dtypes}, {weights.weights.num_bytes / 2**20:,.1f} MiB"
+
+
+def _require_plain_adamw(run: TrainingConfig) -> None:
+    """Raises ConfigError: AdamW's states of another trainer are not what this run goes on from."""
+    recipes, engine = (SFTConfig, PreferenceConfig, RLConfig), run.engine
+    misfits = {
+        f"recipe={type(run).__name__.removesuffix('Config')}": not isinstance(run, recipes),
+        f"trainer.optimizer={run.trainer.optimizer}": run.trainer.optimizer != "adamw",
+        "engine.lora": engine.lora is not None,
+        f"engine.master_dtype={engine.master_dtype}": engine.master_dtype != "float32",
+        "engine.param_dtype=float16": engine.param_dtype == "float16",
+        "critic": isinstance(run, RLConfig) and run.critic is not None,
+    }
+    if given := [key for key, is_given in misfits.items() if is_given]:
+        raise ConfigError(
+            f"--config has {' and '.join(given)}; an imported training state is AdamW's of one language model with "
+            "float32 masters (sft, preference or rl): change it, or import the weights alone (without --config)"
+        )
+
+
+def _states(
+    found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: ShardedTensors, run: TrainingConfig
+) -> AdamWStates:
+    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run goes on from."""
+    parameters = dict(meta.named_parameters())
+    in_order = [name for name in weights.tensors if name in parameters]
+    if len(in_order) < len(parameters):
+        raise ModelError(
+            f"{found.folder}: the weights have other names than in this version of transformers, so the optimizer's "
+            "states cannot be assigned; import the weights alone (without --config)"
+        )
+    freeze(meta, run.engine.freeze_module_prefix)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad}
+    return AdamWStates.of(shapes, found.optimizer_states(in_order))
+
+
+def _step(folder: Path, *, default: int) -> int:
+    """Of the training, as the innermost folder says that is named for one."""
+    names = (re.fullmatch(r"(?:global_)?step[-_](\d+)", name) for name in reversed(folder.resolve().parts))
+    return next((int(match[1]) for match in names if match), default)
+
+
+def _left_out(found: VerlCheckpoint | DcpCheckpoint, weights: FoundWeights, states: AdamWStates | None) -> str:
+    match found:
+        case VerlCheckpoint():
+            optimizer = ["the optimizer (--config takes it over)"] if states is None and found.has("optim") else []
+            extra = ["extra_state files (schedule, random generators)"] if found.has("extra_state") else []
+            return ", ".join([*optimizer, *extra]) or "nothing"
+        case DcpCheckpoint():
+            taken = set() if states is None else {id(state) for state in states.tensors.values()}
+            tensors = [name for name in weights.left_out if id(found.tensors.tensors[name]) not in taken]
+            depth = max(1, weights.prefix.count("."))
+            groups = Counter(".".join(name.split(".")[:depth]) for name in [*tensors, *found.others])
+            return ", ".join(f"{group} ({count})" for group, count in groups.items()) or "nothing"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

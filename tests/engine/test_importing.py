@@ -1,0 +1,147 @@
+"""Tensors of other trainers written as a folder; how they are read is tested in foreign/."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError
+from safetensors.torch import load_file
+from tiny_models import tiny_folder, tiny_model
+
+from shardwise.config import ConfigError, ModelError
+from shardwise.engine.convert import on_meta
+from shardwise.engine.foreign import ShardedTensor, ShardedTensors
+from shardwise.engine.foreign.tensors import Piece
+from shardwise.engine.importing import RuntimeWeights, find_weights, import_weights
+from shardwise.engine.safetensors_file import TensorSpec
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+
+def halves(name, tensor, log=None):
+    """In two pieces, as two ranks would hold it; reads are logged."""
+
+    def piece(start, stop):
+        def read():
+            if log is not None and start == 0:
+                log.append(name)
+            return tensor[start:stop].clone()
+
+        return Piece((start, *[0] * (tensor.dim() - 1)), (stop - start, *tensor.shape[1:]), read)
+
+    middle = -(-tensor.shape[0] // 2)
+    pieces = [piece(0, middle), piece(middle, tensor.shape[0])]
+    return ShardedTensor.of(name, TensorSpec.of(tensor), pieces, origin=Path("source"))
+
+
+def sharded(tensors, log=None):
+    return ShardedTensors(
+        Path("source"), {name: halves(name, tensor.detach(), log) for name, tensor in tensors.items()}
+    )
+
+
+def stored(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def write(config_folder, target, dtype, names_of, max_shard_size):
+    dtype = getattr(torch, dtype)
+    source = stored(Path(config_folder)) if names_of == "hub" else tiny_model(names_of).state_dict()
+    log = []
+    model = on_meta(Path(config_folder), dtype)
+    import_weights(model, sharded(source, log), NoTokenizer(), Path(target), dtype, max_shard_size=max_shard_size)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("qwen3", "runtime"), ("llama", "runtime"), ("qwen3_moe", "runtime"), ("qwen3_moe", "hub"), ("mixtral", "hub")],
+)
+def test_the_files_are_those_that_transformers_saves(run_ranks, tmp_path, family, names):
+    """Under runtime names experts are fused and a tied projection is there twice; under hub names neither."""
+    source = tiny_folder(family, tmp_path / "source")
+    names_of = "hub" if names == "hub" else family
+    log = run_ranks(write, 1, str(source), str(tmp_path / "out"), "bfloat16", names_of, "8KB")[0]
+    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path / "expected", max_shard_size="8KB")
+    expected = sorted(path.name for path in (tmp_path / "expected").glob("model*"))
+    assert len(expected) > 2
+    assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == expected
+    for name in expected:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+    assert len(log) == len(set(log)), "a tensor was read twice"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    folder = tiny_folder("llama", tmp_path / "source")
+    return on_meta(folder, torch.float32), tiny_model("llama").state_dict()
+
+
+def test_what_does_not_fit_is_listed(llama):
+    model, tensors = llama
+    tensors["model.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    with pytest.raises(ModelError) as error:
+        RuntimeWeights(model, sharded(tensors))
+    assert str(error.value) == (
+        "source does not fit its config.json (LlamaForCausalLM): 1 tensors are missing (model.layers.1.mlp.up_proj."
+        "weight); 1 tensors are of the wrong shape (model.norm.weight is [29], expected [30]); 1 tensors are not part "
+        "of the model (model.extra.weight)"
+    )
+
+
+def test_the_model_is_found_under_its_prefix_beside_other_states(llama):
+    model, tensors = llama
+    moments = {f"app.optim.state.{name}.exp_avg": tensor for name, tensor in tensors.items()}
+    found = find_weights(sharded({f"app.model.{name}": value for name, value in tensors.items()} | moments), model)
+    assert found.prefix == "app.model."
+    assert found.weights.specs.keys() == tensors.keys()
+    assert found.left_out == list(moments)
+    moments = {name.removeprefix("app."): value for name, value in moments.items()}
+    plain = find_weights(sharded(moments | tensors), model)
+    assert (plain.prefix, plain.weights.specs.keys(), plain.left_out) == ("", tensors.keys(), list(moments))
+
+
+def test_a_model_saved_without_its_head_module_is_found(llama):
+    """The backbone's own state dict; the projection stands under another name and is missing."""
+    model, tensors = llama
+    backbone = {f"net.{name.removeprefix('model.')}": value for name, value in tensors.items() if "model." in name}
+    found = find_weights(sharded(backbone), model)
+    assert (found.prefix, len(found.weights.tensors)) == ("net.", len(tensors) - 1)
+    with pytest.raises(ModelError, match=r"1 tensors are missing \(lm_head\.weight\)$"):
+        RuntimeWeights(model, found.weights)
+
+
+def test_a_given_prefix_decides_between_two_models_and_has_to_be_there(llama):
+    model, tensors = llama
+    two = sharded({f"{part}.{name}": value for part in ("old", "new") for name, value in tensors.items()})
+    with pytest.raises(ConfigError, match=r"holds 2 models that fit config\.json, under 'new\.', 'old\.'; choose"):
+        find_weights(two, model)
+    found = find_weights(two, model, prefix="new.")
+    assert (found.weights.specs.keys(), len(found.left_out)) == (tensors.keys(), len(tensors))
+    with pytest.raises(
+        ConfigError, match=r"source holds no tensor under the prefix 'x\.'; its names are such as old\.mo"
+    ):
+        find_weights(two, model, prefix="x.")
+
+
+def fail_midway(config_folder, target):
+    tensors = sharded(tiny_model("llama").state_dict())
+
+    def read():
+        raise ModelError("source/f.pt is damaged")
+
+    broken = tensors.tensors["model.norm.weight"]
+    broken.pieces[0] = Piece(broken.pieces[0].offsets, broken.pieces[0].sizes, read)
+    model = on_meta(Path(config_folder), torch.float32)
+    import_weights(model, tensors, NoTokenizer(), Path(target), torch.float32, max_shard_size="8KB")
+
+
+def test_a_source_that_turns_out_damaged_leaves_nothing_behind(run_ranks, tmp_path):
+    source = tiny_folder("llama", tmp_path / "source")
+    with pytest.raises(RankError, match=r"ModelError: source/f\.pt is damaged"):
+        run_ranks(fail_midway, 1, str(source), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
