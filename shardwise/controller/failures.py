@@ -122,7 +122,8 @@ def explain(
         num_killed: processes on this machine that the kernel ended for want of memory since the job started.
     """
     first = notes[0] if notes else None
-    by_signal = [rank for rank, code in codes.items() if code < 0]
+    heard = {note.rank for note in notes}
+    by_signal = [rank for rank, code in codes.items() if code < 0 and rank not in heard]  # else on its way out
     if by_signal and (first is None or first.is_lost_peer):
         return _ended_by_signal(by_signal[0], -codes[by_signal[0]], places[by_signal[0]], num_killed)
     if first is None:
@@ -130,11 +131,10 @@ def explain(
         return Failure(f"rank {rank} exited with code {code} and left no reason{_inside(places[rank])}")
     if first.is_user_error:
         return Failure(first.message, USER_ERROR, may_pass=False)
-    heard = {*codes, *(note.rank for note in notes)}
     silent = [
         f"{rank} hangs{_inside(place)}" + (f" and {states[rank]}" if rank in states else "")
         for rank, place in places.items()
-        if rank not in heard
+        if rank not in heard and rank not in codes
     ]
     if first.is_lost_peer and silent:
         reason = " ".join(first.message.split())

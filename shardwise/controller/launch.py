@@ -221,8 +221,8 @@ def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int) -> Failure
     notes, codes = read_notes(ranks.folder), ranks.codes()
     reports: dict[int, str] = {}
     states: dict[int, str] = {}
-    if _is_hang(notes) or _CRASHES & set(codes.values()):
-        errors = {note.rank: note.traceback or note.message for note in notes}
+    errors = {note.rank: note.traceback or note.message for note in notes}
+    if _is_hang(notes) or any(code in _CRASHES for rank, code in codes.items() if rank not in errors):
         reports, states = collect(ranks.folder, len(ranks.processes), ranks.pids(), errors)
     ranks.wait_for_all(_SETTLE_SECONDS)
     failure = explain(

@@ -142,7 +142,10 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
                 writing.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
-            return note_failure(error, rank.rank)
+            code = note_failure(error, rank.rank)
+            if rank.rank > 0:
+                os._exit(code)  # the thread that serves in the background may be in a library, which would abort
+            return code
     return 0
 
 

@@ -36,6 +36,11 @@ def test_a_signal_is_named_with_the_place_and_may_pass():
     assert (failure.code, failure.may_pass) == (1, True)
 
 
+def test_a_rank_that_told_its_error_and_crashed_on_its_way_out_is_not_the_cause():
+    note = Note.of(RuntimeError("Connection closed by peer"), 0)
+    assert reason({0: -signal.SIGABRT, 1: -signal.SIGKILL}, [note]).message.startswith("rank 1 was ended by SIGKILL")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_somebody_stopped_is_not_started_again(number):
     assert not reason({0: -number}).may_pass
