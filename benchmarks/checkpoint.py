@@ -42,6 +42,7 @@ from shardwise.engine.state_files import StateIndex
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver
 from shardwise.recipes.workers import Worker
 from shardwise.types import Sample
@@ -124,9 +125,12 @@ def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, An
             scratch / kind,
             SFTConfig.parse({**config, "trainer": {"async_save": kind == "async"}}, origin="benchmark"),
             {"": policy},
+            Reported(),
         )
         for kind in ("sync", "async")
     }
+    for kind in savers:
+        (scratch / kind).mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[..., object], *arguments: Any) -> None:

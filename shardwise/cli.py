@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _export(options, arguments)
             case "import-checkpoint":
                 return _import_checkpoint(options)
+            case "replay":
+                return _replay(options)
             case _:
                 print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
@@ -170,6 +172,12 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
     )
 
 
+def _replay(options: argparse.Namespace) -> int:
+    from shardwise.recipes.entry import run_replay
+
+    return run_replay(bundle=options.bundle, micro_batch=options.micro_batch)
+
+
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
     """Of one recipe, or of all of them: JSON by name, Markdown one after the other."""
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
@@ -269,6 +277,9 @@ def _parser() -> argparse.ArgumentParser:
         "-c", "--config", help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume"
     )
     foreign.add_argument("--recipe", choices=["sft", "preference", "rl"], help="what --config is a config of")
+    replay = commands.add_parser("replay", help="run an optimizer step again that was skipped, and name what went bad")
+    replay.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
+    replay.add_argument("--micro-batch", type=int, metavar="K", help="only the K-th, from 0, of every rank")
     schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
     schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
     schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")

@@ -182,6 +182,8 @@ class TokenBatch:
     sample_index: list[int]
     """Of each sequence: its place in the list of samples that was packed. Empty in a batch that holds no sample
     (one masked token, so that collectives stay in step)."""
+    uids: list[str] = field(default_factory=list)
+    """Of each sequence: its sample's."""
     rewards: Tensor | None = None
     """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None

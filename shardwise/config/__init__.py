@@ -29,6 +29,7 @@ from shardwise.config.errors import (
     DataError,
     ExportError,
     ModelError,
+    NotFiniteError,
     RewardError,
     TrainingError,
     UserError,
@@ -62,4 +63,4 @@ from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeRewa
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
 from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
-from shardwise.config.trainer import BatchTrainerConfig, TrainerConfig
+from shardwise.config.trainer import BatchTrainerConfig, KeepBestConfig, TrainerConfig

@@ -268,7 +268,7 @@ class OptimizerConfig(Config):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this global L2 norm; null does not clip."""
     max_nonfinite_steps: PositiveInt = 3
-    """A step whose gradient is not finite is skipped; this many in a row end the run."""
+    """A step whose loss or gradient is not finite is skipped; this many in a row end the run."""
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> Self:

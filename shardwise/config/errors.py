@@ -25,5 +25,9 @@ class TrainingError(UserError):
     """A run that cannot go on, although every input was valid: the numbers diverged."""
 
 
+class NotFiniteError(TrainingError):
+    """Weights or optimizer states that hold NaN or infinities; names the first."""
+
+
 class RewardError(UserError):
     """A reward function that failed; names the function and the row."""

@@ -1,10 +1,20 @@
 """The loop around an optimizer: how long, from where, what it leaves behind."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from shardwise.config.base import Config
 from shardwise.config.engine import EngineConfig, OptimizerConfig
+
+
+class KeepBestConfig(Config):
+    """Which checkpoint is the best of a run."""
+
+    metric: Annotated[str, Field(min_length=1)]
+    """A name in metrics.jsonl, such as val/accuracy. A checkpoint has the value of its own step, or none."""
+    mode: Literal["max", "min"]
+    """Whether the highest or the lowest value is the best. Of equal ones the earliest is."""
 
 
 class TrainerConfig(OptimizerConfig):
@@ -22,6 +32,18 @@ class TrainerConfig(OptimizerConfig):
     """Validate after every so many steps; 0 only at the end. Without validation files nothing is validated."""
     save_every_steps: Annotated[int, Field(ge=0)] = 0
     """Save a checkpoint after every so many steps; 0 only at the end."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Keep so many of the newest checkpoints and remove older ones after each save; 0 keeps all."""
+    keep_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Keep the checkpoints of every n-th step too, for ever; 0 none. A multiple of save_every_steps."""
+    keep_best: KeepBestConfig | None = None
+    """Keep the best checkpoint too: `{metric: val/accuracy, mode: max}`."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What a checkpoint that cannot be saved does to the run. continue trains on, and the next save tries again; the
+    run still fails at its end if its last checkpoint could not be saved."""
+    save_retries: Annotated[int, Field(ge=0)] = 1
+    """How often a save that failed is tried again, after 1 s, 2 s and so on. One that would hold NaN or infinities is
+    not."""
     save_state: bool = True
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""
@@ -32,6 +54,9 @@ class TrainerConfig(OptimizerConfig):
     resume: str = "auto"
     """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""
+    resume_fallback: Literal["previous", "fail"] = "previous"
+    """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
+    whole, or fails. A path that is named always fails."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     max_time_seconds: PositiveFloat | None = None
@@ -50,6 +75,21 @@ class TrainerConfig(OptimizerConfig):
     def _state_can_be_saved(self) -> Self:
         if self.save_state:
             require_state(self, "optimizer")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_kept_is_saved(self) -> Self:
+        if self.keep_last == 0 and (self.keep_every_steps or self.keep_best is not None):
+            key = "keep_every_steps" if self.keep_every_steps else "keep_best"
+            raise ValueError(
+                f"{key} has no effect with keep_last=0, which keeps every checkpoint; set keep_last to the number of "
+                f"the newest ones to keep, or remove {key}"
+            )
+        if self.keep_every_steps and (not self.save_every_steps or self.keep_every_steps % self.save_every_steps):
+            raise ValueError(
+                f"keep_every_steps={self.keep_every_steps} is no multiple of save_every_steps={self.save_every_steps}, "
+                "so some of the steps to keep are never saved; make it one"
+            )
         return self
 
 

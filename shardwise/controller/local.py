@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
@@ -59,7 +60,7 @@ class RankGroup:
         """Calls the method with the same arguments on every rank. Results by rank, a tuple as a list.
 
         Raises:
-            RankSilentError: a rank took longer than it may.
+            RankSilentError: a rank took longer than it may. ExportError: what every rank raised; all of them serve on.
         """
         message = encode([method, args])
         return self._run(method, [message] * self.size, args)
@@ -100,12 +101,15 @@ class RankGroup:
                     rank_in_turn[0] = rank
                     if rank != 0:
                         _send(message, rank, self._control, self._timeout)
-            results = [getattr(self._worker, method)(*own_args)] if self.ranks[0] == 0 else []
+            answers = [_answer(self._worker, method, own_args)] if self.ranks[0] == 0 else []
             with self._watch("answer", method) as rank_in_turn:
-                for rank in self.ranks[len(results) :]:
+                for rank in self.ranks[len(answers) :]:
                     rank_in_turn[0] = rank
-                    results.append(decode(_receive(rank, self._control, self._timeout)))
-            return results
+                    answers.append(decode(_receive(rank, self._control, self._timeout)))
+        failures = [failure for _, failure in answers if failure is not None]
+        if failures:
+            raise ExportError(failures[0])
+        return [result for result, _ in answers]
 
     @contextmanager
     def _watch(self, verb: str, method: str) -> Iterator[list[int]]:
@@ -126,15 +130,24 @@ def serve(worker: Any, control: Connections) -> None:
     """Runs on every rank but 0. Consumes commands, sends results; waits for rank 0 as long as it is alive; returns at
     `shutdown`.
 
-    An exception leaves the loop and ends the process: a rank that could not do its part cannot go on in step.
+    An exception leaves the loop and ends the process: a rank that could not do its part cannot go on in step. Only an
+    ExportError goes to rank 0 instead: every rank raises it or none does, so they are in step after it.
     """
     while True:
         method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
         if method == _SHUTDOWN:
             return
         with commanded(method, args):
-            answer = encode(getattr(worker, method)(*args))
+            answer = encode(_answer(worker, method, args))
         _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
+
+
+def _answer(worker: Any, method: str, args: Sequence[Any]) -> tuple[Any, str | None]:
+    """The result, and the message of an ExportError where it ended in one."""
+    try:
+        return getattr(worker, method)(*args), None
+    except ExportError as error:
+        return None, str(error)
 
 
 def serve_in_background(worker: Any, control: Connections, on_failure: Callable[[Exception], None]) -> threading.Thread:

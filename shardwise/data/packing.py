@@ -153,6 +153,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
         loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
         sample_index=list(indices),
+        uids=[sample.uid for sample in chosen],
         rewards=torch.tensor([sample.reward for sample in chosen]),
         **{name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present},
     )
@@ -166,6 +167,7 @@ def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         loss_mask=torch.zeros(1, dtype=torch.bool),
         sample_index=[],
+        uids=[],
         rewards=torch.zeros(1),
         **{name: torch.zeros(1, dtype=getattr(samples[0], name).dtype) for name in present},
     )

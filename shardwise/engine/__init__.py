@@ -9,5 +9,6 @@ from shardwise.engine.heads import HeadName
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
+from shardwise.engine.nonfinite import PHASES, Diagnosis, Fault
 from shardwise.engine.offload import Part
 from shardwise.engine.staging import Links

@@ -1,6 +1,6 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,17 @@ from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.export import StagedExport, export_folder
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.names import plain_name
+from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import gathered
+from shardwise.engine.shards import gathered, local_shard
 from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
@@ -33,11 +36,16 @@ LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metric
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
 
 
+Origin = tuple[int, int]
+"""The rank that a micro-batch belongs to, and its place among those of this rank in an optimizer step."""
+
+
 class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
-    Every method is collective: all ranks of the mesh call it with the same number of micro-batches. Ranks that share
-    sequences (engine.ulysses_size) are given the same batches and return the same results.
+    Every method but `nonfinite_tensors` is collective: all ranks of the mesh call it with the same number of
+    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches and return the same
+    results.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class TrainEngine:
         self._optimizer = optimizer
         self._device = device
         self._seed = seed
+        self._losses: list[Tensor] = []  # of the micro-batches since the last step
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
         self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
@@ -83,6 +92,7 @@ class TrainEngine:
         head: HeadName = "logprobs",
         pad_token_id: int | None = None,
         seed: int = 0,
+        require_finite: bool = True,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
@@ -92,6 +102,7 @@ class TrainEngine:
             head: what the model says about its tokens. A value head that the folder lacks starts at random.
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
+            require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
         Raises:
             ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
         """
@@ -111,6 +122,7 @@ class TrainEngine:
             head_name=head,
             pad_token_id=pad_token_id,
             seed=seed,
+            require_finite=require_finite,
         )
         sharded_optimizer = None
         if optimizer is not None:
@@ -205,6 +217,7 @@ class TrainEngine:
         with_logprobs: bool = True,
         with_entropy: bool = False,
         lessons: Sequence[Lesson] | None = None,
+        origins: Sequence[Origin] | None = None,
     ) -> Metrics:
         """Accumulates the gradient of one optimizer step, reduced over ranks as engine.reduce_gradients says.
 
@@ -212,35 +225,72 @@ class TrainEngine:
 
         Args:
             temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
+            origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
-        with self._adapter_dropout():
-            return self._accumulate(batches, wanted, loss_fn, denominators)
+        if origins is None:
+            origins = [(dist.get_rank(), index) for index in range(len(batches))]
+        return self._accumulate(batches, wanted, origins, loss_fn, denominators)
 
     def _accumulate(
         self,
         batches: Sequence[TokenBatch],
         wanted: Sequence[Wanted],
+        origins: Sequence[Origin],
         loss_fn: LossFn,
         denominators: Denominators,
     ) -> Metrics:
         assert self._optimizer is not None
         parts: list[Metrics] = []
-        for index, (batch, about) in enumerate(zip(batches, wanted, strict=True)):
+        for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
-            outputs = self._run(batch, about)
-            loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
-            (loss * self._optimizer.loss_scale).backward()
+            with self._adapter_dropout(origin):
+                outputs = self._run(batch, about)
+                loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+                (loss * self._optimizer.loss_scale).backward()
+            self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         return {name: value.host() for name, value in merge_metrics(parts).items()}
 
-    def optim_step(self) -> Metrics:
-        """Clips, steps, clears the gradients; skips the update where a gradient is not finite."""
+    def optim_step(self, *, on_fault: Callable[[float, list[float]], None] | None = None) -> Metrics:
+        """Clips, steps, clears the gradients; skips the update where a gradient or a loss is not finite.
+
+        Args:
+            on_fault: as for `ShardedOptimizer.step`; also given the losses of this rank's micro-batches.
+        """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
-        return self._optimizer.step()
+        losses, self._losses = self._losses, []
+        if on_fault is None:
+            return self._optimizer.step(losses)
+        return self._optimizer.step(losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses]))
+
+    def diagnose(
+        self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any
+    ) -> Diagnosis:
+        """A `forward_backward`, options included, that says where numbers stop being finite. Leaves no gradients."""
+        assert self._optimizer is not None, "a frozen engine has no gradients"
+
+        def watched_loss_fn(
+            outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators
+        ) -> tuple[Tensor, Metrics]:
+            loss, metrics = loss_fn(outputs, batch, denominators)
+            watch.check(loss.detach(), phase="loss", module=LOSS)
+            return loss, metrics
+
+        try:
+            with watched(self._model) as watch:
+                self.forward_backward(batches, watched_loss_fn, denominators, **options)
+            return Diagnosis(
+                losses=[float(loss) for loss in self._losses],
+                grad_norm=global_grad_norm(self._optimizer.parameters, self._losses) / self._optimizer.loss_scale,
+                faults=watch.faults,
+            )
+        finally:
+            self._losses = []
+            self._optimizer.zero_grad()
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;
@@ -259,9 +309,29 @@ class TrainEngine:
 
         export_adapter(self._model.hf_model, path, base_model)
 
-    def export_hf(self, path: Path, tokenizer: Any) -> None:
-        """Writes a folder that `from_pretrained` loads, in the compute dtype, adapters merged."""
-        export_folder(self._model.hf_model, tokenizer, path, self._compute_dtype)
+    def export_hf(self, path: Path, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
+        """Writes a folder that `from_pretrained` loads, adapters merged. `dtype`: None is the compute dtype."""
+        export_folder(self._model.hf_model, tokenizer, path, dtype or self._compute_dtype)
+
+    def numbers(self) -> dict[str, Any]:
+        """What a training state holds beside tensors, as JSON can hold it."""
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        return self._optimizer.numbers()
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Takes over the `numbers` of another engine of this kind."""
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        self._optimizer.load_numbers(numbers)
+
+    @torch.no_grad()
+    def nonfinite_tensors(self) -> list[str]:
+        """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
+        infinity."""
+        tensors = {plain_name(name): weight for name, weight in self._model.hf_model.named_parameters()}
+        if self._optimizer is not None and self._optimizer.has_named_states:
+            states = self._optimizer.named_tensors().items()
+            tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
+        return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
     def save_state(self, folder: Path) -> None:
         """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""
@@ -346,13 +416,13 @@ class TrainEngine:
                 "themselves need cast_forward_inputs=true"
             ) from None
 
-    def _adapter_dropout(self) -> AbstractContextManager[None]:
+    def _adapter_dropout(self, origin: Origin) -> AbstractContextManager[None]:
         if not has_adapters(self._model.hf_model):
             return nullcontext()
         from shardwise.engine.lora import adapter_dropout
 
         assert self._optimizer is not None
-        return adapter_dropout(self._model.hf_model, (self._seed, self._optimizer.num_steps, dist.get_rank()))
+        return adapter_dropout(self._model.hf_model, (self._seed, self._optimizer.num_steps, *origin))
 
     def _adapters_off(self) -> AbstractContextManager[None]:
         from shardwise.engine.lora import adapters_off  # importing peft takes seconds

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from shardwise.engine.staging import HostShards, Links, StagingBuffers
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""
+_IN_RUST = re.compile(r"\(os error \d+\)$")
+"""How the message of a plain Exception ends that tokenizers makes of an error of the file system."""
 
 
 @torch.no_grad()
@@ -136,7 +139,9 @@ def fsync_folder(folder: Path) -> None:
 def named_failures(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not _IN_RUST.search(str(error)):
+            raise
         raise ExportError(
             f"{folder} cannot be written: {error}; free space there, or choose a folder that every rank can write to"
         ) from None

@@ -33,7 +33,9 @@ class TensorFolder(Protocol):
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None) -> int:
+def load_weights(
+    model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None, require_finite: bool = True
+) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
 
@@ -43,13 +45,14 @@ def load_weights(model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Te
     Args:
         fresh: of a model with a value head: whole tensors for those of the head that the folder may lack, by name; the
             language model's projection that it may have instead is left out. None for a language model.
+        require_finite: False also takes weights that hold NaN or infinities.
     Returns:
         The bytes this rank read.
     Raises:
         ModelError: on every rank, if on any rank a tensor is missing, left over, of another shape or of a dtype that is
-            no weight's, or a file cannot be read.
+            no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read.
     """
-    with raised_on_every_rank(ModelError), ModelFolder(folder) as source:
+    with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
         blocks = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}

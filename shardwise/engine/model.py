@@ -100,12 +100,14 @@ def build_sharded(
     head_name: HeadName = "logprobs",
     pad_token_id: int | None = None,
     seed: int = 0,
+    require_finite: bool = True,
 ) -> ShardedModel:
     """Builds, shards and loads a model, trained if the config is an EngineConfig, else frozen.
 
     Args:
         pad_token_id: what the sequences that a reward model scores are padded with; None: as config.json says.
         seed: of a new adapter.
+        require_finite: False also loads weights that hold NaN or infinities.
     Raises:
         ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
             fit the model or the layout.
@@ -115,7 +117,7 @@ def build_sharded(
     fresh = fresh_head(hf_model, head_name)
     if fresh is not None and not isinstance(config, EngineConfig):
         fresh = {}  # a frozen head would stay as random as it starts
-    num_bytes = load_weights(hf_model, folder, fresh=fresh)
+    num_bytes = load_weights(hf_model, folder, fresh=fresh, require_finite=require_finite)
     if isinstance(config, EngineConfig) and config.lora is not None:
         _fill_adapters(hf_model, config.lora, seed)
     return replace(sharded, num_bytes_read=num_bytes)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from shardwise.config import ModelError
+from shardwise.engine.finite import is_finite
 from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -48,9 +49,15 @@ def resolve_folder(path: str) -> Path:
 class ModelFolder:
     """The tensors of a model folder, of which slices can be read. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError: a file or the index is damaged or missing; names it."""
+    def __init__(self, folder: Path, *, require_finite: bool = False) -> None:
+        """
+        Args:
+            require_finite: whether reading NaN or an infinity is an error.
+        Raises:
+            ModelError: a file or the index is damaged or missing; names it.
+        """
         self.folder = folder
+        self._require_finite = require_finite
         self._readers: dict[str, SafetensorsReader] = {}
         try:
             file_of = self._read_index()
@@ -90,9 +97,19 @@ class ModelFolder:
         return self.folder / self._file_of[name]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the part of it inside `box`, on the host; nothing else is read from disk."""
+        """A tensor, or the part of it inside `box`, on the host; nothing else is read from disk.
+
+        Raises:
+            ModelError: it cannot be read, or has to be finite and is not.
+        """
         whole = [slice(0, size) for size in self.specs[name].shape]
-        return self._readers[self._file_of[name]].read(name, whole if box is None else box)
+        tensor = self._readers[self._file_of[name]].read(name, whole if box is None else box)
+        if self._require_finite and not is_finite(tensor):
+            raise ModelError(
+                f"{self.file_of(name)}: {name} holds NaN or infinities, so nothing could be computed with it; copy the "
+                "file again, or take an earlier checkpoint"
+            )
+        return tensor
 
     def _read_index(self) -> dict[str, str] | None:
         """Tensor name -> file name; None for a folder without an index."""

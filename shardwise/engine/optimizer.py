@@ -1,7 +1,8 @@
-"""The optimizer of a sharded model: learning rates, clipping, loss scaling, the guard against non-finite gradients."""
+"""The optimizer of a sharded model: learning rates, clipping, loss scaling, the guard against numbers that are not
+finite."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any, cast
@@ -75,9 +76,14 @@ class ShardedOptimizer:
         """What the loss of the next step is multiplied by before backward; gradients are divided by it in `step`."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def step(self) -> Metrics:
-        """Collective. Clips, updates unless a gradient is not finite on any rank, and clears the gradients.
+    def step(self, losses: Sequence[Tensor] = (), *, on_fault: Callable[[float], None] | None = None) -> Metrics:
+        """Collective. Clips, updates unless a gradient or a loss is not finite on any rank, and clears the gradients.
 
+        Args:
+            losses: [] of each micro-batch of this rank.
+            on_fault: called on every rank where a step is skipped for the first time in a row, by no overflow that a
+                smaller loss scale may cure, with the norm of the gradient (NaN also for a loss). By then the gradients
+                are gone; all else is as the step found it.
         Raises:
             TrainingError: `max_nonfinite_steps` steps in a row were skipped, overflows that a smaller loss scale may
                 cure not counted.
@@ -85,16 +91,19 @@ class ShardedOptimizer:
         share = schedule_at(self._config, self.num_steps, self._total_steps)
         self._set_learning_rates(share)
         scale = self.loss_scale
-        norm = global_grad_norm(self.parameters) / scale
+        norm = global_grad_norm(self.parameters, losses) / scale
         finite = math.isfinite(norm)
         if finite:
             self._unscale_and_clip(norm, scale)
             for optimizer in self.optimizers:
                 optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.zero_grad()
+        is_fault = not finite and (self.scaler is None or self.scaler.is_at_minimum)
+        self._num_nonfinite_in_a_row = 0 if finite else self._num_nonfinite_in_a_row + is_fault
+        if is_fault and self._num_nonfinite_in_a_row == 1 and on_fault is not None:
+            on_fault(norm)
         self.num_steps += 1
-        self._count_nonfinite(norm)
+        self._require_progress(norm)
         metrics = {
             "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
             "train/learning_rate": MetricValue.max(self._config.learning_rate * share),
@@ -106,6 +115,11 @@ class ShardedOptimizer:
             metrics["train/loss_scale"] = MetricValue.max(scale)
             self.scaler.update(finite=finite)
         return metrics
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state_tensors(self) -> Iterator[Tensor]:
         """The optimizer states that belong on the parameters' device, as plain tensors, each once.
@@ -121,12 +135,17 @@ class ShardedOptimizer:
         tensors = (tensor for state in states if isinstance(state, Tensor) for tensor in _plain_tensors(state))
         yield from {id(tensor): tensor for tensor in tensors if tensor.dim()}.values()
 
+    @property
+    def has_named_states(self) -> bool:
+        """Not adamw_8bit: its moments are quantised by shard, so no other layout has them."""
+        return self._config.optimizer != "adamw_8bit"
+
     def named_tensors(self) -> dict[str, Tensor]:
         """The masters as `master/NAME` and every state of the optimizers as `KEY/NAME` (exp_avg, momentum_buffer,
         step), for the parameter's NAME in the model. Shards are DTensors in the memory of the originals; step counters,
         which are equal on all ranks, are plain. Not for adamw_8bit.
         """
-        assert self._config.optimizer != "adamw_8bit", "its moments are quantised by shard, so no other layout has them"
+        assert self.has_named_states, "adamw_8bit"
         named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -142,8 +161,7 @@ class ShardedOptimizer:
         self._set_learning_rates(0.0)
         for optimizer in self.optimizers:
             optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.zero_grad()
 
     def numbers(self) -> dict[str, Any]:
         """What a training state holds beside tensors."""
@@ -188,45 +206,54 @@ class ShardedOptimizer:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
 
-    def _count_nonfinite(self, norm: float) -> None:
-        if math.isfinite(norm):
-            self._num_nonfinite_in_a_row = 0
-        elif self.scaler is None or self.scaler.is_at_minimum:
-            self._num_nonfinite_in_a_row += 1
+    def _require_progress(self, norm: float) -> None:
         if self._num_nonfinite_in_a_row >= self._config.max_nonfinite_steps:
             raise TrainingError(
                 f"the gradient norm was {norm} in {self._num_nonfinite_in_a_row} optimizer steps in a row "
                 f"(trainer.max_nonfinite_steps={self._config.max_nonfinite_steps}); no weight was changed by them. "
-                "Lower trainer.learning_rate, or look at the data of these steps"
+                "Lower trainer.learning_rate, or look with `shardwise replay` at the first of them, which is kept in "
+                "nonfinite/ of trainer.output_dir"
             )
 
 
-def global_grad_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Collective. The L2 norm of the whole gradient, the same number on every rank; not finite if any element is not.
+def global_grad_norm(parameters: Sequence[nn.Parameter], losses: Sequence[Tensor] = ()) -> float:
+    """Collective. The L2 norm of the whole gradient, the same number on every rank; not finite if any element is not,
+    NaN if any of the losses [] of any rank is not.
 
     One all-reduce for each way of sharding (mesh and placements), over the axes that shard; replicas hold equal
-    gradients already. All ranks have gradients for the same parameters; without any the norm is 0.
+    gradients already, so they compare losses only. All ranks have gradients for the same parameters; without any the
+    norm is 0.
     """
     by_layout: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             by_layout.setdefault(layout, []).append(parameter)
-    squares = [_sum_of_squares(alike) for alike in by_layout.values()]
+    poison = 0.0 * torch.stack([loss.double() for loss in losses]).sum() if losses else None
+    squares = [_sum_of_squares(alike, poison) for alike in by_layout.values()]
     square = torch.stack(squares).sum().item() if squares else 0.0
     return math.sqrt(square) if math.isfinite(square) else square
 
 
-def _sum_of_squares(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Collective. [] float64, over all gradients of parameters that are sharded alike and over all ranks."""
+def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -> Tensor:
+    """Collective. [] float64, over all gradients of parameters that are sharded alike and over all ranks, plus the
+    poison [] of every rank: 0, or NaN."""
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum()
+    shard_groups: list[dist.ProcessGroup] = []
     first = parameters[0]
     if isinstance(first, DTensor):
-        square = square.to(first.device_mesh.device_type)  # gradients may be in host memory (CPU offload)
+        mesh = first.device_mesh
+        square = square.to(mesh.device_type)  # gradients may be in host memory (CPU offload)
         for axis, placement in enumerate(first.placements):
             if isinstance(placement, Shard):
-                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+                shard_groups.append(mesh.get_group(axis))
+            elif poison is not None:
+                dist.all_reduce(poison, group=mesh.get_group(axis))
+    if poison is not None:
+        square = square + poison
+    for group in shard_groups:
+        dist.all_reduce(square, group=group)
     return square
 
 

@@ -66,10 +66,13 @@ def write_sealed_json(path: Path, content: Any) -> None:
 def read_sealed_json(path: Path) -> Any:
     """The content. Raises ModelError: there is no such file, it is no JSON, or not the content that was written."""
     try:
-        sealed = json.loads(path.read_text(encoding="utf-8"))
-        if bytes_hash(_canonical(sealed["content"])) == sealed["xxh3"]:
+        text = path.read_text(encoding="utf-8")
+        sealed = json.loads(text)
+        if bytes_hash(_canonical(sealed["content"])) == sealed["xxh3"] and text.endswith("\n"):
             return sealed["content"]
-        reason = "its content does not have the xxh3 hash that it names"
+        reason = (
+            "its content does not have the xxh3 hash that it names" if text.endswith("\n") else "its end is missing"
+        )
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; {RESTORE}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:

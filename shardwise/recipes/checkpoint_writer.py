@@ -21,8 +21,8 @@ Outcome = dict[str, Any]
 
 
 class CheckpointWriter:
-    """Writes what the engines of this rank have staged. Its methods are called on every rank beside the worker's, and
-    answer with an Outcome."""
+    """Writes what the engines of this rank have staged. Its methods are called on every rank beside the worker's; those
+    that touch files answer with an Outcome."""
 
     def __init__(self, rank: int, links: Links) -> None:
         """
@@ -47,6 +47,10 @@ class CheckpointWriter:
         """The next checkpoint holds it in `subfolder`."""
         self._states[subfolder] = state
 
+    def clear(self) -> None:
+        """Forgets what is staged."""
+        self._exports, self._adapters, self._states = {}, {}, {}
+
     def write(self, checkpoint: str) -> Outcome:
         """Writes this rank's files. The result holds the ShardFile of each state, by subfolder."""
         folder, failures = Path(checkpoint), list[str]()
@@ -54,10 +58,10 @@ class CheckpointWriter:
         def attempt(subfolder: str, work: Callable[[Path], Any]) -> Any:
             """The others need this rank's part of what follows, so a failure is noted."""
             path = folder / subfolder
-            for step in (lambda path: path.mkdir(parents=True, exist_ok=True), work):
-                outcome = _outcome(path, partial(step, path))
-                failures.extend([outcome["error"]] if outcome["error"] else [])
-            return outcome["result"]
+            made = _outcome(path, partial(path.mkdir, parents=True, exist_ok=True))
+            done = _outcome(path, partial(work, path))
+            failures.extend(outcome["error"] for outcome in (made, done) if outcome["error"])
+            return done["result"]
 
         for subfolder, (export, model) in self._exports.items():
             tokenizer = partial(load_tokenizer, model)
@@ -70,11 +74,9 @@ class CheckpointWriter:
         return {"result": records, "error": failures[0] if failures else ""}
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
-        """When every rank has written: what `write` gave, by rank. Rank 0 writes the indexes; what was staged is
-        dropped."""
-        outcome = _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
-        self._exports, self._adapters, self._states = {}, {}, {}
-        return outcome
+        """When every rank has written: what `write` gave, by rank. Rank 0 writes the indexes. What was staged stays
+        until `clear`, so that all of it can be written again."""
+        return _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
 
     def hash_files(self, checkpoint: str) -> Outcome:
         """Of this rank's share of a checkpoint's files, for its manifest."""

@@ -1,5 +1,6 @@
 """Where the checkpoints of a run are, and the weights in them."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from shardwise.config import ModelError
 
 CHECKPOINTS = "checkpoints"
 """In a run's output folder."""
+LATEST = "latest"
+"""In CHECKPOINTS: the name of the newest, for people and scripts. Nothing here reads it: the folders tell."""
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a folder one that holds an adapter."""
 
@@ -50,6 +53,14 @@ def newest_mark(run: Path) -> tuple[str, int] | None:
 def step_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return run / CHECKPOINTS / f"step_{step}"
+
+
+def write_latest(run: Path, step: int) -> None:
+    """Names the checkpoint of a step in `checkpoints/latest`, whole or not at all. Raises OSError."""
+    path = run / CHECKPOINTS / LATEST
+    partial = path.with_name(f".{LATEST}.tmp")
+    partial.write_text(f"{step_folder(run, step).name}\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def latest_hf_folder(path: str) -> str:

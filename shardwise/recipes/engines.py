@@ -14,7 +14,7 @@ from shardwise.recipes.losses import LossKind
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RemoteEngine:
     """One engine, spread over the ranks of a group."""
 
@@ -27,6 +27,8 @@ class RemoteEngine:
     num_trained_parameters: int
     num_bytes_read: int
     """Bytes of weights that the rank with the most of them read from disk."""
+    bundle: str = ""
+    """The folder of what replays an optimizer step if it is skipped now; "" keeps nothing."""
 
     @property
     def size(self) -> str:
@@ -62,8 +64,8 @@ class RemoteEngine:
             means over the steps.
         """
         packed = self._pack(samples, keep_together=keep_together)
-        roles = (self.role,) if teacher is None else (self.role, teacher.role)
-        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, *roles))
+        roles = self.role, "" if teacher is None else teacher.role
+        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, *roles, self.bundle))
         totals = {
             "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
             "train/num_tokens": packed.denominators.num_tokens,
@@ -75,6 +77,10 @@ class RemoteEngine:
         """Trains with another loss than cross-entropy from here on, made from its config and from numbers that change
         during a run."""
         self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
+
+    def nonfinite_tensors(self) -> list[list[str]]:
+        """By rank the weights and optimizer states of which its part holds NaN or an infinity."""
+        return self.group.call("nonfinite_tensors", self.role)
 
     def save(self, folder: str) -> None:
         """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""

@@ -37,6 +37,7 @@ from shardwise.recipes.export import export
 from shardwise.recipes.import_checkpoint import import_checkpoint
 from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
+from shardwise.recipes.replay import replay
 from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
@@ -101,6 +102,19 @@ def run_import(
         )
 
     return run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
+
+
+def run_replay(*, bundle: str, micro_batch: int | None) -> int:
+    """Replays a bundle on this rank. Returns the exit code of this process: 0 if what was recorded happened again."""
+    outcome = [False]
+
+    def recipe(group: RankGroup) -> None:
+        if group.size > 1:
+            raise ConfigError(f"shardwise replay runs on one process, and this job has {group.size}")
+        outcome[0] = replay(bundle, take_device(0), micro_batch=micro_batch)
+
+    code = run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
+    return code or int(not outcome[0])
 
 
 def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0) -> int:

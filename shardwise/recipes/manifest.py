@@ -1,45 +1,106 @@
 """manifest.json: every file of a checkpoint with its size and hash. It is written last, so a checkpoint that has one is
 whole."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
-from shardwise.engine.state_files import shard_files
+from shardwise.engine.state_files import INDEX, StateIndex, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What it says beside sizes and hashes."""
+
+    files: frozenset[str]
+    """Their paths in the checkpoint, without shards of training states."""
+    metrics: dict[str, float]
+    """Of the step after which it was saved: those that are finite."""
+    all_finite: bool
+    """Whether weights and states were looked through for NaN and infinities, and held none."""
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """Raises ModelError: there is none, or it is damaged."""
+        content = read_sealed_json(checkpoint / MANIFEST)
+        metrics, all_finite = (
+            content.get("metrics", {}),
+            content.get("all_finite", False),
+        )  # earlier versions wrote none
+        return cls(frozenset(content["files"]), metrics, all_finite)
+
+    @classmethod
+    def find(cls, checkpoint: Path) -> Self | None:
+        """None where there is none, or a damaged one."""
+        try:
+            return cls.read(checkpoint)
+        except ModelError:
+            return None
+
+
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
 
-    Shards of a training state are left out: the index beside them holds the hashes of their tensors.
+    Shards of a training state are left out: the index beside them holds the hashes of their tensors. Raises OSError.
     """
     return {name: asdict(FileRecord.of(checkpoint / name)) for name in _share(_files(checkpoint))}
 
 
-def write_manifest(checkpoint: Path, shares: Sequence[dict[str, dict[str, Any]]], *, step: int) -> None:
-    """From what `hash_share` gave on every rank. Raises OSError."""
+def write_manifest(
+    checkpoint: Path,
+    shares: Sequence[dict[str, dict[str, Any]]],
+    *,
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    all_finite: bool = False,
+) -> None:
+    """Written last. Raises OSError.
+
+    Args:
+        shares: what `hash_share` gave on every rank.
+        metrics: of the step; finite.
+        all_finite: whether weights and states were looked through for NaN and infinities, and hold none.
+    """
     files = {name: record for share in shares for name, record in share.items()}
-    write_sealed_json(checkpoint / MANIFEST, {"step": step, "num_ranks": len(shares), "files": files})
+    content = {
+        "step": step,
+        "num_ranks": len(shares),
+        "all_finite": all_finite,
+        "metrics": dict(metrics or {}),
+        "files": files,
+    }
+    write_sealed_json(checkpoint / MANIFEST, content)
 
 
 def verify_share(checkpoint: Path) -> None:
-    """Collective. Reads this rank's share of the files.
+    """Collective. Reads this rank's share of the files, shards of training states among them.
 
     Raises:
-        ModelError: on every rank: a file is missing or is not what was written; names the first.
+        ModelError: on every rank: a file is missing or is not what was written; names the first, and of a state the
+            tensor.
     """
     with raised_on_every_rank(ModelError):
-        files = read_sealed_json(checkpoint / MANIFEST)["files"]
-        for name in _share(files):
-            FileRecord(**files[name]).check(checkpoint / name)
+        checks = _checks(checkpoint)
+        for name in _share(checks):
+            checks[name](checkpoint / name)
+
+
+def _checks(checkpoint: Path) -> dict[str, Callable[[Path], None]]:
+    """How each file is compared with what was written, by its path in the checkpoint."""
+    files = read_sealed_json(checkpoint / MANIFEST)["files"]
+    checks: dict[str, Callable[[Path], None]] = {name: FileRecord(**record).check for name, record in files.items()}
+    for folder in [Path(name).parent for name in files if Path(name).name == INDEX]:
+        shards = StateIndex.read(checkpoint / folder).files
+        checks |= {(folder / shard).as_posix(): file.verify for shard, file in shards.items()}
+    return checks
 
 
 def _files(checkpoint: Path) -> list[str]:

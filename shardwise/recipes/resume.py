@@ -1,13 +1,14 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import ConfigError, TrainingConfig, changes_that_matter, require_known_keys
-from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.config import ConfigError, ModelError, TrainingConfig, changes_that_matter, require_known_keys
+from shardwise.engine.verified_files import RESTORE, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
-from shardwise.recipes.manifest import MANIFEST
+from shardwise.recipes.manifest import MANIFEST, Manifest
 
 STATE = "state"
 """In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
@@ -25,27 +26,37 @@ class Start:
     """What the parts of the recipe keep between steps, by their names; None in an imported checkpoint: they begin."""
     in_place: bool
     """Whether it is one of the run's own output folder, whose files are then continued."""
+    damage: list[str] = field(default_factory=list, compare=False)
+    """What is wrong with the newer ones that were passed over, the newest first."""
 
 
-def find_start(config: TrainingConfig) -> Start | None:
+def find_start(config: TrainingConfig, *, verify: Callable[[Path], None] = lambda _: None) -> Start | None:
     """What trainer.resume says: None for a run that starts at its beginning.
 
+    Args:
+        verify: reads a whole checkpoint; raises ModelError if it is damaged. Without it only manifest.json and run.json
+            are looked at.
     Raises:
         ConfigError: there is no such checkpoint, or it was trained with another config; names the keys. ModelError: it
-            is damaged.
+            is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
     """
     trainer = config.trainer
     require_known_keys(trainer.resume_allow, config)
     if trainer.resume == "never":
         return None
     own = Path(trainer.output_dir)
-    checkpoint = _newest(own) if trainer.resume == "auto" else _named(Path(trainer.resume))
+    if trainer.resume == "auto":
+        checkpoint, damage = _newest(
+            step_folders(own).values(), verify, falls_back=trainer.resume_fallback == "previous"
+        )
+    else:
+        checkpoint, damage = _named(Path(trainer.resume), verify), []
     if checkpoint is None:
         return None
     content = read_sealed_json(checkpoint / STATE / RUN)
     _require_same(checkpoint, content, config)
     in_place = checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve()
-    return Start(checkpoint, content["step"], content["parts"], in_place)
+    return Start(checkpoint, content["step"], content["parts"], in_place, damage)
 
 
 def write_run(checkpoint: Path, config: TrainingConfig, *, step: int, parts: dict[str, Any] | None) -> None:
@@ -55,17 +66,34 @@ def write_run(checkpoint: Path, config: TrainingConfig, *, step: int, parts: dic
     write_sealed_json(checkpoint / STATE / RUN, content)
 
 
-def _newest(run: Path) -> Path | None:
-    """The newest whole checkpoint that can be resumed from."""
-    return next((folder for folder in step_folders(run).values() if _is_whole(folder)), None)
+def _newest(
+    folders: Iterable[Path], verify: Callable[[Path], None], *, falls_back: bool
+) -> tuple[Path | None, list[str]]:
+    """The first whole checkpoint with a training state, and what is wrong with those before it. None where no folder
+    has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
+    damage: list[str] = []
+    for folder in folders:
+        try:
+            if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
+                continue
+            read_sealed_json(folder / STATE / RUN)
+            verify(folder)
+            return folder, damage
+        except ModelError as error:
+            if not falls_back:
+                raise
+            damage.append(str(error).removesuffix(f"; {RESTORE}"))
+    if damage:
+        raise ModelError(
+            f"{'; '.join(damage)}. No checkpoint to go on from is whole: restore one from a copy, or start anew with "
+            "trainer.resume=never, which moves what is there aside"
+        )
+    return None, []
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    return (checkpoint / MANIFEST).is_file() and (checkpoint / STATE / RUN).is_file()
-
-
-def _named(path: Path) -> Path:
-    found = path if _is_whole(path) else _newest(path)
+def _named(path: Path, verify: Callable[[Path], None]) -> Path:
+    folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
+    found, _ = _newest(folders, verify, falls_back=False)
     if found is None:
         raise ConfigError(
             f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor the "

@@ -1,21 +1,25 @@
 """What every training run does around its steps: the output folder, logs, progress, checkpoints, going on from one."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, TrainingConfig
+from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
+from shardwise.recipes.bundles import NONFINITE
+from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import find_start
+from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
 from shardwise.recipes.saving import remove_leftovers
 from shardwise.recipes.stopping import Stopping
+from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")
@@ -56,6 +60,7 @@ class Run:
             parts: what else they hold the state of, by name.
         Raises:
             ConfigError: trainer.resume names no checkpoint, or the config is another one than that was trained with.
+            ModelError: no checkpoint is whole, or the newest is not and trainer.resume_fallback=fail.
         """
         self._engines = engines
         self._parts = parts
@@ -70,7 +75,8 @@ class Run:
         self.spans = Spans(enter_phase)
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
-        self._saver = Saver(self.output_dir, config, engines)
+        self._reported = Reported()
+        self._saver = Saver(self.output_dir, config, engines, self._reported)
 
     @property
     def first_step(self) -> int:
@@ -91,9 +97,11 @@ class Run:
         if self._is_finished:
             print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
             return self
-        self._restore()
-        self._prepare_folder()
         with ExitStack() as stack:
+            stack.enter_context(writer_lock(self.output_dir))
+            self._start = find_start(self._config, verify=self._verify)
+            self._restore()
+            self._prepare_folder()
             log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)
             self._log = stack.enter_context(log)
             self._announce()
@@ -116,11 +124,14 @@ class Run:
 
         Raises:
             Stopped: a signal or the time limit asked for it.
-            ExportError: a checkpoint could not be saved.
+            ExportError, NotFiniteError: a checkpoint could not be saved, and trainer.on_save_error=stop or it is the
+                last one. ConfigError: the metric of trainer.keep_best is never reported.
         """
         for step in range(self.first_step, self._total_steps + 1):
             enter_step(step)
             self._step_start = time.perf_counter()
+            for name, engine in self._engines.items():
+                engine.bundle = str(self.output_dir / NONFINITE / "_".join(filter(None, (f"step_{step}", name))))
             yield step
             self._stopping.count_step(time.perf_counter() - self._step_start)
             self._saver.check()
@@ -130,9 +141,9 @@ class Run:
             if step < self._total_steps and self._stopping.is_due(save_seconds=self._saver.seconds):
                 if not is_saved:
                     self._save(step)
-                self._saver.wait()
+                self._saver.finish()
                 raise self._stopping.stopped(step)
-        self._saver.wait()
+        self._saver.finish()
 
     def should_validate(self, step: int) -> bool:
         """After every `validate_every_steps`, and after the last step."""
@@ -143,7 +154,10 @@ class Run:
         seconds = time.perf_counter() - self._step_start
         values = {name: value.result() for name, value in metrics.items()}
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        if self._saver.num_failures:
+            performance["save/failures"] = self._saver.num_failures
         self._log.log(step, values, performance)
+        self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
@@ -154,12 +168,17 @@ class Run:
         """Brings engines and parts to where the checkpoint was."""
         if self._start is None:
             return
-        self._group.call("verify_files", str(self._start.checkpoint))
         if self._start.parts is not None:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
         for engine in self._engines.values():
             engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Raises ModelError: a file of the checkpoint is damaged."""
+        damage, *_ = self._group.call("verify_files", str(checkpoint))
+        if damage is not None:
+            raise ModelError(damage)
 
     def _prepare_folder(self) -> None:
         try:
@@ -167,6 +186,8 @@ class Run:
             remove_leftovers(self.output_dir)
             for path in self._left_by_others():
                 move_aside(path)
+            if self.last_logged_step is not None:
+                write_latest(self.output_dir, self.last_logged_step)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
@@ -175,7 +196,7 @@ class Run:
         """What is in the folder and not of this run: all of it, or checkpoints after the one that it goes on from."""
         last = self.last_logged_step
         if last is None:
-            return [self.output_dir / CHECKPOINTS, self.output_dir / "config.yaml"]
+            return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]
         return [folder for step, folder in step_folders(self.output_dir).items() if step > last]
 
     def _announce(self) -> None:
@@ -184,6 +205,8 @@ class Run:
         steps = f"{self._total_steps} {'step' if self._total_steps == 1 else 'steps'}"
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
+            for damage in self._start.damage:
+                print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
             print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:

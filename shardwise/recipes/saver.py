@@ -14,27 +14,44 @@ from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, write_run
+from shardwise.recipes.retention import Reported, after_saving
+from shardwise.recipes.save_checks import check_before_saving
+from shardwise.recipes.save_policy import SavePolicy
 from shardwise.recipes.saving import new_checkpoint
 
 
 class Saver:
     """With trainer.async_save, training waits only until every rank has copied its shards to host memory; writing,
-    hashing and publishing then go on beside it. One save at a time."""
+    hashing and publishing then go on beside it. One save at a time.
 
-    def __init__(self, run: Path, config: TrainingConfig, engines: Mapping[str, RemoteEngine]) -> None:
+    A save that fails is tried again, then raised, or told and counted where trainer.on_save_error=continue.
+    """
+
+    def __init__(
+        self, run: Path, config: TrainingConfig, engines: Mapping[str, RemoteEngine], reported: Reported
+    ) -> None:
         """
         Args:
             run: its output folder.
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+            reported: the metrics of the run so far.
         """
         self._run = run
         self._config = config
         self._engines = engines
+        self._reported = reported
+        self._policy = SavePolicy(config.trainer)
         self._pending: Background[None] | None = None
         self.newest: Path | None = None
         """The checkpoint that was published last."""
         self.seconds: float | None = None
         """How long that took, from the beginning of the save."""
+        self._started = 0.0
+
+    @property
+    def num_failures(self) -> int:
+        """Checkpoints that could not be saved so far."""
+        return self._policy.num_failures
 
     def save(self, step: int, parts: Mapping[str, Any]) -> None:
         """Returns when the engines may train on.
@@ -42,29 +59,52 @@ class Saver:
         Args:
             parts: what the parts of the recipe keep between steps, by their names.
         Raises:
-            ExportError: this save failed, or the one before it that went on in the background.
+            ExportError, NotFiniteError: this save failed, or the one before it that went on in the background.
+            ConfigError: as `after_saving`.
         """
         self.wait()
-        start = time.perf_counter()
+        self._started = time.perf_counter()
+        metrics = self._reported.newest
         background = self._group.background if self._config.trainer.async_save else None
-        if background is None:
-            self._publish(step, parts, None, start)
-        else:
-            self._stage()
-            self._pending = Background(partial(self._publish, step, deepcopy(parts), background, start))
+        with self._policy.tolerate():
+            self._policy.retry(
+                step, partial(check_before_saving, self._run, self._engines.values(), self._config.trainer)
+            )
+            if background is None:
+                self._publish(step, parts, metrics, None)
+            else:
+                self._stage(background)
+                self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
 
     def check(self) -> None:
-        """Raises ExportError if a save has failed in the background."""
+        """Raises what ended a save in the background."""
         if self._pending is not None and self._pending.is_done:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for: the save in the background. Unblocked by: the deadlines of its group. Raises ExportError."""
+        """Waits for: the save in the background. Unblocked by: the deadlines of its group. Raises what ended it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            with self._policy.tolerate():
+                pending.result()
 
-    def _publish(self, step: int, parts: Mapping[str, Any], background: WorkerGroup | None, start: float) -> None:
+    def finish(self) -> None:
+        """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""
+        self.wait()
+        self._policy.require_last_saved()
+
+    def _publish(
+        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
+    ) -> None:
+        self._policy.retry(step, partial(self._write, step, parts, metrics, background))
+        self._policy.note_saved()
+        self.newest = step_folder(self._run, step)
+        self.seconds = time.perf_counter() - self._started
+        after_saving(self._run, step, self._config.trainer, self._reported)
+
+    def _write(
+        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
+    ) -> None:
         with new_checkpoint(self._run, step) as folder:
             if background is None:
                 self._write_live(folder)
@@ -76,9 +116,7 @@ class Saver:
                 shares = self._group.call("hash_files", str(folder))
             else:
                 shares = _results(background, "hash_files", str(folder))
-            write_manifest(folder, shares, step=step)
-        self.newest = step_folder(self._run, step)
-        self.seconds = time.perf_counter() - start
+            write_manifest(folder, shares, step=step, metrics=metrics, all_finite=True)
 
     def _write_live(self, folder: Path) -> None:
         for name, engine in self._engines.items():
@@ -87,7 +125,8 @@ class Saver:
             for engine in self._engines.values():
                 engine.save_state(str(folder / state_subfolder(engine)))
 
-    def _stage(self) -> None:
+    def _stage(self, background: WorkerGroup) -> None:
+        background.call("clear")
         for name, engine in self._engines.items():
             engine.stage(name)
         if self._config.trainer.save_state:

@@ -20,7 +20,7 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
         ExportError: what the body wrote could not be kept; nothing of it is left.
     """
     final = step_folder(run, step)
-    staging = _staging(final)
+    staging = staging_folder(final)
     with named_failures(final):
         try:
             shutil.rmtree(staging, ignore_errors=True)
@@ -37,10 +37,11 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what a process that died left half written."""
-    for folder in (run / CHECKPOINTS).glob(_staging(run / "step_*").name):
+    """Removes what a process that died left half written, or half removed."""
+    for folder in (run / CHECKPOINTS).glob(staging_folder(run / "step_*").name):
         shutil.rmtree(folder)
 
 
-def _staging(final: Path) -> Path:
+def staging_folder(final: Path) -> Path:
+    """Where a checkpoint is while it is being written, or removed."""
     return final.with_name(f".{final.name}.tmp")

@@ -1,27 +1,32 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwise.config import (
     EmbeddedRollout,
     EngineConfig,
+    ExportError,
     FrozenEngineConfig,
     GenerationConfig,
     ModelConfig,
+    ModelError,
     OptimizerConfig,
     VllmRollout,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder
+from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
+from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
-from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind, make_loss
+from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
 from shardwise.transfer import Medium, pull_weights, push_weights, sync_local
@@ -38,10 +43,22 @@ class Seat:
     """An engine of this rank, and how it shares the device with the others."""
 
     engine: TrainEngine
-    config: EngineConfig | FrozenEngineConfig
-    temperature: float
-    """Logprobs are of the distribution at this temperature."""
+    source: EngineSource
     loss: Loss = SFT_LOSS
+    loss_source: LossSource = field(default_factory=LossSource)
+
+    @property
+    def config(self) -> EngineConfig | FrozenEngineConfig:
+        return self.source.layout
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the loss wants of a forward pass."""
+        return {
+            "temperature": self.source.temperature,
+            "with_logprobs": self.loss.with_logprobs,
+            "with_entropy": self.loss.with_entropy,
+        }
 
     @property
     def parts_to_offload(self) -> list[Part]:
@@ -78,6 +95,7 @@ class Worker:
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
+        self._num_bundles = 0
 
     def build_engine(
         self,
@@ -97,18 +115,20 @@ class Worker:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
         self._clear_device()
-        config = _ANY_ENGINE.validate_json(engine)
-        built = TrainEngine.build(
-            Path(ModelConfig.model_validate_json(model).path),
-            config,
-            device=self._device,
-            optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
-            total_steps=total_steps,
+        source = EngineSource(
+            model=ModelConfig.model_validate_json(model),
+            layout=_ANY_ENGINE.validate_json(engine),
             head=head,
             pad_token_id=pad_token_id,
             seed=seed,
+            temperature=temperature,
         )
-        self._seats[role] = Seat(built, config, temperature)
+        built = source.build(
+            self._device,
+            optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
+            total_steps=total_steps,
+        )
+        self._seats[role] = Seat(built, source)
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
@@ -139,23 +159,38 @@ class Worker:
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""
-        self._seats[role].loss = make_loss(kind, config, numbers)
+        seat, source = self._seats[role], LossSource(kind=kind, config=config, numbers=numbers)
+        seat.loss, seat.loss_source = source.make(), source
 
-    def train(self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "") -> Metrics:
-        """One optimizer step on this rank's micro-batches; `teacher` is the role of the engine it learns from, if it
-        learns from one."""
+    def train(
+        self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "", bundle: str = ""
+    ) -> Metrics:
+        """One optimizer step on this rank's micro-batches.
+
+        Args:
+            teacher: the role of the engine it learns from, if it learns from one.
+            bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
+        """
         lessons = self._lessons(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
         metrics = seat.engine.forward_backward(
-            batches,
-            seat.loss.function,
-            denominators,
-            temperature=seat.temperature,
-            with_logprobs=seat.loss.with_logprobs,
-            with_entropy=seat.loss.with_entropy,
-            lessons=lessons,
+            batches, seat.loss.function, denominators, **seat.options, lessons=lessons
         )
-        return metrics | seat.engine.optim_step()
+
+        def keep(grad_norm: float, losses: list[float]) -> None:
+            step = SkippedStep(
+                role=role,
+                engine=seat.source,
+                teacher=self._seats[teacher].source if teacher else None,
+                loss=seat.loss_source,
+                numbers=seat.engine.numbers(),
+                denominators=denominators,
+                grad_norm=grad_norm,
+            )
+            self._keep_step(Path(bundle), step, batches, losses, lessons)
+
+        keeps = bundle and self._num_bundles < MAX_BUNDLES
+        return metrics | seat.engine.optim_step(on_fault=keep if keeps else None)
 
     def check_teacher(self, role: str, teacher: str) -> None:
         """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
@@ -174,7 +209,7 @@ class Worker:
         """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
         `temperature`: None is that of the rollout."""
         seat = self._take_device(role, "params")
-        temperature = seat.temperature if temperature is None else temperature
+        temperature = seat.source.temperature if temperature is None else temperature
         outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
         scores = [out.values if out.logprobs is None else out.logprobs for out in outputs]
         return [values for values in scores if values is not None]
@@ -215,6 +250,10 @@ class Worker:
         assert medium is not None, "this rank is no end of what carries weights"
         return asdict(pull_weights(self._rollout, medium, version=version))
 
+    def nonfinite_tensors(self, role: str) -> list[str]:
+        """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
+        return self._take_device(role, "params", "optimizer").engine.nonfinite_tensors()
+
     def save_weights(self, role: str, model: str, folder: str) -> None:
         """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         seat = self._take_device(role, "params")
@@ -249,12 +288,19 @@ class Worker:
         self._take_device(role, "params", "optimizer").engine.load_state(Path(folder))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
-        """Of this rank's share of a checkpoint's files, for its manifest."""
-        return hash_share(Path(checkpoint))
+        """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
+        read."""
+        with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
+            return hash_share(Path(checkpoint))
 
-    def verify_files(self, checkpoint: str) -> None:
-        """Compares this rank's share of a checkpoint's files with its manifest; ModelError on every rank."""
-        verify_share(Path(checkpoint))
+    def verify_files(self, checkpoint: str) -> str | None:
+        """Compares this rank's share of a checkpoint's files with what was written. Returns what is damaged, the same
+        on every rank; None where nothing is."""
+        try:
+            verify_share(Path(checkpoint))
+        except ModelError as error:
+            return str(error)
+        return None
 
     def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
         """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
@@ -274,6 +320,31 @@ class Worker:
         if self._rollout is not None:
             self._rollout.close()
         self._seats, self._rollout = {}, None
+
+    def _keep_step(
+        self,
+        folder: Path,
+        step: SkippedStep,
+        batches: list[TokenBatch],
+        losses: list[float],
+        lessons: list[Lesson] | None,
+    ) -> None:
+        """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Without
+        success the run goes on all the same."""
+        self._num_bundles += 1
+        seat = self._seats[step.role]
+        try:
+            found = seat.engine.diagnose(
+                batches, seat.loss.function, step.denominators, **seat.options, lessons=lessons
+            )
+            path, step = write_bundle(folder, seat.engine, step, batches, losses=losses, faults=found.faults)
+            said = f"{step.summary}; it is kept, and `shardwise replay {path}` runs it again"
+        except Exception as error:
+            said = f"the gradient norm was {step.grad_norm}; it could not be kept: {error}"
+        if dist.get_rank() == 0:
+            print(
+                f"warning: optimizer step {step.number} of {step.role} was skipped: {said}", file=sys.stderr, flush=True
+            )
 
     def _checkpoint_writer(self) -> CheckpointWriter:
         assert self._writer is not None, "nothing on this rank writes in the background"

@@ -21,3 +21,18 @@ def test_states_that_never_leave_the_host_are_not_offloaded_to_it():
     require_states_on_device(layout, OptimizerConfig(), **keys)
     with pytest.raises(ValueError, match=r"trainer\.optimizer=adamw_cpu already keeps .* engine\.optimizer_offload="):
         require_states_on_device(layout, OptimizerConfig(optimizer="adamw_cpu"), **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"keep_every_steps": 10, "save_every_steps": 5}, "keep_every_steps has no effect with keep_last=0"),
+        ({"keep_best": {"metric": "val/loss", "mode": "min"}}, "keep_best has no effect with keep_last=0"),
+        ({"keep_last": 1, "keep_every_steps": 10}, "keep_every_steps=10 is no multiple of save_every_steps=0"),
+        ({"keep_last": 1, "keep_every_steps": 10, "save_every_steps": 4}, "is no multiple of save_every_steps=4"),
+        ({"keep_last": 1, "keep_best": {"metric": "val/loss"}}, "keep_best.mode: required"),
+    ],
+)
+def test_what_is_to_be_kept_must_be_saved_and_can_be_removed(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig.parse(keys, origin="test")

@@ -12,6 +12,7 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
+from shardwise.config import ExportError
 from shardwise.controller.failures import note_failure
 from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
@@ -48,6 +49,10 @@ class Worker:
     def history(self):
         return self.log
 
+    def save(self, path):
+        "What every rank raises together."
+        raise ExportError(f"{path} cannot be written on rank {self.rank}")
+
     def nothing(self):
         return None
 
@@ -63,7 +68,14 @@ with process_group(rank, device_type="cpu", timeout_seconds=20) as control:
         group = RankGroup(worker, control, timeout_seconds=20)
         shards = [torch.tensor([1.5, 2.5]), torch.tensor([-3.0])]
         large = [torch.ones(1_000_000), torch.ones(2_000_000)]
+        def failed_save():
+            try:
+                group.call("save", "/full")
+            except ExportError as error:
+                return str(error)
+
         found = {
+            "save": failed_save(),
             "size": group.size,
             "call": group.call("add", 3, 4),
             "scatter": [t.tolist() for t in group.scatter("scale", shards, 10)],

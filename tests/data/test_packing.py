@@ -40,7 +40,7 @@ def test_a_batch_by_hand():
     ]
     step = pack(samples, num_shards=1, max_tokens=5)
     [[batch]] = step.shards
-    assert batch.sample_index == [1, 0]
+    assert (batch.sample_index, batch.uids) == ([1, 0], ["b", "a"])
     assert batch.input_ids.tolist() == [5, 9, 2, 4, 8]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]

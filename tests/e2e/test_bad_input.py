@@ -340,7 +340,7 @@ def test_what_was_written_before_a_failure_stays_readable(rl, tmp_path, metrics_
     assert [sample["reward"] for sample in samples] == [1.0, 2.0, 3.0, 4.0]
     weights = load_file(tmp_path / "run" / "checkpoints" / "step_1" / "hf" / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_1"]
 
 
 def test_failures_are_scored_and_counted_where_the_config_says_so(rl, tmp_path, metrics_of):

@@ -71,7 +71,7 @@ def stop_after(run: Path, step: int, target: Path) -> Path:
     """What a process that was killed after `step`, and a bit further, leaves: logs of later steps, half a line at their
     end, half a checkpoint."""
     shutil.copytree(run, target)
-    for folder in (target / "checkpoints").iterdir():
+    for folder in (target / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
     for name in (*LOGS, "performance.jsonl"):
@@ -96,7 +96,7 @@ def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
         assert files
         for file in files:
             assert (found / file.relative_to(expected)).read_bytes() == file.read_bytes(), file.name
-    assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6"}
+    assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6", "latest"}
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_going_back_to_an_older_checkpoint_moves_the_newer_ones_aside(sft_run, a
     done = command("sft", *rows_options(assets, run), f"trainer.resume={run / 'checkpoints' / 'step_2'}")
     assert done.code == 0, done.err
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
-        *("step_2", "step_4", "step_6", "step_4.1", "step_6.1"),
+        *("step_2", "step_4", "step_6", "step_4.1", "step_6.1", "latest"),
     }
 
 
@@ -304,6 +304,24 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_nothing_starts(sft_run, ass
         5,
         6,
     ]
+
+
+def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before_and_nothing_else(sft_run, assets, shell, tmp_path):
+    """The newest one has a flipped bit; the run ends with the bits of one that never met it."""
+    run = stop_after(sft_run, 4, tmp_path / "run")
+    damaged = run / "checkpoints" / "step_4" / "state" / "policy" / "rank_1.safetensors"
+    whole = damaged.read_bytes()
+    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+    damaged.write_bytes(flipped)
+    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, run), timeout=240)
+    assert done.code == 0, done.err
+    assert f"{damaged} is damaged: " in done.err
+    assert "that checkpoint is passed over and kept aside" in done.err
+    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    aside = run / "checkpoints" / "step_4.1"
+    assert (aside / "state" / "policy" / "rank_1.safetensors").read_bytes() == flipped
+    shutil.rmtree(aside)
+    assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
 
 
 def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command, metrics_of, tmp_path):

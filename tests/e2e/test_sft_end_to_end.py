@@ -44,7 +44,7 @@ def test_loss_falls_and_every_file_of_the_run_is_there(two_ranks, metrics_of):
     assert {path.name for path in two_ranks.iterdir()} == {
         "config.yaml", "metrics.jsonl", "performance.jsonl", "checkpoints",
     }  # fmt: skip
-    assert [path.name for path in (two_ranks / "checkpoints").iterdir()] == [f"step_{STEPS}"]
+    assert {path.name for path in (two_ranks / "checkpoints").iterdir()} == {f"step_{STEPS}", "latest"}
 
 
 def test_exported_folder_loads_in_transformers_and_scores_the_validation_rows_as_the_run_did(

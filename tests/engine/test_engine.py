@@ -383,3 +383,25 @@ def build_with(folder, options):
 def test_what_the_model_cannot_compute_is_refused_when_it_is_built(run_ranks, tmp_path, options, message):
     with pytest.raises(RankError, match=message):
         run_ranks(build_with, 1, str(tiny_folder("qwen3", tmp_path)), options)
+
+
+def poisoned_tensors(folder, optimizer):
+    """What each rank finds: before a step, after one, and with NaN in a state on rank 1 and in a weight on rank 0."""
+    engine = TrainEngine.build(
+        Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig(optimizer=optimizer), total_steps=1
+    )
+    found = [engine.nonfinite_tensors()]
+    step = pack(random_samples(LENGTHS), num_shards=2, max_tokens=64)
+    engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    engine.optim_step()
+    found.append(engine.nonfinite_tensors())
+    tensors = engine._optimizer.named_tensors()
+    name = "exp_avg/model.norm.weight" if dist.get_rank() == 1 else "master/model.layers.1.mlp.up_proj.weight"
+    tensors[name].to_local()[-1] = float("inf")
+    return [*found, engine.nonfinite_tensors()]
+
+
+def test_every_rank_names_the_weights_and_states_of_which_its_part_is_not_finite(run_ranks, tmp_path):
+    first, second = run_ranks(poisoned_tensors, 2, str(tiny_folder("llama", tmp_path)), "adamw")
+    assert first == [[], [], ["model.layers.1.mlp.up_proj.weight"]]
+    assert second == [[], [], ["exp_avg/model.norm.weight"]]

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import RankError
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -125,6 +126,28 @@ def test_half_precision_checkpoints_are_cast_to_the_masters(tmp_path):
         loaded, num_bytes = load_whole(tmp_path)
         assert num_bytes == sum(parameter.nbytes for parameter in model.parameters())
         assert_same_parameters(loaded, model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3", "model.layers.1.mlp.down_proj.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.5.up_proj.weight"),
+    ],
+)
+def test_f34_a_weight_that_is_not_finite_is_refused_with_its_name(run_ranks, tmp_path, family, name, value):
+    """In its last row, which the second of two ranks reads."""
+    folder = tiny_folder(family, tmp_path)
+    tensors = load_file(folder / SINGLE_NAME)
+    tensors[name][-1, 0] = value
+    save_file(tensors, folder / SINGLE_NAME)
+    expected = f"{folder / SINGLE_NAME}: {name} holds NaN or infinities"
+    with pytest.raises(ModelError, match=expected):
+        load_whole(folder)
+    with pytest.raises(RankError) as error:
+        run_ranks(load_sharded, 2, str(folder), (2,), 0)
+    assert str(error.value).count(f"ModelError: rank 1: {expected}") == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -254,7 +277,7 @@ def test_a_file_that_one_rank_cannot_read_fails_on_every_rank_and_names_both(run
 def load_file_that_is_cut_while_it_is_read(folder):
     """The last rank's rows of the last tensor are cut off after the headers were checked."""
     model = empty_model(Path(folder), dim=0)
-    checked = loading._checked_blocks
+    checked = loading.checked_blocks
 
     def check_then_cut(*arguments):
         blocks = checked(*arguments)
@@ -266,14 +289,14 @@ def load_file_that_is_cut_while_it_is_read(folder):
         dist.barrier()
         return blocks
 
-    loading._checked_blocks = check_then_cut
+    loading.checked_blocks = check_then_cut
     try:
         load_weights(model, Path(folder))
         return "loaded"
     except ModelError as error:
         return str(error)
     finally:
-        loading._checked_blocks = checked
+        loading.checked_blocks = checked
 
 
 def test_a_slice_that_one_rank_cannot_read_fails_on_every_rank(run_ranks, tmp_path):

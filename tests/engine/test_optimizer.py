@@ -23,15 +23,20 @@ def norm_of_sharded_gradients(fsdp_size):
     for rows, gradient in whole.items():
         parameter = model[str(rows)]
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-    return global_grad_norm(list(model.parameters())), torch.cat([g.flatten() for g in whole.values()]).norm().item()
+    losses = [torch.tensor(2.5), torch.tensor(math.inf if dist.get_rank() == size - 1 else -1.0)]
+    with_losses = [global_grad_norm(list(model.parameters()), some) for some in (losses[:1], losses)]
+    whole_norm = torch.cat([g.flatten() for g in whole.values()]).norm().item()
+    return global_grad_norm(list(model.parameters())), whole_norm, with_losses
 
 
 @pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
 def test_global_grad_norm_is_that_of_the_whole_gradient_on_every_rank(run_ranks, world_size, fsdp_size):
     results = run_ranks(norm_of_sharded_gradients, world_size, fsdp_size)
-    assert len({norm for norm, _ in results}) == 1
-    for norm, expected in results:
+    assert len({norm for norm, *_ in results}) == 1
+    for norm, expected, (with_finite_losses, with_a_bad_one) in results:
         assert norm == pytest.approx(expected, rel=1e-6)
+        assert with_finite_losses == norm
+        assert math.isnan(with_a_bad_one), "the last rank's loss, on every rank: also on replicas of other ranks"
 
 
 def model_with_gradient(*values):
@@ -163,18 +168,26 @@ def test_scaled_gradients_are_unscaled_before_they_are_measured_and_clipped(max_
 def test_overflows_halve_the_scale_and_end_the_run_only_at_its_minimum():
     model = model_with_gradient(1.0)
     optimizer = ShardedOptimizer(model, OptimizerConfig(max_nonfinite_steps=2), total_steps=99, loss_scaling=True)
+    faults = []
+
+    def on_fault(norm):
+        faults.append((norm, optimizer.num_steps, optimizer.loss_scale, model.weight.grad))
+
     for remaining in range(16, 0, -1):
         assert optimizer.loss_scale == 2.0**remaining
         model.weight.grad = torch.tensor([[math.inf]])
-        metrics = optimizer.step()
+        metrics = optimizer.step(on_fault=on_fault)
         assert metrics["train/nonfinite_fraction"].result() == 1.0
         assert metrics["train/loss_scale"].result() == 2.0**remaining
     assert optimizer.loss_scale == 1.0
+    assert faults == [], "a smaller scale may cure an overflow"
     model.weight.grad = torch.tensor([[math.inf]])
-    optimizer.step()
+    optimizer.step(on_fault=on_fault)
+    assert faults == [(math.inf, 16, 1.0, None)]
     model.weight.grad = torch.tensor([[math.nan]])
     with pytest.raises(TrainingError, match=r"nan in 2 optimizer steps in a row \(trainer\.max_nonfinite_steps=2\)"):
-        optimizer.step()
+        optimizer.step(on_fault=on_fault)
+    assert len(faults) == 1, "the first of a row"
     assert model.weight.item() == 1.0
 
 

@@ -121,18 +121,22 @@ def failed_once(folder, out, store):
     errors = job.finish(f"{out}/full", job.writer.write(f"{out}/full"))
     Path(f"{out}/good").mkdir(exist_ok=True)
     job.stage()
-    return errors, job.finish(f"{out}/good", job.writer.write(f"{out}/good"))
+    later = job.finish(f"{out}/good", job.writer.write(f"{out}/good"))
+    job.writer.clear()
+    return errors, later, job.writer.write(f"{out}/empty")
 
 
 def test_a_rank_that_cannot_write_says_so_and_the_next_checkpoint_is_whole(run_ranks, tmp_path, make_folder):
     out = tmp_path / "out"
-    for errors, later in run_ranks(failed_once, 2, make_folder("llama"), str(out), str(tmp_path / "store")):
+    for errors, later, cleared in run_ranks(failed_once, 2, make_folder("llama"), str(out), str(tmp_path / "store")):
         assert f"{out}/full/hf cannot be written" in errors[0]
         assert "Is a directory" in errors[0]
         assert errors[1] == ""
         assert later == [""]
+        assert cleared == {"result": {}, "error": ""}
     assert (out / "good/hf/model.safetensors").is_file()
     assert (out / "good" / STATE / "index.json").is_file()
+    assert not (out / "empty").exists()
 
 
 def test_files_are_hashed_for_the_manifest(run_ranks, tmp_path):

@@ -46,7 +46,7 @@ class Trained:
     def __init__(self, ref_kl=0.0):
         self.ref_kl = ref_kl
 
-    def __call__(self, rank, batches, denominators, role):
+    def __call__(self, rank, batches, denominators, role, *_):
         loss = {"train/loss": MetricValue.sum(2.0 if role == "policy" else 3.0)}
         if role == "critic":
             return loss | {"critic/value": MetricValue.mean(1.0, 1)}
@@ -145,7 +145,7 @@ def test_only_what_the_algorithm_needs_is_scored_and_it_reaches_the_policy(
     learner, group = learner_of(config(**settings), roles=roles)
     learn(learner, rollout)
     assert [call[2:] for call in calls_of(group, "score")] == scored
-    (last, *_) = reversed([call for call in calls_of(group, "train") if call[-1] == "policy"])
+    (last, *_) = reversed([call for call in calls_of(group, "train") if call[3] == "policy"])
     samples = {tuple(s.token_ids.tolist()): s for s in to_samples(rollout.groups)}
     for field in ("old_logprobs", "ref_logprobs", "values"):
         for tokens, values in trained_tokens(last, field).items():
@@ -234,9 +234,9 @@ def test_the_policy_waits_while_the_critic_warms_up(learner_of, rollout):
         assert (metrics["critic/loss"], metrics["critic/value"]) == (3.0, 1.0)
         assert "train/loss" not in metrics
         assert metrics["rollout/chi2"] >= 0
-    assert [call[-1] for call in calls_of(group, "train")] == ["critic"] * 4
+    assert [call[3] for call in calls_of(group, "train")] == ["critic"] * 4
     metrics = learn(learner, rollout, 3)
-    assert [call[-1] for call in calls_of(group, "train")][4:] == ["critic", "policy"] * 2
+    assert [call[3] for call in calls_of(group, "train")][4:] == ["critic", "policy"] * 2
     assert (metrics["train/loss"], metrics["critic/loss"]) == (2.0, 3.0)
     assert (metrics["rollout/chi2"], metrics["rollout/effective_sample_size"]) == (7.0, 0.5)
 

@@ -1,20 +1,30 @@
 import shutil
 
 import pytest
+import torch
 
 from shardwise.config import ModelError
-from shardwise.recipes.manifest import hash_share, verify_share, write_manifest
+from shardwise.engine.safetensors_file import TensorSpec
+from shardwise.engine.state_files import ShardFile, StateIndex
+from shardwise.engine.verified_files import write_sealed_json
+from shardwise.recipes.manifest import Manifest, hash_share, verify_share, write_manifest
 
 FILES = {"hf/model.safetensors": "weights", "hf/config.json": "{}", "state/run.json": "run",
-         "state/policy/index.json": "index", "critic/hf/rank_0.safetensors": "no shard"}  # fmt: skip
-SHARDS = ("state/policy/rank_0.safetensors", "state/policy/rank_1.safetensors")
+         "critic/hf/rank_0.safetensors": "no shard"}  # fmt: skip
+SHARDS = ("rank_0.safetensors", "rank_1.safetensors")
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    for name, text in {**FILES, **dict.fromkeys(SHARDS, "shard")}.items():
+    for name, text in FILES.items():
         (tmp_path / "step_1" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "step_1" / name).write_text(text)
+    state = tmp_path / "step_1" / "state" / "policy"
+    state.mkdir()
+    tensors = {"master/w": torch.ones(3)}
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    files = {name: ShardFile.write(state / name, specs, tensors.items()) for name in SHARDS}
+    StateIndex({}, {}, files, {}).write(state)
     return tmp_path / "step_1"
 
 
@@ -35,25 +45,45 @@ def test_every_file_is_hashed_by_one_rank_but_shards_by_none(run_ranks, checkpoi
     """The index beside a shard holds its hashes already."""
     first, second = run_ranks(hash_share, 2, checkpoint)
     assert not first.keys() & second.keys()
-    assert first.keys() | second.keys() == FILES.keys()
+    assert first.keys() | second.keys() == {*FILES, "state/policy/index.json"}
     assert abs(len(first) - len(second)) == 1
-    assert all(record["num_bytes"] == len(FILES[name]) for name, record in (first | second).items())
+    assert all((first | second)[name]["num_bytes"] == len(text) for name, text in FILES.items())
+
+
+def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
+    write_manifest(
+        tmp_path, [{"a": {"num_bytes": 1, "xxh3": "x"}}], step=3, metrics={"val/accuracy": 0.5}, all_finite=True
+    )
+    assert Manifest.read(tmp_path) == Manifest(frozenset({"a"}), {"val/accuracy": 0.5}, True)
+    write_sealed_json(tmp_path / "manifest.json", {"step": 3, "num_ranks": 1, "files": {}})  # of an earlier version
+    assert Manifest.find(tmp_path) == Manifest(frozenset(), {}, False)
+    (tmp_path / "manifest.json").write_text("{")
+    assert Manifest.find(tmp_path) is None
 
 
 def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint, tmp_path):
     write_manifest(checkpoint, run_ranks(hash_share, 2, checkpoint), step=1)
-    copies = [shutil.copytree(checkpoint, tmp_path / f"copy {n}") for n in range(4)]
+    copies = [shutil.copytree(checkpoint, tmp_path / f"copy {n}") for n in range(6)]
     (copies[1] / "hf" / "model.safetensors").write_text("weighty")
     (copies[2] / "state" / "run.json").unlink()
     (copies[3] / "manifest.json").write_text(
         (checkpoint / "manifest.json").read_text().replace('"step": 1', '"step": 2')
     )
+    (copies[4] / "state" / "policy" / "rank_1.safetensors").unlink()
+    shard = copies[5] / "state" / "policy" / "rank_0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     first, second = run_ranks(verified, 2, copies)
     assert first == second
     assert first[0] is None
     for error, expected in zip(
         first[1:],
-        ("hf/model.safetensors is damaged: its xxh3", "state/run.json is missing", "manifest.json is damaged"),
+        (
+            "hf/model.safetensors is damaged: its xxh3",
+            "state/run.json is missing",
+            "manifest.json is damaged",
+            "rank_1.safetensors is missing",
+            "rank_0.safetensors is damaged: master/w is not what was written",
+        ),
         strict=True,
     ):
         assert expected in error

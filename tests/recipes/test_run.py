@@ -55,7 +55,13 @@ def run_of(fake_group, remote):
 
 
 def group_of(fake_group, size=1):
-    return fake_group(size, save_weights=save, save_state=save, hash_files=lambda *_: {})
+    return fake_group(
+        size, nonfinite_tensors=lambda *_: [], save_weights=save, save_state=save, hash_files=lambda *_: {}
+    )
+
+
+def steps_saved(run):
+    return {path.name for path in (run / "checkpoints").glob("step_*")}
 
 
 def run_to(run, last_step):
@@ -94,12 +100,13 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
         call
         for folder in staged.values()
         for call in (
+            ("nonfinite_tensors", "policy"),
             ("save_weights", "policy", model, folder),
             ("save_state", "policy", f"{folder}/state/policy"),
             ("hash_files", folder),
         )
     ]
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {f"step_{step}" for step in staged}
+    assert steps_saved(tmp_path) == {f"step_{step}" for step in staged}
     written = SFTConfig.parse(yaml.safe_load((tmp_path / "config.yaml").read_text()), origin="config.yaml")
     assert written == config(tmp_path, save_every_steps=2, validate_every_steps=3)
     printed = capsys.readouterr().out
@@ -127,21 +134,31 @@ def test_zero_means_only_at_the_end(tmp_path, fake_group, run_of):
     group = group_of(fake_group)
     with run_of(tmp_path, group) as run:
         assert [step for step in run.steps() if run.should_validate(step)] == [5]
-    assert group.methods == ["save_weights", "save_state", "hash_files"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
+    assert group.methods == ["nonfinite_tensors", "save_weights", "save_state", "hash_files"]
+    assert steps_saved(tmp_path) == {"step_5"}
 
 
 def test_an_earlier_run_in_the_folder_is_moved_aside_whole(tmp_path, run_of):
     for value in (1.0, 2.0):
         with run_of(tmp_path, total_steps=1, resume="never") as run:
             for step in run.steps():
-                (tmp_path / "checkpoints").mkdir(exist_ok=True)
-                (tmp_path / "checkpoints" / "mark").write_text(str(value))
+                for name in ("checkpoints", "nonfinite"):
+                    (tmp_path / name).mkdir(exist_ok=True)
+                    (tmp_path / name / "mark").write_text(str(value))
                 run.report(step, {"train/loss": MetricValue.sum(value)}, num_tokens=1)
     assert lines(tmp_path / "metrics.jsonl")[0]["train/loss"] == 2.0
     assert lines(tmp_path / "metrics.jsonl.1")[0]["train/loss"] == 1.0
-    assert (tmp_path / "checkpoints" / "mark").read_text() == "2.0"
-    assert (tmp_path / "checkpoints.1" / "mark").read_text() == "1.0"
+    for name in ("checkpoints", "nonfinite"):
+        assert (tmp_path / name / "mark").read_text() == "2.0"
+        assert (tmp_path / f"{name}.1" / "mark").read_text() == "1.0"
+
+
+def test_each_engine_knows_where_a_step_goes_that_is_skipped(tmp_path, run_of):
+    run = run_of(tmp_path, roles=("policy", "critic"), total_steps=2)
+    with run:
+        seen = [[engine.bundle for engine in run._engines.values()] for _ in run.steps()]
+    folder = tmp_path / "nonfinite"
+    assert seen == [[str(folder / f"step_{step}"), str(folder / f"step_{step}_critic")] for step in (1, 2)]
 
 
 def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, run_of, capsys):
@@ -165,7 +182,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, ru
             ("load_state", "policy", str(checkpoints / "step_2" / "state" / "policy")),
         ]
         assert counter.number == 20
-        assert {path.name for path in checkpoints.iterdir()} == {"step_2", "step_4.1"}
+        assert steps_saved(tmp_path) == {"step_2", "step_4.1"}
         done = []
         for step in run.steps():
             run.report(step, {"train/loss": MetricValue.sum(100.0)}, num_tokens=1)
@@ -184,11 +201,36 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_pa
             raise OSError(28, "No space left on device")
         save(_rank, _role, folder)
 
-    group = fake_group(1, save_weights=save, save_state=full, hash_files=lambda *_: {})
+    group = fake_group(1, nonfinite_tensors=lambda *_: [], save_weights=save, save_state=full, hash_files=lambda *_: {})
     with pytest.raises(ExportError, match=r"step_4 cannot be written: .*No space left on device"):
-        run_to(run_of(tmp_path, group, save_every_steps=2), 5)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+        run_to(run_of(tmp_path, group, save_every_steps=2, save_retries=0), 5)
+    assert steps_saved(tmp_path) == {"step_2"}
     assert run_of(tmp_path, save_every_steps=2).first_step == 3
+
+
+def test_the_best_checkpoint_stays_through_a_restart_until_a_better_one_comes(tmp_path, run_of):
+    """Losses 3, 1, 2, then a restart, 4, 0.5, 5."""
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 0.5, 6: 5.0}
+    kept = {}
+    keys = {"save_every_steps": 1, "keep_last": 1, "keep_best": {"metric": "train/loss", "mode": "min"}}
+    for last_step in (3, 6):
+        with run_of(tmp_path, total_steps=6, **keys) as run:
+            for step in run.steps():
+                kept[step - 1] = steps_saved(tmp_path)
+                if step > last_step:
+                    break
+                run.report(step, {"train/loss": MetricValue.sum(losses[step])}, num_tokens=1)
+    kept[6] = steps_saved(tmp_path)
+    expected = {0: [], 1: [1], 2: [2], 3: [2, 3], 4: [2, 4], 5: [5], 6: [5, 6]}
+    assert kept == {step: {f"step_{number}" for number in numbers} for step, numbers in expected.items()}
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_6\n"
+
+
+def test_a_metric_of_keep_best_that_is_never_reported_ends_the_run_after_its_first_checkpoint(tmp_path, run_of):
+    keys = {"save_every_steps": 2, "keep_last": 1, "keep_best": {"metric": "reward/maen", "mode": "max"}}
+    with pytest.raises(ConfigError, match=r"reward/maen is no metric of this run, which reports train/loss"):
+        run_to(run_of(tmp_path, **keys), 5)
+    assert steps_saved(tmp_path) == {"step_2"}
 
 
 def test_what_is_finished_is_not_loaded_again(tmp_path, fake_group, run_of, capsys):

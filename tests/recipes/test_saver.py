@@ -1,11 +1,13 @@
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.config import ExportError, SFTConfig
+from shardwise.config import ExportError, NotFiniteError, SFTConfig
 from shardwise.recipes.manifest import MANIFEST
+from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver
 
 
@@ -29,19 +31,23 @@ def writers():
 
 @pytest.fixture
 def make_saver(tmp_path, fake_group, remote, writers):
-    def make(roles=("policy",), **trainer):
-        group = fake_group(2)
+    def make(roles=("policy",), *, names_not_finite=(), **trainer):
+        group = fake_group(2, nonfinite_tensors=lambda rank, _: names_not_finite if rank == 1 else [])
         good = {"result": {}, "error": ""}
         group.background = fake_group(2, write=writers.write, finish=lambda *_: good, hash_files=lambda *_: good)
-        tree = {"model": {"path": "m"}, "data": {"train_files": "t"}, "trainer": {"output_dir": "o", **trainer}}
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train_files": "t"},
+            "trainer": {"output_dir": "o", "save_retries": 0, **trainer},
+        }
         engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
-        return Saver(tmp_path, SFTConfig.parse(tree, origin="test"), engines), group
+        return Saver(tmp_path, SFTConfig.parse(tree, origin="test"), engines, Reported()), group
 
     return make
 
 
 def steps_in(folder):
-    return {path.name for path in (folder / "checkpoints").iterdir()}
+    return {path.name for path in (folder / "checkpoints").glob("*step_*")}
 
 
 def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
@@ -50,11 +56,14 @@ def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
     parts = {"data": {"position": [1]}}
     saver.save(3, parts)
     assert [(call[0], call[1], call[-1]) for call in group.calls] == [
+        ("nonfinite_tensors", "policy", "policy"),
+        ("nonfinite_tensors", "critic", "critic"),
         ("stage_weights", "policy", ""),
         ("stage_weights", "critic", "critic"),
         ("stage_state", "policy", "state/policy"),
         ("stage_state", "critic", "state/critic"),
     ]
+    assert group.background.calls[0] == ("clear",), "of an earlier run in this process"
     parts["data"]["position"].append(2)  # training goes on
     saver.check()
     assert saver.newest is None
@@ -99,6 +108,51 @@ def test_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
     saver, group = make_saver(async_save=False, save_state=False)
     group._answers["hash_files"] = lambda *_: {}
     saver.save(1, {})
-    assert group.methods == ["save_weights", "hash_files"]
+    assert group.methods == ["nonfinite_tensors", "save_weights", "hash_files"]
     assert group.background.calls == []
     assert saver.newest == tmp_path / "checkpoints" / "step_1"
+
+
+def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, make_saver, writers, monkeypatch):
+    saver, group = make_saver(save_retries=1)
+    writers.errors[1] = "disk full"
+    monkeypatch.setattr(time, "sleep", lambda _: writers.errors.clear())
+    saver.save(1, {})
+    saver.finish()
+    assert steps_in(tmp_path) == {"step_1"}
+    assert group.methods.count("stage_weights") == 1
+    assert group.background.methods == ["clear", "write", "write", "finish", "hash_files"]
+
+
+def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
+    saver, _ = make_saver(on_save_error="continue")
+    saver.save(1, {})
+    saver.wait()
+    writers.errors[1] = "disk full"
+    saver.save(2, {})
+    saver.wait()
+    assert saver.num_failures == 1
+    assert "warning: the checkpoint of step 2 was not saved: rank 1: disk full" in capsys.readouterr().err
+    with pytest.raises(ExportError, match="all steps are done, but the checkpoint of step 2 was not saved"):
+        saver.finish()
+    writers.errors.clear()
+    saver.save(3, {})
+    saver.finish()
+    assert (saver.num_failures, steps_in(tmp_path)) == (1, {"step_1", "step_3"})
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_3\n"
+
+
+def test_what_is_not_finite_is_not_even_staged(tmp_path, make_saver):
+    saver, group = make_saver(names_not_finite=["lm_head.weight"])
+    with pytest.raises(NotFiniteError, match=r"step 4 was not saved: lm_head.weight of the policy hold NaN"):
+        saver.save(4, {})
+    assert group.methods == ["nonfinite_tensors"]
+    saver.finish()
+
+
+def test_older_checkpoints_go_when_a_new_one_is_there(tmp_path, make_saver):
+    saver, _ = make_saver(keep_last=1)
+    for step in (1, 2, 3):
+        saver.save(step, {})
+        saver.wait()
+        assert steps_in(tmp_path) == {f"step_{step}"}

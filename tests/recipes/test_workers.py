@@ -18,7 +18,6 @@ from shardwise.config import (
     EngineConfig,
     GenerationConfig,
     ModelConfig,
-    ModelError,
     OptimizerConfig,
 )
 from shardwise.controller.process_group import Rank, process_group
@@ -551,7 +550,6 @@ def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):
     hashes = worker.hash_files(str(tmp_path))
     assert hashes == {"a": {"num_bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"text")}}
     write_manifest(tmp_path, [hashes], step=1)
-    worker.verify_files(str(tmp_path))
+    assert worker.verify_files(str(tmp_path)) is None
     (tmp_path / "a").write_text("test")
-    with pytest.raises(ModelError, match="a is damaged"):
-        worker.verify_files(str(tmp_path))
+    assert f"{tmp_path / 'a'} is damaged" in worker.verify_files(str(tmp_path))

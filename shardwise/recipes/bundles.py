@@ -1,0 +1,352 @@
+"""nonfinite/step_N of a run: all that it takes to run an optimizer step again that was skipped because a loss or a
+gradient was not finite.
+
+bundle.json           the step: losses, gradient norm, what every rank found; what engine and loss were made from
+rank_R.safetensors    the micro-batches of rank R, `K/FIELD` of TokenBatch
+hf/ or adapter/       the weights as they were, in the masters' dtype; with LoRA the adapter alone
+manifest.json         every file with its size and hash
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from shardwise.config import (
+    ConfigError,
+    EngineConfig,
+    ExportError,
+    FrozenEngineConfig,
+    ModelConfig,
+    ModelError,
+    OptimizerConfig,
+)
+from shardwise.data import load_tokenizer
+from shardwise.engine import PHASES, Fault, HeadName, TrainEngine, fsync_folder, named_failures, raised_on_every_rank
+from shardwise.engine.exchange import all_gather_json
+from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
+from shardwise.engine.state_files import ShardFile, shard_name
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.recipes.losses import Loss, LossKind, make_loss
+from shardwise.recipes.manifest import hash_share, verify_share, write_manifest
+from shardwise.types import Denominators, TokenBatch
+
+NONFINITE = "nonfinite"
+"""In a run's output folder."""
+MAX_BUNDLES = 3
+"""Of one process: more would tell little and fill the disk."""
+BUNDLE = "bundle.json"
+FORMAT = 1
+"""Raised when what was written before can no longer be read."""
+
+
+class Record(BaseModel):
+    """A part of bundle.json, in which numbers that are not finite are strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        tree: dict[str, Any] = json.loads(self.model_dump_json())
+        return tree
+
+
+class EngineSource(Record):
+    """What an engine is built from."""
+
+    model: ModelConfig
+    layout: EngineConfig | FrozenEngineConfig
+    head: HeadName
+    pad_token_id: int | None
+    seed: int
+    temperature: float
+
+    def build(
+        self,
+        device: torch.device,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        require_finite: bool = True,
+    ) -> TrainEngine:
+        """As `TrainEngine.build`."""
+        return TrainEngine.build(
+            Path(self.model.path),
+            self.layout,
+            device=device,
+            optimizer=optimizer,
+            total_steps=total_steps,
+            head=self.head,
+            pad_token_id=self.pad_token_id,
+            seed=self.seed,
+            require_finite=require_finite,
+        )
+
+
+class LossSource(Record):
+    """What a loss is made from; see `make_loss`."""
+
+    kind: LossKind = "sft"
+    config: str = ""
+    numbers: dict[str, float] = {}
+
+    def make(self) -> Loss:
+        """Raises ConfigError: a function of the user's own cannot be imported."""
+        return make_loss(self.kind, self.config, self.numbers)
+
+
+class MicroBatchRecord(Record):
+    """What a micro-batch holds and what came of it."""
+
+    sample_index: list[int]
+    uids: list[str]
+    loss: float
+    """This rank's share of the step's, in the step itself."""
+
+
+class RankRecord(Record):
+    """One rank's part of a step."""
+
+    micro_batches: list[MicroBatchRecord]
+    faults: list[Fault]
+    """Of the pass with hooks that followed. None on any rank: that pass was finite, so the step does not repeat."""
+
+
+class SkippedStep(Record):
+    """An optimizer step that was skipped."""
+
+    format: int = FORMAT
+    role: str
+    engine: EngineSource
+    teacher: EngineSource | None
+    """Of a student's step."""
+    loss: LossSource
+    numbers: dict[str, Any]
+    """Of the engine before the step: optimizer steps done, loss scale."""
+    denominators: Denominators
+    grad_norm: float
+    """NaN also where a loss was not finite."""
+    ranks: list[RankRecord] = []
+
+    @property
+    def number(self) -> int:
+        """Among the optimizer steps of the engine, from 1."""
+        return int(self.numbers["num_steps"]) + 1
+
+    @property
+    def faults(self) -> list[tuple[int, Fault]]:
+        """(rank, fault), in the order in which the ranks met them."""
+        met = [(rank, fault) for rank, record in enumerate(self.ranks) for fault in record.faults]
+        return sorted(met, key=lambda one: by_time(one[0], one[1].micro_batch, one[1]))
+
+    @property
+    def summary(self) -> str:
+        """Why it was skipped, in words."""
+        if not self.faults:
+            return f"the gradient norm was {self.grad_norm}, and a second pass found no tensor that is not finite"
+        rank, fault = self.faults[0]
+        return f"rank {rank}, micro-batch {fault.micro_batch}: {fault}"
+
+
+def by_time(rank: int, micro_batch: int, fault: Fault) -> tuple[int, int, int]:
+    """The order of faults: ranks go through their micro-batches together."""
+    return micro_batch, PHASES.index(fault.phase), rank
+
+
+def write_bundle(
+    folder: Path,
+    engine: TrainEngine,
+    step: SkippedStep,
+    batches: Sequence[TokenBatch],
+    *,
+    losses: Sequence[float],
+    faults: Sequence[Fault],
+) -> tuple[Path, SkippedStep]:
+    """Collective. Writes the bundle of a step whole or not at all.
+
+    Args:
+        folder: its name, with a number behind it where there is one of this name.
+        batches, losses, faults: of this rank.
+    Returns:
+        On rank 0 where the bundle is; the step with what all ranks know of it.
+    Raises:
+        ExportError: on every rank, if a rank could not write; nothing of it is left.
+    """
+    staging, rank = folder.with_name(".bundle.tmp"), dist.get_rank()
+    mine = RankRecord(
+        micro_batches=[
+            MicroBatchRecord(sample_index=batch.sample_index, uids=batch.uids, loss=loss)
+            for batch, loss in zip(batches, losses, strict=True)
+        ],
+        faults=list(faults),
+    )
+    records = [RankRecord.model_validate(tree) for tree in all_gather_json(mine.tree())]
+    step = step.model_copy(update={"ranks": records})
+    try:
+        with _agreed(staging):
+            if rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+        _write_weights(engine, step.engine, staging)
+        with _agreed(staging):
+            if rank % step.engine.layout.ulysses_size == 0:  # the others of its group have the same
+                tensors = _tensors(batches)
+                specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+                ShardFile.write(staging / shard_name(rank), specs, tensors.items())
+            if rank == 0:
+                write_sealed_json(staging / BUNDLE, step.tree())
+        with _agreed(staging):
+            hashes = hash_share(staging)
+        shares = all_gather_json(hashes)
+        final = folder
+        with _agreed(folder):
+            if rank == 0:
+                write_manifest(staging, shares, step=step.number)
+                for part in (staging, *(path for path in staging.iterdir() if path.is_dir())):
+                    fsync_folder(part)
+                final = _free(folder)
+                os.replace(staging, final)
+                fsync_folder(final.parent)
+    except ExportError:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return final, step
+
+
+@contextmanager
+def _agreed(folder: Path) -> Iterator[None]:
+    """What one rank cannot write is an ExportError on all."""
+    with raised_on_every_rank(ExportError), named_failures(folder):
+        yield
+
+
+def _free(folder: Path) -> Path:
+    """The first of step_N, step_N.2, step_N.3 and so on that is not there."""
+    path, number = folder, 1
+    while path.exists():
+        number += 1
+        path = folder.with_name(f"{folder.name}.{number}")
+    return path
+
+
+def _write_weights(engine: TrainEngine, source: EngineSource, folder: Path) -> None:
+    """Collective. In the masters' dtype nothing is rounded."""
+    layout = source.layout
+    assert isinstance(layout, EngineConfig)
+    if layout.lora is not None:
+        engine.export_adapter(folder / "adapter", source.model.path)
+    else:
+        engine.export_hf(folder / "hf", load_tokenizer(source.model), getattr(torch, layout.master_dtype))
+
+
+def _tensors(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
+    values = {
+        f"{k}/{part.name}": getattr(batch, part.name) for k, batch in enumerate(batches) for part in fields(batch)
+    }
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch of a bundle."""
+
+    rank: int
+    index: int
+    """Its place among those of its rank."""
+    tokens: TokenBatch
+    loss: float
+    """What was recorded."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, micro-batch {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle that was read."""
+
+    folder: Path
+    step: SkippedStep
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """Collective. Verifies every file.
+
+        Raises:
+            ConfigError: there is no bundle. ModelError: a file of it is missing or damaged, or it is of another version
+                of Shardwise.
+        """
+        folder = Path(path)
+        if not (folder / BUNDLE).is_file():
+            raise ConfigError(
+                f"{path} is no bundle: it has no {BUNDLE}; name a folder in {NONFINITE}/ of a run's output folder"
+            )
+        verify_share(folder)
+        tree = read_sealed_json(folder / BUNDLE)
+        if tree["format"] != FORMAT:
+            raise ModelError(
+                f"{folder / BUNDLE} has format {tree['format']}, and this version of Shardwise reads {FORMAT}; replay "
+                "it with the version that wrote it"
+            )
+        try:
+            return cls(folder, SkippedStep.model_validate(tree))
+        except ValidationError as error:
+            reason = error.errors()[0]
+            raise ModelError(
+                f"{folder / BUNDLE}: {'.'.join(map(str, reason['loc']))}: {reason['msg']}; replay it with the version "
+                "of Shardwise that wrote it"
+            ) from None
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """Of all ranks; those that ran at the same time one after the other."""
+        found = [
+            MicroBatch(rank, index, tokens, record.loss)
+            for rank, ranks_own in enumerate(self.step.ranks)
+            if (self.folder / shard_name(rank)).is_file()
+            for index, (tokens, record) in enumerate(self._read(rank, ranks_own))
+        ]
+        return sorted(found, key=lambda batch: (batch.index, batch.rank))
+
+    def _read(self, rank: int, own: RankRecord) -> Iterator[tuple[TokenBatch, MicroBatchRecord]]:
+        with closing(SafetensorsReader(self.folder / shard_name(rank))) as file:
+            for index, record in enumerate(own.micro_batches):
+                tensors = {
+                    name.partition("/")[2]: file.read(name, [slice(0, size) for size in spec.shape])
+                    for name, spec in file.specs.items()
+                    if name.startswith(f"{index}/")
+                }
+                yield TokenBatch(sample_index=record.sample_index, uids=record.uids, **tensors), record
+
+    def source(self) -> EngineSource:
+        """The engine on one process, with the weights of the bundle."""
+        source = _alone(self.step.engine)
+        layout = source.layout
+        assert isinstance(layout, EngineConfig)
+        if layout.lora is None:
+            model = ModelConfig(path=str(self.folder / "hf"))
+            return source.model_copy(update={"model": model})
+        lora = layout.lora.model_copy(update={"adapter_path": str(self.folder / "adapter")})
+        return source.model_copy(update={"layout": layout.model_copy(update={"lora": lora})})
+
+    def teacher_source(self) -> EngineSource | None:
+        """The teacher on one process, if there was one."""
+        return None if self.step.teacher is None else _alone(self.step.teacher)
+
+
+def _alone(source: EngineSource) -> EngineSource:
+    """The same numbers on one process."""
+    update: dict[str, Any] = {"fsdp_size": None, "ulysses_size": 1, "reshard_after_forward": True}
+    update["compile_layers"] = False
+    if isinstance(source.layout, EngineConfig):
+        update["reduce_gradients"] = "each_micro_batch"
+    return source.model_copy(update={"layout": source.layout.model_copy(update=update)})

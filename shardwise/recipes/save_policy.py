@@ -1,0 +1,66 @@
+"""What becomes of a run whose checkpoint cannot be saved."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardwise.config import ExportError, NotFiniteError, TrainerConfig
+
+_PAUSE_SECONDS = 1.0
+"""Before the first retry; doubled before each of the next."""
+
+
+class SavePolicy:
+    """Tries a save again, then ends the run or lets it go on without the checkpoint."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._trainer = trainer
+        self._failure: ExportError | NotFiniteError | None = None
+        self.num_failures = 0
+        """Checkpoints that could not be saved so far."""
+
+    def retry(self, step: int, attempt: Callable[[], None]) -> None:
+        """Calls `attempt`, a part of saving a step's checkpoint that leaves nothing when it fails, until it succeeds or
+        trainer.save_retries are used up. What is not finite stays so and is not tried again.
+
+        Raises:
+            ExportError, NotFiniteError: as the last attempt; names the step.
+        """
+        for number in range(self._trainer.save_retries + 1):
+            try:
+                attempt()
+                return
+            except (ExportError, NotFiniteError) as error:
+                failure = type(error)(f"the checkpoint of step {step} was not saved: {error}")
+                if number == self._trainer.save_retries or isinstance(error, NotFiniteError):
+                    raise failure from None
+                pause = _PAUSE_SECONDS * 2**number
+                _warn(f"{failure}. Trying again in {pause:.0f} s")
+                time.sleep(pause)
+
+    def note_saved(self) -> None:
+        """A checkpoint is there that is newer than what failed."""
+        self._failure = None
+
+    @contextmanager
+    def tolerate(self) -> Iterator[None]:
+        """Raises what its body raises, unless that is a failed save and trainer.on_save_error=continue, which is told
+        and counted."""
+        try:
+            yield
+        except (ExportError, NotFiniteError) as error:
+            if self._trainer.on_save_error == "stop":
+                raise
+            self._failure = error
+            self.num_failures += 1
+            _warn(f"{error}. Training goes on (trainer.on_save_error=continue)")
+
+    def require_last_saved(self) -> None:
+        """Raises what kept the last checkpoint from being saved."""
+        if self._failure is not None:
+            raise type(self._failure)(f"all steps are done, but {self._failure}")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

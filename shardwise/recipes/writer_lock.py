@@ -1,0 +1,90 @@
+"""One writer for each run: two of them would move each other's files away."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from shardwise.config import ConfigError
+
+LOCK = "run.lock"
+"""In a run's output folder while it is written to: by whom, as JSON."""
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def writer_lock(run: Path) -> Iterator[None]:
+    """Holds the run's folder, which is made where there is none. The lock is the operating system's and ends with the
+    process, however that ends; the file's content only says who has it.
+
+    Raises:
+        ConfigError: another process holds it, which is named; or the folder cannot be written to.
+    """
+    path = run / LOCK
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = _lock(path)
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={run} cannot be written to: {error}") from None
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> IO[str]:
+    """The file, open and locked, under its name. Raises ConfigError: somebody has it. Raises OSError."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            _take(file, path)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                file.write(json.dumps(_self()))
+                file.flush()
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # its last holder removed it after it was opened here, and the next one makes another
+
+
+def _take(file: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"trainer.output_dir={path.parent} is written to by {_holder(file)}; wait until it is done or end it, or "
+            "give this run another trainer.output_dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        print(
+            f"warning: the file system of {path.parent} has no locks ({error}), so nothing keeps a second run from "
+            "writing there; start only one",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _self() -> dict[str, str | int]:
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    try:
+        who = json.loads(file.read())
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (ValueError, TypeError, KeyError):  # it has the lock and is about to say so
+        return "another process"
