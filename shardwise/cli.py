@@ -1,7 +1,6 @@
 """The command `shardwise`. Checks everything that can be checked without torch, then starts the ranks.
 
-Exit codes: 0 done, 1 the run failed (replay: what was recorded did not happen again), 2 a mistake in what was given,
-130 interrupted.
+Exit codes: controller/exit_codes.py, and 0 for done.
 """
 
 import argparse
@@ -10,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast, get_args
 
 from shardwise import __version__
@@ -22,12 +22,15 @@ from shardwise.config import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    TrainerConfig,
     TrainingConfig,
     UserError,
 )
 from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
-from shardwise.controller.launch import USER_ERROR, is_launched, launch
+from shardwise.controller.exit_codes import INTERRUPTED, USER_ERROR
+from shardwise.controller.launch import is_launched, launch
+from shardwise.controller.restarts import Restarts
 
 RECIPES: dict[str, type[RecipeConfig]] = {
     "sft": SFTConfig,
@@ -37,6 +40,8 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "rl": RLConfig,
     "eval": EvalConfig,
 }
+FAULTS = "faults"
+"""In an output folder: what every rank did when one of them hung or crashed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -76,11 +81,36 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.dry_run:
         print(config.to_yaml(), end="")
         return 0
-    if not _is_rank() and options.nproc > 1:
-        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+    if isinstance(config, EvalConfig):
+        if not _is_rank() and options.nproc > 1:
+            return launch(_rank_command(arguments), nproc=options.nproc, faults=Path(config.eval.output_dir) / FAULTS)
+    elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
+        return _launch_training(config, options, arguments)
     from shardwise.recipes.entry import run_recipe
 
     return run_recipe(config)
+
+
+def _launch_training(config: TrainingConfig, options: argparse.Namespace, arguments: list[str]) -> int:
+    from shardwise.recipes.checkpoints import newest_mark
+
+    trainer, command = config.trainer, _rank_command(arguments)
+    return launch(
+        command,
+        nproc=options.nproc,
+        stop_grace_seconds=trainer.stop_grace_seconds,
+        faults=Path(trainer.output_dir) / FAULTS,
+        restarts=Restarts(
+            options.max_restarts,
+            command=command,
+            resuming_command=[*command, "trainer.resume=auto"],
+            newest_checkpoint=lambda: newest_mark(Path(trainer.output_dir)),
+        ),
+    )
+
+
+def _rank_command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "shardwise", *arguments]
 
 
 def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -89,7 +119,12 @@ def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
 
         nproc = options.nproc or default_num_ranks()
         if nproc > 1:
-            return launch([sys.executable, "-m", "shardwise", *arguments], nproc=nproc)
+            return launch(
+                _rank_command(arguments),
+                nproc=nproc,
+                stop_grace_seconds=TrainerConfig().stop_grace_seconds,
+                faults=Path(options.output_dir) / FAULTS,
+            )
     from shardwise.recipes.entry import run_quickstart
 
     return run_quickstart(output_dir=options.output_dir, seed=options.seed)
@@ -112,7 +147,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
-        return launch([sys.executable, "-m", "shardwise", *arguments], nproc=options.nproc)
+        return launch(_rank_command(arguments), nproc=options.nproc)
     from shardwise.recipes.entry import run_export
 
     return run_export(
@@ -188,6 +223,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-c", "--config", help="YAML file; without it every key comes from overrides and defaults")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=20")
         _add_nproc(command, default=1)
+        if name != "eval":
+            command.add_argument(
+                "--max-restarts",
+                type=_not_negative,
+                default=0,
+                metavar="N",
+                help="start again so often after a rank died, hung or failed, from the newest checkpoint (default: 0)",
+            )
         command.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
     quickstart = commands.add_parser(
         "quickstart", help="from nothing to a policy improved by RL, on this machine, offline"
@@ -257,6 +300,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of ranks; use 1 or more")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of restarts; use 0 or more")
     return value
 
 

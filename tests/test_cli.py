@@ -6,6 +6,7 @@ import yaml
 import shardwise
 from shardwise.cli import RECIPES, main
 from shardwise.config import RLConfig, SFTConfig, key_paths
+from shardwise.controller.failures import Failure
 
 SFT = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -66,15 +67,47 @@ def test_inputs_are_checked_before_ranks_are_started(capsys, monkeypatch):
     assert "data file t.jsonl does not exist" in capsys.readouterr().err
 
 
-def test_ranks_get_the_same_command_line(monkeypatch, tmp_path):
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Gives a command line of two ranks to `launch`; returns what it got."""
     data = tmp_path / "t.jsonl"
     data.write_text("{}\n")
-    seen = {}
-    monkeypatch.setattr("shardwise.cli.launch", lambda command, nproc: seen.update(command=command, nproc=nproc) or 7)
-    arguments = ["sft", "model.path=m", f"data.train_files={data}", "--nproc", "3"]
-    assert main(arguments) == 7
-    assert seen["nproc"] == 3
+
+    def run(*more):
+        seen = {}
+        monkeypatch.setattr(
+            "shardwise.cli.launch", lambda command, **options: seen.update(options, command=command) or 7
+        )
+        arguments = ["sft", "model.path=m", f"data.train_files={data}", f"trainer.output_dir={tmp_path}", *more]
+        assert main(arguments) == 7
+        return seen, arguments
+
+    return run
+
+
+def test_ranks_get_the_same_command_line(launched, tmp_path):
+    seen, arguments = launched("--nproc", "3", "trainer.stop_grace_seconds=7")
+    assert (seen["nproc"], seen["stop_grace_seconds"], seen["faults"]) == (3, 7, tmp_path / "faults")
     assert seen["command"][1:] == ["-m", "shardwise", *arguments]
+
+
+def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, tmp_path, capsys):
+    """With resume=never a checkpoint of an earlier job must not be taken for one of this job."""
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    seen, arguments = launched("--max-restarts", "2", "trainer.resume=never")
+    assert seen["nproc"] == 1
+    failure = Failure("it failed")
+    assert seen["restarts"].after(failure, None) == seen["command"]
+    (tmp_path / "checkpoints" / "step_2").mkdir()
+    (tmp_path / "checkpoints" / "step_4").rmdir()
+    assert seen["restarts"].after(failure, 3) == [*seen["command"], "trainer.resume=auto"]
+    assert SFTConfig.load(None, [a for a in [*arguments, "trainer.resume=auto"] if "=" in a]).trainer.resume == "auto"
+    assert capsys.readouterr().err.splitlines() == [
+        "error: it failed",
+        "restart 1 of 2: starts as before",
+        "error: it failed",
+        f"restart 2 of 2: goes on from {tmp_path / 'checkpoints' / 'step_2'}",
+    ]
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch):
@@ -95,6 +128,7 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["sft", "--max-restarts", "-1"], "-1 is not a number of restarts; use 0 or more"),
         (["sft", "--nproc", "0"], "0 is not a number of ranks; use 1 or more"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "COMMAND"),

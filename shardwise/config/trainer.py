@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.base import Config
 from shardwise.config.engine import EngineConfig, OptimizerConfig
@@ -59,6 +59,11 @@ class TrainerConfig(OptimizerConfig):
     whole, or fails. A path that is named always fails."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
+    max_time_seconds: PositiveFloat | None = None
+    """Save and stop before the job has run so long, with exit code 75: in time for the longest step so far and the last
+    save. Counts from the start of the command; under torchrun, from that of rank 0. null: no limit."""
+    stop_grace_seconds: PositiveFloat = 30.0
+    """What a run has after SIGTERM or SIGINT to finish its step and save; then it ends without."""
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
 

@@ -1,180 +1,82 @@
 """Starts the ranks of a job on this machine and watches them: one that fails ends the others, and is named."""
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from shardwise.config import UserError
-from shardwise.controller.base import RankSilentError
+from shardwise.controller.exit_codes import FAILURE, STOPPED, code_of_signal
+from shardwise.controller.failures import Failure, Note, explain, num_killed_for_memory, read_notes
+from shardwise.controller.restarts import Restarts
+from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
+from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
 
 STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
-FAILURE_VARIABLE = "SHARDWISE_FAILURE_FILE"
-"""Where a rank writes why it failed."""
 LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
 """A pipe that closes when the launcher is gone; ranks then end themselves."""
-USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
-"""Exit codes: a mistake of the user's, anything else, Ctrl-C, SIGTERM."""
-_GRACE_SECONDS = 5.0
+STARTED_VARIABLE = "SHARDWISE_STARTED"
+"""When the job started, as time.monotonic()."""
+_PROCESS_STARTED = time.monotonic()
+_POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
-_LOST_PEER = re.compile(r"peer|Connection|timed out|timeout", re.IGNORECASE)
-"""What torch's transports say of a rank that is gone or hangs."""
+_LEAVE_SECONDS = 5.0
+"""What ranks get to leave by themselves."""
+_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+"""Exit codes of a rank that has left its stacks. NCCL ends a process by SIGABRT when a collective takes too long."""
+_STOPS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
-def launch(command: Sequence[str], *, nproc: int) -> int:
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    stop_grace_seconds: float = 0.0,
+    faults: Path | None = None,
+    restarts: Restarts | None = None,
+) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
 
+    SIGTERM and SIGINT go to rank 0, which ends the job; a second one ends all ranks at once.
+
+    Args:
+        stop_grace_seconds: what rank 0 allows itself for that.
+        faults: the folder for reports of what every rank did when one hung or crashed.
+        restarts: decides whether a job that failed starts again.
     Returns:
-        0 when all ranks succeeded, else the exit code of the rank that failed first, after printing why.
+        The job's exit code. Prints why it failed.
     """
-    before = signal.signal(signal.SIGTERM, _leave)  # so that ranks end and the folder goes on that way out too
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        lifeline_read, lifeline_write = os.pipe()
-        ranks = [_start(command, rank, nproc, Path(folder), lifeline_read) for rank in range(nproc)]
-        os.close(lifeline_read)
-        try:
-            failed = _wait(ranks)
-        except KeyboardInterrupt:
-            _end(ranks)
-            print("interrupted; all ranks ended", file=sys.stderr)
-            return INTERRUPTED
-        finally:
-            _end(ranks)
-            os.close(lifeline_write)
-            signal.signal(signal.SIGTERM, before)
-        return _report(failed, nproc, Path(folder)) if failed else 0
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(TERMINATED)
-
-
-def _start(command: Sequence[str], rank: int, nproc: int, folder: Path, lifeline: int) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        STORE_VARIABLE: str(folder / "store"),
-        FAILURE_VARIABLE: str(folder / f"failure-{rank}.json"),
-        LIFELINE_VARIABLE: str(lifeline),
-    }
-    return subprocess.Popen(command, env=environment, pass_fds=[lifeline])
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Consumes exits; waits for all ranks to succeed or one to fail; returns the exit codes of those that failed."""
-    while True:
-        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
-        failed = {rank: code for rank, code in codes.items() if code}
-        if failed:
-            return _settled(ranks)
-        if all(code == 0 for code in codes.values()):
-            return {}
-        time.sleep(0.05)
-
-
-def _settled(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """The exit codes of all that failed, after ranks that wait for the same collective had time to fail too."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
-        time.sleep(0.05)
-    return {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs: politely, then for good."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for process in ranks:
-        if process.poll() is None:
-            process.terminate()
-    for process in ranks:
-        try:
-            process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=_GRACE_SECONDS)
-
-
-def _report(failed: dict[int, int], nproc: int, folder: Path) -> int:
-    """Prints the cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
-
-    `failed` holds the exit codes from before the other ranks were ended, so a signal in it did not come from here.
-    """
-    notes = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
-    first = min(notes, key=lambda note: (note["is_lost_peer"], note["time"]), default=None)
-    by_signal = [rank for rank, code in failed.items() if code < 0]
-    if by_signal and (first is None or first["is_lost_peer"]):
-        name = signal.Signals(-failed[by_signal[0]]).name
-        print(f"error: rank {by_signal[0]} was ended by {name}; the other ranks were stopped", file=sys.stderr)
-        return FAILURE
-    if first is None:
-        rank, code = next(iter(failed.items()))
-        print(f"error: rank {rank} exited with code {code} and left no reason", file=sys.stderr)
-        return FAILURE
-    if first["is_user_error"]:
-        print(f"error: {first['message']}", file=sys.stderr)
-        return USER_ERROR
-    silent = [str(rank) for rank in range(nproc) if rank not in failed]
-    if first["is_lost_peer"] and silent:
-        reason = " ".join(first["message"].split())
-        print(f"error: rank {', '.join(silent)} hangs: rank {first['rank']} waited in vain ({reason})", file=sys.stderr)
-        return FAILURE
-    print(f"{first['traceback']}error: rank {first['rank']} failed: {first['message']}", file=sys.stderr)
-    return FAILURE
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether it only tells that another rank is gone or hangs."""
-    return not isinstance(error, UserError) and bool(_LOST_PEER.search(str(error)))
-
-
-def note_failure(error: BaseException, rank: int) -> int:
-    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none.
-
-    Returns:
-        The exit code.
-    """
-    is_user_error = isinstance(error, UserError)
-    note: dict[str, Any] = {
-        "time": time.time(),
-        "rank": rank,
-        "is_user_error": is_user_error,
-        "is_lost_peer": is_lost_peer(error),
-        "message": str(error) or type(error).__name__,
-        "traceback": "" if isinstance(error, RankSilentError) else "".join(traceback.format_exception(error)),
-    }
-    path = os.environ.get(FAILURE_VARIABLE)
-    if path is not None:
-        partial = Path(f"{path}.partial")  # a rank may be ended while it writes
-        partial.write_text(json.dumps(note))
-        partial.replace(path)
-    elif note["is_lost_peer"] and rank > 0:
-        print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
-    else:
-        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        print(("" if is_user_error else note["traceback"]) + f"error: {where}{note['message']}", file=sys.stderr)
-    return USER_ERROR if is_user_error else FAILURE
+    asked: list[int] = []
+    started = time.monotonic()
+    with stop_signals(asked.append):
+        while True:
+            end = _run(command, nproc, asked, stop_grace_seconds=stop_grace_seconds, faults=faults, started=started)
+            if end.failure is None:
+                return end.code
+            if restarts is None:
+                end.failure.print()
+                return end.code
+            again = restarts.after(end.failure, end.step)
+            if again is None or asked:
+                return end.code
+            command = again
 
 
 def is_launched() -> bool:
     """Whether this process is a rank that `launch` started."""
-    return FAILURE_VARIABLE in os.environ
+    return JOB_FOLDER_VARIABLE in os.environ
+
+
+def seconds_since_start() -> float:
+    """How long this job has been running; under torchrun, how long this process has."""
+    return time.monotonic() - float(os.environ.get(STARTED_VARIABLE, _PROCESS_STARTED))
 
 
 def follow_lifeline() -> None:
@@ -188,3 +90,161 @@ def follow_lifeline() -> None:
         os._exit(FAILURE)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Of one group of ranks."""
+
+    code: int
+    failure: Failure | None = None
+    step: int | None = None
+
+
+class _Ranks:
+    """The processes of one group. A context manager: afterwards none of them lives."""
+
+    def __init__(self, command: Sequence[str], nproc: int, folder: Path, *, started: float) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        lifeline_read, self._lifeline = os.pipe()
+        shared = {JOB_FOLDER_VARIABLE: str(folder), STARTED_VARIABLE: str(started)}
+        try:
+            for rank in range(nproc):
+                leader = {RANK_0_VARIABLE: str(self.processes[0].pid)} if rank else {}
+                self.processes.append(_start(command, rank, nproc, lifeline_read, shared | leader))
+        except BaseException:
+            self.__exit__()
+            raise
+        finally:
+            os.close(lifeline_read)
+
+    def __enter__(self) -> "_Ranks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """By SIGKILL: a rank that has a handler for another signal may be in a collective, where it does not look."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        os.close(self._lifeline)
+
+    def codes(self) -> dict[int, int]:
+        """Of those that have ended."""
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    @property
+    def have_succeeded(self) -> bool:
+        return list(self.codes().values()) == [0] * len(self.processes)
+
+    def pids(self) -> dict[int, int]:
+        """Of those that live."""
+        return {rank: process.pid for rank, process in enumerate(self.processes) if process.poll() is None}
+
+    def wait_for_all(self, seconds: float) -> None:
+        """At most so long."""
+        deadline = time.monotonic() + seconds
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def _start(
+    command: Sequence[str], rank: int, nproc: int, lifeline: int, variables: dict[str, str]
+) -> "subprocess.Popen[bytes]":
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        STORE_VARIABLE: str(Path(variables[JOB_FOLDER_VARIABLE]) / "store"),
+        LIFELINE_VARIABLE: str(lifeline),
+        **variables,
+    }
+    return subprocess.Popen(command, env=environment, pass_fds=[lifeline])
+
+
+def _run(
+    command: Sequence[str],
+    nproc: int,
+    asked: list[int],
+    *,
+    stop_grace_seconds: float,
+    faults: Path | None,
+    started: float,
+) -> _End:
+    """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
+    num_killed = num_killed_for_memory()
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
+        _Ranks(command, nproc, Path(folder), started=started) as ranks,
+    ):
+        _wait(ranks, asked)
+        if asked:
+            _stop(ranks, asked, stop_grace_seconds)
+        code = ranks.codes().get(0)
+        if code in STOPPED or (code == 0 and asked):
+            ranks.wait_for_all(_LEAVE_SECONDS)
+        if ranks.have_succeeded:
+            return _End(0)
+        if asked and all(note.is_lost_peer for note in read_notes(ranks.folder)):
+            print(f"{_STOPS[asked[0]]}; all ranks ended", file=sys.stderr)
+            return _End(code_of_signal(asked[0]))
+        if code in STOPPED:
+            return _End(code)
+        failure = _diagnose(ranks, faults, num_killed=num_killed)
+        return _End(failure.code, failure, _activity(ranks.folder, 0).step)
+
+
+def _wait(ranks: _Ranks, asked: list[int]) -> None:
+    """Waits for all ranks to succeed, one to fail or to give up waiting for another, or a signal."""
+    while not (asked or ranks.have_succeeded or any(ranks.codes().values()) or _is_hang(read_notes(ranks.folder))):
+        time.sleep(_POLL_SECONDS)
+
+
+def _stop(ranks: _Ranks, asked: list[int], grace_seconds: float) -> None:
+    """Passes a signal on to rank 0 and waits for its end: at most the grace, not after a second signal."""
+    rank_0 = ranks.processes[0]
+    rank_0.send_signal(asked[0])
+    deadline = time.monotonic() + grace_seconds + _LEAVE_SECONDS
+    while rank_0.poll() is None and len(asked) == 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int) -> Failure:
+    """Why ranks failed; if one hangs or crashed, with a report of every rank in `faults`."""
+    notes, codes = read_notes(ranks.folder), ranks.codes()
+    reports: dict[int, str] = {}
+    states: dict[int, str] = {}
+    errors = {note.rank: note.traceback or note.message for note in notes}
+    if _is_hang(notes) or any(code in _CRASHES for rank, code in codes.items() if rank not in errors):
+        reports, states = collect(ranks.folder, len(ranks.processes), ranks.pids(), errors)
+    ranks.wait_for_all(_SETTLE_SECONDS)
+    failure = explain(
+        {rank: code for rank, code in ranks.codes().items() if code},
+        read_notes(ranks.folder),
+        {rank: _activity(ranks.folder, rank).place for rank in range(len(ranks.processes))},
+        states,
+        num_killed=num_killed_for_memory() - num_killed,
+    )
+    if not reports or faults is None:
+        return failure
+    try:
+        return replace(failure, message=f"{failure.message}; stacks of every rank: {write_reports(faults, reports)}")
+    except OSError as error:
+        return replace(failure, message=f"{failure.message}; stacks could not be written to {faults}: {error}")
+
+
+def _is_hang(notes: Sequence[Note]) -> bool:
+    return any(note.is_timeout for note in notes)
+
+
+def _activity(folder: Path, rank: int) -> Activity:
+    """Of any rank, with the step of rank 0, which they are all in."""
+    own, leader = (Activity.read(folder, number) or Activity() for number in (rank, 0))
+    return replace(own, step=leader.step)

@@ -16,6 +16,7 @@ from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
+from shardwise.controller.watchdog import commanded
 
 _SHUTDOWN = ""
 _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -94,7 +95,7 @@ class RankGroup:
                 _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
-        with self._lock:
+        with self._lock, commanded(method, own_args):
             with self._watch("take", method) as rank_in_turn:
                 for rank, message in zip(self.ranks, messages, strict=True):
                     rank_in_turn[0] = rank
@@ -136,7 +137,9 @@ def serve(worker: Any, control: Connections) -> None:
         method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
         if method == _SHUTDOWN:
             return
-        _send(encode(_answer(worker, method, args)), 0, control, _FOR_AS_LONG_AS_IT_TAKES)
+        with commanded(method, args):
+            answer = encode(_answer(worker, method, args))
+        _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
 
 
 def _answer(worker: Any, method: str, args: Sequence[Any]) -> tuple[Any, str | None]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -16,17 +16,25 @@ class Spans:
         spans.take()    # {"seconds/rollout": 1.2}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[str], None] = lambda name: None) -> None:
+        """
+        Args:
+            enter: called with the name of the span that begins, and at its end with that of the one around it, or "".
+        """
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._enter = enter
+        self._name = ""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Times its body, which counts also when it raises. Spans may nest; the outer one includes the inner one."""
-        start = time.perf_counter()
+        outer, start = self._name, time.perf_counter()
+        self._change(name)
         try:
             yield
         finally:
             self.add(name, time.perf_counter() - start)
+            self._change(outer)
 
     def add(self, name: str, seconds: float) -> None:
         """Counts seconds that were measured elsewhere."""
@@ -37,3 +45,7 @@ class Spans:
         taken = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
+
+    def _change(self, name: str) -> None:
+        self._name = name
+        self._enter(name)

@@ -44,6 +44,12 @@ def step_folders(run: Path) -> dict[int, Path]:
     return dict(sorted(steps.items(), reverse=True))
 
 
+def newest_mark(run: Path) -> tuple[str, int] | None:
+    """The newest checkpoint and when it was written, which tells it from an earlier one of the same step."""
+    newest = next(iter(step_folders(run).values()), None)
+    return None if newest is None else (str(newest), newest.stat().st_mtime_ns)
+
+
 def step_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return run / CHECKPOINTS / f"step_{step}"

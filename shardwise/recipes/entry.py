@@ -23,9 +23,12 @@ from shardwise.config import (
     SFTConfig,
     TrainingConfig,
 )
-from shardwise.controller.launch import follow_lifeline, is_lost_peer, note_failure
+from shardwise.controller.failures import is_lost_peer, note_failure
+from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.controller.signals import pass_on, stop_signals
+from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
@@ -38,6 +41,7 @@ from shardwise.recipes.replay import replay
 from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
+from shardwise.recipes.stopping import Stopped
 from shardwise.recipes.workers import Worker
 from shardwise.transfer import Medium, ProcessGroupMedium
 
@@ -124,6 +128,7 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
     follow_lifeline()
     disable_progress_bar()  # ours is the only one
     rank = Rank.from_environment()
+    be_watched(rank.rank)
     with ExitStack() as stack:
         try:
             _require_trainers(rank, num_apart)
@@ -144,17 +149,30 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
             worker = Worker(device, join_medium=medium, writer=writer)
             if rank.rank == 0:
                 background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
-                group = RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background)
-                recipe(group)
-                group.shutdown()
-            else:
-                writing = serve_in_background(writer, links, partial(_end, rank=rank.rank))
+                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
+            writing = serve_in_background(writer, links, partial(_end, rank=rank.rank))
+            with stop_signals(pass_on):
                 serve(worker, control)
                 writing.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
-            return note_failure(error, rank.rank)
+            code = note_failure(error, rank.rank)
+            if rank.rank > 0:
+                os._exit(code)  # the thread that serves in the background may be in a library, which would abort
+            return code
     return 0
+
+
+def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
+    """Returns the exit code of a recipe that did all it should, or was asked to stop."""
+    code = 0
+    try:
+        recipe(group)
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        code = stopped.code
+    group.shutdown()
+    return code
 
 
 def _end(error: Exception, rank: int) -> None:

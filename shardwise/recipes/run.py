@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
@@ -17,6 +18,7 @@ from shardwise.recipes.resume import find_start
 from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
 from shardwise.recipes.saving import remove_leftovers
+from shardwise.recipes.stopping import Stopping
 from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
@@ -70,7 +72,8 @@ class Run:
         if self._is_finished and self.last_logged_step is None:
             raise ConfigError(f"trainer.resume={self._trainer.resume} leaves nothing to do: {self._how_to_go_on()}")
         self.output_dir = Path(self._trainer.output_dir)
-        self.spans = Spans()
+        self.spans = Spans(enter_phase)
+        self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
         self._saver = Saver(self.output_dir, config, engines, self._reported)
@@ -104,6 +107,7 @@ class Run:
             self._announce()
             progress = Progress(self._title, self._total_steps, start_step=self.first_step - 1)
             self._progress = stack.enter_context(progress)
+            stack.enter_context(self._stopping)
             self._open = stack.pop_all()
         return self
 
@@ -115,22 +119,30 @@ class Run:
             print(f"{self._title}: saved {self._saver.newest}", flush=True)
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, and after the
-        last step.
+        """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, after the last
+        step, and before it stops.
 
         Raises:
+            Stopped: a signal or the time limit asked for it.
             ExportError, NotFiniteError: a checkpoint could not be saved, and trainer.on_save_error=stop or it is the
                 last one. ConfigError: the metric of trainer.keep_best is never reported.
         """
         for step in range(self.first_step, self._total_steps + 1):
+            enter_step(step)
             self._step_start = time.perf_counter()
             for name, engine in self._engines.items():
                 engine.bundle = str(self.output_dir / NONFINITE / "_".join(filter(None, (f"step_{step}", name))))
             yield step
+            self._stopping.count_step(time.perf_counter() - self._step_start)
             self._saver.check()
-            if self._is_due(self._trainer.save_every_steps, step):
-                with self.spans("save"):
-                    self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
+            is_saved = self._is_due(self._trainer.save_every_steps, step)
+            if is_saved:
+                self._save(step)
+            if step < self._total_steps and self._stopping.is_due(save_seconds=self._saver.seconds):
+                if not is_saved:
+                    self._save(step)
+                self._saver.finish()
+                raise self._stopping.stopped(step)
         self._saver.finish()
 
     def should_validate(self, step: int) -> bool:
@@ -203,6 +215,10 @@ class Run:
             f"{self._start.checkpoint} has done {self._start.step} of {self._total_steps} steps; a larger "
             "trainer.total_steps goes on from it, trainer.resume=never starts anew and moves it aside"
         )
+
+    def _save(self, step: int) -> None:
+        with self.spans("save"):
+            self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
 
     @property
     def _group(self) -> WorkerGroup:

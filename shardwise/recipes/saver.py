@@ -1,5 +1,6 @@
 """Saves the checkpoints of a run: at once, or in the background while training goes on."""
 
+import time
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
@@ -43,6 +44,9 @@ class Saver:
         self._pending: Background[None] | None = None
         self.newest: Path | None = None
         """The checkpoint that was published last."""
+        self.seconds: float | None = None
+        """How long that took, from the beginning of the save."""
+        self._started = 0.0
 
     @property
     def num_failures(self) -> int:
@@ -59,6 +63,7 @@ class Saver:
             ConfigError: as `after_saving`.
         """
         self.wait()
+        self._started = time.perf_counter()
         metrics = self._reported.newest
         background = self._group.background if self._config.trainer.async_save else None
         with self._policy.tolerate():
@@ -94,6 +99,7 @@ class Saver:
         self._policy.retry(step, partial(self._write, step, parts, metrics, background))
         self._policy.note_saved()
         self.newest = step_folder(self._run, step)
+        self.seconds = time.perf_counter() - self._started
         after_saving(self._run, step, self._config.trainer, self._reported)
 
     def _write(

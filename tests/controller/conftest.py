@@ -13,7 +13,8 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from shardwise.config import ExportError
-from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.failures import note_failure
+from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.types import Denominators, MetricValue

@@ -73,9 +73,11 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
-from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.failures import note_failure
+from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
+from shardwise.controller.watchdog import be_watched
 
 
 class Worker:
@@ -90,6 +92,7 @@ class Worker:
 
 rank = Rank.from_environment()
 follow_lifeline()
+be_watched(rank.rank)
 with process_group(rank, device_type="cpu", timeout_seconds=2) as control:
     try:
         if rank.rank != 0:
@@ -104,21 +107,27 @@ with process_group(rank, device_type="cpu", timeout_seconds=2) as control:
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("method", "message", "stack"),
     [
-        ("hang", "rank 1 did not answer `hang` within 2 s (engine.collective_timeout_seconds)"),
-        ("hang_in_collective", "rank 1 hangs: rank 0 waited in vain"),
+        ("hang", "rank 1 did not answer `hang` within 2 s (engine.collective_timeout_seconds)", "did not answer"),
+        ("hang_in_collective", "Timed out waiting", "in hang_in_collective"),
     ],
 )
-def test_a_rank_that_is_stopped_is_named_within_its_deadline(tmp_path, capfd, method, message):
+def test_f3_a_rank_that_is_stopped_is_named_within_its_deadline(tmp_path, capfd, method, message, stack):
     script = tmp_path / "rank.py"
     script.write_text(HANGING)
     started = time.monotonic()
-    assert launch([sys.executable, str(script), str(ROOT), method], nproc=2) == 1
-    assert time.monotonic() - started < 30  # two seconds of waiting, five of grace, and starting torch twice
+    assert launch([sys.executable, str(script), str(ROOT), method], nproc=2, faults=tmp_path / "faults") == 1
+    assert time.monotonic() - started < 30  # two seconds of waiting, two for its stacks, and starting torch twice
     error = capfd.readouterr().err
+    assert f"error: rank 1 hangs in `{method}` and is stopped (SIGSTOP): rank 0 waited in vain (" in error
     assert message in error
+    assert error.endswith(f"; stacks of every rank: {tmp_path / 'faults' / '1'}\n")
     assert "Traceback" not in error
+    report = (tmp_path / "faults" / "1" / "rank_0.txt").read_text()
+    assert stack in report
+    assert "in wait_until_collected" in report  # had it left, the others might have failed or gone on
+    assert "is stopped (SIGSTOP)" in (tmp_path / "faults" / "1" / "rank_1.txt").read_text()
 
 
 class Listener:

@@ -17,7 +17,8 @@ PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 from shardwise.config import DataError
-from shardwise.controller.launch import follow_lifeline, note_failure
+from shardwise.controller.failures import note_failure
+from shardwise.controller.launch import follow_lifeline
 rank = int(os.environ["RANK"])
 Path(sys.argv[1], f"pid-{rank}").write_text(str(os.getpid()))
 follow_lifeline()
@@ -78,9 +79,9 @@ def test_a_rank_that_raises_ends_the_others_and_is_named(command, tmp_path, capf
             sys.exit(note_failure(error, rank))
     time.sleep(60)
     """
-    start = time.monotonic()
     assert launch(command(body), nproc=3) == 1
-    assert time.monotonic() - start < 5
+    last_start = max(path.stat().st_mtime for path in tmp_path.glob("pid-*"))  # how long ranks start is no matter
+    assert time.time() - last_start < 5
     stderr = capfd.readouterr().err
     assert stderr.splitlines()[-1] == "error: rank 1 failed: the moon is full"
     assert stderr.count("Traceback") == 1
@@ -130,8 +131,7 @@ def test_a_rank_that_leaves_no_reason_is_named_with_its_exit_code(command, capfd
     assert capfd.readouterr().err == "error: rank 1 exited with code 7 and left no reason\n"
 
 
-def test_a_rank_that_ignores_sigterm_is_ended_after_the_grace_period(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.controller.launch._GRACE_SECONDS", 0.5)
+def test_ranks_that_catch_signals_are_ended_too(command, tmp_path):
     body = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(sys.argv[1], f"deaf-{rank}").write_text("")
@@ -142,16 +142,16 @@ def test_a_rank_that_ignores_sigterm_is_ended_after_the_grace_period(command, tm
     time.sleep(60)
     """
     assert launch(command(body), nproc=2) == 1
-    assert (
-        time.time() - (tmp_path / "deaf-0").stat().st_mtime < 4
-    )  # rank 1 left then; how long ranks start is no matter
+    # Rank 1 left then; how long ranks start is no matter.
+    assert time.time() - (tmp_path / "deaf-0").stat().st_mtime < 4
     assert_gone(tmp_path, 2)
 
 
-def start_launcher(command: list[str], folder: Path, **options) -> subprocess.Popen:
-    code = f"import sys; from shardwise.controller.launch import launch; sys.exit(launch({command!r}, nproc=2))"
+def start_launcher(command: list[str], folder: Path, *, grace: float = 0, **options) -> subprocess.Popen:
+    call = f"launch({command!r}, nproc=2, stop_grace_seconds={grace})"
+    code = f"import sys; from shardwise.controller.launch import launch; sys.exit({call})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(pids_written := list(folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(pids_written) == 2
@@ -204,11 +204,99 @@ def test_sigterm_ends_every_rank_and_leaves_no_folder(command, tmp_path, monkeyp
     assert not list((tmp_path / "tmp").glob("shardwise-*"))
 
 
+# Rank 0 needs a moment for its checkpoint; the other rank ends when it is told to.
+SAVING = """
+from shardwise.controller.signals import pass_on, stop_signals
+folder, asked = Path(sys.argv[1]), []
+with stop_signals(asked.append if rank == 0 else pass_on):
+    (folder / f"ready-{rank}").write_text("")
+    while not (asked if rank == 0 else (folder / "shutdown").exists()):
+        time.sleep(0.01)
+    if rank == 0:
+        time.sleep(float(sys.argv[2]))
+        (folder / "saved").write_text(str(set(asked)))
+        (folder / "shutdown").write_text("")
+        sys.exit(128 + asked[0])
+"""
+
+
+@pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all"])
+def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_code(command, tmp_path, to):
+    process = start_launcher([*command(SAVING), "0.3"], tmp_path, grace=20, start_new_session=True)
+    if to == "all":  # a terminal
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        pid = process.pid if to == "launcher" else int((tmp_path / f"pid-{to[-1]}").read_text())
+        os.kill(pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == (130 if to == "all" else 143)
+    assert (tmp_path / "saved").read_text() == ("{2}" if to == "all" else "{15}")
+    assert stderr == {"launcher": "terminated; all ranks ended\n", "all": "interrupted; all ranks ended\n"}.get(to, "")
+    assert_gone(tmp_path, 2)
+
+
+def test_f10_a_second_signal_ends_all_ranks_at_once(command, tmp_path):
+    process = start_launcher([*command(SAVING), "60"], tmp_path, grace=60)
+    process.terminate()
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=5)
+    assert process.returncode == 143
+    assert not (tmp_path / "saved").exists()
+    assert_gone(tmp_path, 2)
+
+
+def test_a_checkpoint_that_fails_on_the_way_out_is_told(command, tmp_path):
+    body = SAVING.replace("sys.exit(128", "sys.exit(note_failure(DataError('the disk is full'), rank) or 128")
+    process = start_launcher([*command(body), "0"], tmp_path, grace=20)
+    process.terminate()
+    _, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stderr) == (2, "error: the disk is full\n")
+
+
+def test_rank_0_may_end_the_job_by_itself_with_a_code_that_is_no_failure(command, tmp_path, capfd):
+    body = """
+    time.sleep(0.5 * rank)
+    Path(sys.argv[1], f"done-{rank}").write_text("")
+    sys.exit(75 if rank == 0 else 0)
+    """
+    assert launch(command(body), nproc=2) == 75
+    assert len(list(tmp_path.glob("done-*"))) == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_crashes_leaves_the_stacks_of_all(command, tmp_path, capfd):
+    body = """
+    import faulthandler
+    from shardwise.controller.watchdog import be_watched, commanded
+    be_watched(rank)
+
+    def innermost():
+        Path(sys.argv[1], f"ready-{rank}").write_text("")
+        while rank == 0 or not Path(sys.argv[1], "ready-0").exists():
+            time.sleep(0.01)
+        faulthandler._sigsegv()
+
+    with commanded("train", ["policy"]):
+        innermost()
+    """
+    assert launch(command(body), nproc=2, faults=tmp_path / "faults") == 1
+    assert capfd.readouterr().err == (
+        "error: rank 1 was ended by SIGSEGV in `train policy`; the other ranks were stopped; stacks of every rank: "
+        f"{tmp_path / 'faults' / '1'}\n"
+    )
+    for rank in (0, 1):
+        report = (tmp_path / "faults" / "1" / f"rank_{rank}.txt").read_text()
+        assert report.startswith(f"rank {rank}: `train policy`, for ")
+        assert "in innermost" in report
+
+
 def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch):
     from shardwise.config import ConfigError
-    from shardwise.controller.launch import note_failure
+    from shardwise.controller.failures import note_failure
 
-    monkeypatch.delenv("SHARDWISE_FAILURE_FILE", raising=False)
+    monkeypatch.delenv("SHARDWISE_JOB_FOLDER", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert note_failure(ConfigError("use 1, 2 or 4"), 0) == 2
     assert capsys.readouterr().err == "error: use 1, 2 or 4\n"

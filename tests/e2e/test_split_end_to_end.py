@@ -148,7 +148,8 @@ def test_a_killed_rank_of_either_kind_ends_the_run_and_is_named(assets, marked, 
         for pid in marked(str(tmp_path)):
             os.kill(pid, signal.SIGKILL)
     assert launcher.returncode == 1
-    assert f"error: rank {victim} was ended by SIGKILL; the other ranks were stopped" in error
+    assert f"error: rank {victim} was ended by SIGKILL" in error
+    assert "; the other ranks were stopped" in error
     assert not left
 
 

@@ -138,7 +138,8 @@ def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_o
         os.kill(victim, signal.SIGKILL)
         assert launcher.wait(timeout=15) == 1
     last = (tmp_path / "stderr").read_text().splitlines()[-1]
-    assert last == "error: rank 1 was ended by SIGKILL; the other ranks were stopped"
+    assert last.startswith("error: rank 1 was ended by SIGKILL")
+    assert last.endswith("; the other ranks were stopped")
     assert 6 <= _num_rows(folder) < STEPS
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr

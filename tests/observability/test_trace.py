@@ -31,3 +31,14 @@ def test_spans_nest_and_count_a_body_that_raises():
         fail()
     taken = spans.take()
     assert taken["seconds/outer"] >= taken["seconds/inner"] >= 0.01
+
+
+def test_spans_tell_which_of_them_is_under_way():
+    seen = []
+    spans = Spans(seen.append)
+    with spans("outer"):
+        with spans("inner"):
+            pass
+        with pytest.raises(ValueError, match="inside"), spans("failing"):
+            raise ValueError("inside")
+    assert seen == ["outer", "inner", "outer", "failing", "outer", ""]

@@ -5,12 +5,13 @@ from shardwise.cli import RECIPES
 from shardwise.config import DataError
 from shardwise.recipes import entry
 from shardwise.recipes.entry import run_rank
+from shardwise.recipes.stopping import Stopped
 from shardwise.recipes.workers import Worker
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_FAILURE_FILE", "SHARDWISE_LIFELINE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_JOB_FOLDER", "SHARDWISE_LIFELINE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -42,6 +43,18 @@ def test_an_error_becomes_an_exit_code_and_the_group_is_left(capsys, error, code
     assert stderr.splitlines()[-1] == last_line
     assert ("Traceback" in stderr) == has_traceback
     assert not dist.is_initialized()
+
+
+def test_a_run_that_was_stopped_ends_with_its_code_and_lets_the_other_ranks_go(capsys, monkeypatch):
+    ended = []
+    monkeypatch.setattr(entry.RankGroup, "shutdown", lambda group: ended.append(group))
+
+    def recipe(group):
+        raise Stopped("resumable", 143)
+
+    assert run_rank(recipe, timeout_seconds=7) == 143
+    assert capsys.readouterr() == ("resumable\n", "")
+    assert len(ended) == 1
 
 
 def test_a_failure_is_noted_before_the_connections_close(monkeypatch):

@@ -1,4 +1,7 @@
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -6,6 +9,7 @@ import yaml
 
 from shardwise.config import ConfigError, ExportError, ModelConfig, SFTConfig
 from shardwise.recipes.run import Run
+from shardwise.recipes.stopping import Stopped
 from shardwise.types import MetricValue
 
 
@@ -242,6 +246,32 @@ def test_a_finished_run_that_is_named_for_another_folder_leaves_nothing_to_do(tm
     run_to(run_of(tmp_path / "a"), 5)
     with pytest.raises(ConfigError, match=r"trainer.resume=.*a leaves nothing to do: .*step_5 has done 5 of 5 steps"):
         run_of(tmp_path / "b", resume=str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("stop_at", "saved"), [(2, [2]), (3, [3]), (5, [3, 5])])
+def test_a_signal_ends_the_run_after_its_step_with_one_checkpoint(tmp_path, fake_group, run_of, stop_at, saved):
+    """In step 3 a checkpoint is due anyway; the last step ends as ever."""
+    group, done = group_of(fake_group), []
+
+    def train():
+        with run_of(tmp_path, group, save_every_steps=3) as run:
+            for step in run.steps():
+                done.append(step)
+                if step == stop_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.2)
+                run.report(step, {"train/loss": MetricValue.sum(1.5)}, num_tokens=1)
+
+    if stop_at == 5:
+        train()
+    else:
+        with pytest.raises(Stopped, match=f"resumable: the same command goes on after step {stop_at}") as stopped:
+            train()
+        assert stopped.value.code == 143
+    assert done == list(range(1, stop_at + 1))
+    assert group.methods.count("save_weights") == len(saved)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {f"step_{step}" for step in saved}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_what_was_logged_before_an_error_stays_readable(tmp_path, run_of):

@@ -1,0 +1,162 @@
+"""Why a job failed: what its ranks leave in writing and how they ended, put together to one cause."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from shardwise.config import UserError
+from shardwise.controller.base import RankSilentError
+from shardwise.controller.exit_codes import FAILURE, USER_ERROR
+from shardwise.controller.signals import STOP_SIGNALS
+from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collected
+
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_LOST_PEER = re.compile(rf"peer|Connection|{_TIMED_OUT.pattern}", re.IGNORECASE)
+"""What torch's transports say of a rank that is gone or hangs."""
+_VMSTAT = Path("/proc/vmstat")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank says of its own failure."""
+
+    rank: int
+    time: float
+    message: str
+    traceback: str
+    is_user_error: bool
+    is_lost_peer: bool
+    """Another rank is gone, or hangs: not the cause."""
+    is_timeout: bool
+    """The other rank hangs."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Self:
+        """Of the error that ends this rank."""
+        message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
+        is_silent = isinstance(error, RankSilentError)
+        return cls(
+            rank=rank,
+            time=time.time(),
+            message=message,
+            traceback="" if is_silent else "".join(traceback.format_exception(error)),
+            is_user_error=is_user_error,
+            is_lost_peer=is_lost_peer(error),
+            is_timeout=not is_user_error and (is_silent or bool(_TIMED_OUT.search(message))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group of ranks ended."""
+
+    message: str
+    code: int = FAILURE
+    traceback: str = ""
+    may_pass: bool = True
+    """Whether the same command may do better: not after a mistake of the user's, nor after a signal that stops."""
+
+    def print(self) -> None:
+        """On stderr, the message last."""
+        print(f"{self.traceback}error: {self.message}", file=sys.stderr)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it only tells that another rank is gone or hangs."""
+    if isinstance(error, UserError):
+        return False
+    return isinstance(error, RankSilentError) or bool(_LOST_PEER.search(str(error)))
+
+
+def note_failure(error: BaseException, rank: int) -> int:
+    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none.
+
+    Returns:
+        The exit code.
+    """
+    note, folder = Note.of(error, rank), os.environ.get(JOB_FOLDER_VARIABLE)
+    if folder is not None:
+        partial = Path(folder, f"failure-{rank}.partial")  # a rank may be ended while it writes
+        partial.write_text(json.dumps(asdict(note)))
+        partial.replace(partial.with_suffix(".json"))
+        if note.is_timeout:
+            wait_until_collected()
+    elif note.is_lost_peer and rank > 0:
+        print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
+    else:
+        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(("" if note.is_user_error else note.traceback) + f"error: {where}{note.message}", file=sys.stderr)
+    return USER_ERROR if note.is_user_error else FAILURE
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """Of the ranks that failed so far, the likeliest cause first."""
+    notes = [Note(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
+    return sorted(notes, key=lambda note: (note.is_lost_peer, note.time))
+
+
+def explain(
+    codes: Mapping[int, int],
+    notes: Sequence[Note],
+    places: Mapping[int, str],
+    states: Mapping[int, str],
+    *,
+    num_killed: int,
+) -> Failure:
+    """The cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
+
+    Args:
+        codes: exit codes of the ranks that failed, from before the other ranks were ended, so that a signal among them
+            did not come from the launcher.
+        notes: from `read_notes`.
+        places: for every rank, what it was doing, or "".
+        states: of ranks that did not answer, why, as in "is stopped".
+        num_killed: processes on this machine that the kernel ended for want of memory since the job started.
+    """
+    first = notes[0] if notes else None
+    heard = {note.rank for note in notes}
+    by_signal = [rank for rank, code in codes.items() if code < 0 and rank not in heard]  # else on its way out
+    if by_signal and (first is None or first.is_lost_peer):
+        return _ended_by_signal(by_signal[0], -codes[by_signal[0]], places[by_signal[0]], num_killed)
+    if first is None:
+        rank, code = next(iter(codes.items()))
+        return Failure(f"rank {rank} exited with code {code} and left no reason{_inside(places[rank])}")
+    if first.is_user_error:
+        return Failure(first.message, USER_ERROR, may_pass=False)
+    silent = [
+        f"{rank} hangs{_inside(place)}" + (f" and {states[rank]}" if rank in states else "")
+        for rank, place in places.items()
+        if rank not in heard and rank not in codes
+    ]
+    if first.is_lost_peer and silent:
+        reason = " ".join(first.message.split())
+        return Failure(f"rank {', '.join(silent)}: rank {first.rank} waited in vain ({reason})")
+    return Failure(f"rank {first.rank} failed{_inside(places[first.rank])}: {first.message}", traceback=first.traceback)
+
+
+def num_killed_for_memory() -> int:
+    """Processes that the kernel of this machine ended for want of memory since it started; 0 where it does not tell."""
+    try:
+        counts = dict(line.split() for line in _VMSTAT.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))
+
+
+def _ended_by_signal(rank: int, number: int, place: str, num_killed: int) -> Failure:
+    name = signal.Signals(number).name
+    memory = " (out of memory: the kernel ended it)" if number == signal.SIGKILL and num_killed else ""
+    message = f"rank {rank} was ended by {name}{memory}{_inside(place)}; the other ranks were stopped"
+    return Failure(message, may_pass=number not in STOP_SIGNALS)
+
+
+def _inside(place: str) -> str:
+    return f" in {place}" if place else ""

@@ -1,0 +1,71 @@
+"""Starting a job again after a failure, as often as it was allowed and no longer than that helps."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from shardwise.controller.failures import Failure
+
+Mark = tuple[str, int]
+"""A checkpoint: where it is, and a number that tells it from another one in the same place."""
+_MOST_IN_VAIN = 2
+"""Restarts that end where the one before ended."""
+
+
+class Restarts:
+    """Decides after every failure of a job; prints what it decides."""
+
+    def __init__(
+        self,
+        num_allowed: int,
+        *,
+        command: Sequence[str],
+        resuming_command: Sequence[str],
+        newest_checkpoint: Callable[[], Mark | None],
+    ) -> None:
+        """
+        Args:
+            command: how the job was started.
+            resuming_command: how it goes on from the newest checkpoint, once it has one.
+            newest_checkpoint: looks for it.
+        """
+        self._num_allowed = num_allowed
+        self._command = command
+        self._resuming_command = resuming_command
+        self._newest_checkpoint = newest_checkpoint
+        self._at_start = newest_checkpoint()
+        self._failures: list[Failure] = []
+        self._ends: list[tuple[Mark | None, int | None]] = []
+
+    def after(self, failure: Failure, step: int | None) -> Sequence[str] | None:
+        """The command to start the ranks with again; None where the job is over.
+
+        Args:
+            step: that the job was in; None before its first.
+        """
+        failure.print()
+        if not failure.may_pass or self._num_allowed == 0:
+            return None
+        newest = self._newest_checkpoint()
+        self._failures.append(failure)
+        self._ends.append((newest, step))
+        num_done = len(self._failures) - 1
+        if self._is_stuck:
+            where = "before the first step" if step is None else f"in step {step} without a new checkpoint"
+            self._give_up(f"gave up after {num_done} of {self._num_allowed} restarts, which all ended {where}")
+            return None
+        if num_done == self._num_allowed:
+            self._give_up(f"gave up after {num_done} {'restart' if num_done == 1 else 'restarts'}")
+            return None
+        has_own = newest is not None and newest != self._at_start
+        start = f"goes on from {newest[0]}" if newest is not None and has_own else "starts as before"
+        print(f"restart {num_done + 1} of {self._num_allowed}: {start}", file=sys.stderr)
+        return self._resuming_command if has_own else self._command
+
+    @property
+    def _is_stuck(self) -> bool:
+        last = self._ends[-1 - _MOST_IN_VAIN :]
+        return len(last) > _MOST_IN_VAIN and len(set(last)) == 1
+
+    def _give_up(self, reason: str) -> None:
+        history = "".join(f"\n  {number}. {failure.message}" for number, failure in enumerate(self._failures, 1))
+        print(f"error: {reason}; the failures were:{history}", file=sys.stderr)

@@ -1,0 +1,50 @@
+"""SIGTERM and SIGINT as a wish to stop: what becomes of it is decided elsewhere."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+RANK_0_VARIABLE = "SHARDWISE_RANK_0"
+"""The process of the rank that decides, for the other ranks that `launch` started."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_signals(react: Callable[[int], None]) -> Iterator[None]:
+    """Inside, SIGTERM and SIGINT do nothing but call `react` with their number, in a thread of its own: the main thread
+    may be in a collective, where it does not look at signals. To be called in the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.siginterrupt(number, False)  # system calls of libraries go on
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_read, args=(reader, react), name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)
+
+
+def pass_on(number: int) -> None:
+    """What ranks other than 0 do with a signal. Under torchrun nothing: it sends signals to every rank itself."""
+    if RANK_0_VARIABLE in os.environ:
+        with suppress(ProcessLookupError):
+            os.kill(int(os.environ[RANK_0_VARIABLE]), number)
+
+
+def _nothing(*_: object) -> None:
+    """Python writes the number to the wakeup descriptor only where there is a handler."""
+
+
+def _read(reader: int, react: Callable[[int], None]) -> None:
+    while numbers := os.read(reader, 64):  # empty once the other end is closed
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                react(number)
+    os.close(reader)

@@ -1,0 +1,101 @@
+"""Stopping between two steps, with a checkpoint: because a signal asks for it, or the time is up."""
+
+import os
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Self
+
+from shardwise.config import TrainerConfig
+from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
+from shardwise.controller.launch import seconds_since_start
+from shardwise.controller.signals import stop_signals
+
+
+class Stopped(Exception):
+    """A run has saved and stopped before its last step; the message says why, and how it goes on."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+        """The exit code of the job."""
+
+
+class Stopping:
+    """Knows when a run has to stop. A context manager: inside, SIGTERM and SIGINT no longer end the process at once.
+
+    From the first signal on, trainer.stop_grace_seconds are left for the step, the save, and leaving the context; then
+    the process ends as it is. A second signal ends it at once where it is alone. A rank leaves that to what started it,
+    which may repeat a signal that went to all processes.
+    """
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._trainer = trainer
+        self._signal: signal.Signals | None = None
+        self._grace: threading.Timer | None = None
+        self._longest_step_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.callback(self._end_grace)
+            stack.enter_context(stop_signals(self._react))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def count_step(self, seconds: float) -> None:
+        """Tells how long a step took."""
+        self._longest_step_seconds = max(self._longest_step_seconds, seconds)
+
+    def is_due(self, *, save_seconds: float | None) -> bool:
+        """Whether the run has to stop before its next step.
+
+        Args:
+            save_seconds: what a save takes; None before the first, which then counts as the longest step.
+        """
+        return self._signal is not None or self._is_time_up(save_seconds)
+
+    def stopped(self, step: int) -> Stopped:
+        """The exception to leave the recipe with, after `step` was saved."""
+        trainer = self._trainer
+        if self._signal is not None:
+            reason, code = f"stopped by {self._signal.name}", code_of_signal(self._signal)
+        else:
+            reason, code = f"stopped for trainer.max_time_seconds={trainer.max_time_seconds:g}", TIME_IS_UP
+        if not trainer.save_state:
+            return Stopped(f"{reason} after step {step}; not resumable, for trainer.save_state=false", code)
+        how = "" if trainer.resume == "auto" else " with trainer.resume=auto"
+        return Stopped(f"{reason}; resumable: the same command{how} goes on after step {step}", code)
+
+    def _is_time_up(self, save_seconds: float | None) -> bool:
+        """Whether another step and a save might not fit in."""
+        if self._trainer.max_time_seconds is None:
+            return False
+        needed = self._longest_step_seconds + (self._longest_step_seconds if save_seconds is None else save_seconds)
+        return seconds_since_start() + needed > self._trainer.max_time_seconds
+
+    def _react(self, number: int) -> None:
+        """In the thread of signals."""
+        if self._signal is None:
+            self._signal = signal.Signals(number)
+            grace = self._trainer.stop_grace_seconds
+            late = f"trainer.stop_grace_seconds={grace:g} were too few for the step and the checkpoint"
+            self._grace = threading.Timer(grace, self._leave, [late])
+            self._grace.daemon = True
+            self._grace.start()
+            print(f"{self._signal.name}: saves and stops after this step", file=sys.stderr, flush=True)
+        elif "RANK" not in os.environ:
+            self._leave("stopped at once")
+
+    def _leave(self, reason: str) -> None:
+        assert self._signal is not None
+        print(f"{self._signal.name}: {reason}; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code_of_signal(self._signal))
+
+    def _end_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()

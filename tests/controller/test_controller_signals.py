@@ -1,0 +1,37 @@
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from shardwise.controller.signals import pass_on, stop_signals
+
+
+def test_signals_are_heard_while_the_main_thread_looks_at_none():
+    """It is in a library, as in a collective, when SIGTERM comes."""
+    heard = []
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with stop_signals(lambda number: heard.append((number, time.monotonic()))):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+        returned = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 5
+        while len(heard) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [number for number, _ in heard] == [signal.SIGTERM, signal.SIGINT]
+    assert heard[0][1] < returned
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_other_ranks_pass_signals_on_to_rank_0_where_a_launcher_started_them(monkeypatch):
+    rank_0 = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.delenv("SHARDWISE_RANK_0", raising=False)
+    pass_on(signal.SIGTERM)
+    assert rank_0.poll() is None
+    monkeypatch.setenv("SHARDWISE_RANK_0", str(rank_0.pid))
+    pass_on(signal.SIGTERM)
+    assert rank_0.wait(timeout=10) == -signal.SIGTERM
+    pass_on(signal.SIGTERM)  # it has ended already

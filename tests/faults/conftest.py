@@ -1,0 +1,3 @@
+from runs import assets, command, metrics_of, shell, start
+
+__all__ = ["assets", "command", "metrics_of", "shell", "start"]

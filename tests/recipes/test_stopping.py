@@ -1,0 +1,112 @@
+"""When a run stops between two steps; what Run does then is in test_run.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import TrainerConfig
+from shardwise.recipes.stopping import Stopping
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets how long the job has been running."""
+    return lambda seconds: monkeypatch.setattr("shardwise.recipes.stopping.seconds_since_start", lambda: seconds)
+
+
+def test_f11_time_is_up_when_the_longest_step_and_the_last_save_no_longer_fit_in(at):
+    stopping = Stopping(TrainerConfig(max_time_seconds=100))
+    at(99.9)
+    assert not stopping.is_due(save_seconds=None)  # nothing is known of steps
+    for seconds in (5, 20, 10):
+        stopping.count_step(seconds)
+    at(59)
+    assert not stopping.is_due(save_seconds=None)  # a save that was never seen counts as a step
+    at(61)
+    assert stopping.is_due(save_seconds=None)
+    at(76.5)
+    assert not stopping.is_due(save_seconds=3.0)
+    at(77.5)
+    assert stopping.is_due(save_seconds=3.0)
+    stopped = stopping.stopped(7)
+    assert (stopped.code, str(stopped)) == (
+        75,
+        "stopped for trainer.max_time_seconds=100; resumable: the same command goes on after step 7",
+    )
+
+
+def test_without_a_limit_time_is_never_up(at):
+    stopping = Stopping(TrainerConfig())
+    stopping.count_step(1e9)
+    at(1e9)
+    assert not stopping.is_due(save_seconds=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, "stopped by SIGINT; resumable: the same command goes on after step 7"),
+        (
+            {"resume": "never"},
+            "stopped by SIGINT; resumable: the same command with trainer.resume=auto goes on after step 7",
+        ),
+        ({"save_state": False}, "stopped by SIGINT after step 7; not resumable, for trainer.save_state=false"),
+    ],
+)
+def test_a_signal_stops_and_its_name_and_the_way_on_are_told(options, how, capsys):
+    with Stopping(TrainerConfig(**options)) as stopping:
+        assert not stopping.is_due(save_seconds=None)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 5
+        while not stopping.is_due(save_seconds=None) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    stopped = stopping.stopped(7)
+    assert (stopped.code, str(stopped)) == (130, how)
+
+
+LONG_STEP = f"""
+import hashlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+from shardwise.config import TrainerConfig
+from shardwise.recipes.stopping import Stopping
+with Stopping(TrainerConfig(stop_grace_seconds=float(sys.argv[1]))):
+    print("in a step", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace", "num_signals", "variables", "reason"),
+    [
+        ("0.3", 1, {}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint"),
+        ("30", 2, {}, "stopped at once"),
+        # What started a rank may say it twice.
+        ("0.3", 2, {"RANK": "0"}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint"),
+    ],
+)
+def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(grace, num_signals, variables, reason):
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | variables
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_STEP, grace],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "in a step\n"
+    for _ in range(num_signals):
+        process.terminate()
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err.splitlines() == [
+        "SIGTERM: saves and stops after this step",
+        f"SIGTERM: {reason}; the same command goes on from the last checkpoint",
+    ]
