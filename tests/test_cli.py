@@ -31,7 +31,7 @@ def test_dry_run_prints_the_resolved_config_and_starts_nothing(tmp_path, capsys)
     resolved = SFTConfig.load(tmp_path / "resolved.yaml")
     assert resolved == SFTConfig.load(file, ["trainer.seed=5"])
     assert (resolved.trainer.seed, resolved.trainer.batch_size, resolved.model.path) == (5, 8, "nowhere")
-    closed = ("engine.lora.", "engine.module_precision.")  # an optional group, and a list of them
+    closed = ("engine.lora.", "engine.module_precision.", "trainer.keep_best.")  # optional groups, and a list
     flat = [path for path in key_paths(SFTConfig) if not path.startswith(closed)]
     tree = yaml.safe_load(printed)
     for path in flat:  # every key is written out
