@@ -1,4 +1,4 @@
-"""F2, F4: a run that is killed at every write of a checkpoint, one process after the other, ends as one that was not."""
+"""F4: a run that is killed at every write of a checkpoint, process after process, ends as one that was not."""
 
 import os
 from pathlib import Path
