@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 
 from shardwise.config import ConfigError
 
@@ -24,6 +23,8 @@ def use_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ConfigError(f"engine.use_liger_kernels=true needs a CUDA device, and this rank runs on {device.type}")
+    from transformers.integrations.liger import apply_liger_kernel  # imports peft, which takes a second
+
     try:
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     except ImportError:

@@ -79,7 +79,7 @@ def test_liger_kernels_without_the_package_are_refused(monkeypatch):
     def not_installed(*_args):
         raise ImportError("liger-kernel")
 
-    monkeypatch.setattr("shardwise.engine.compile.apply_liger_kernel", not_installed)
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", not_installed)
     with pytest.raises(ConfigError) as error:
         use_liger_kernels(tiny_model("llama"), torch.device("cuda", 0))
     assert str(error.value) == "engine.use_liger_kernels=true needs the package liger-kernel, which is not installed"

@@ -28,6 +28,17 @@ def test_startup_imports_neither_torch_nor_transformers(code):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_rank_starts_without_what_few_runs_need():
+    """Each of these packages takes a second or more of every start. What is imported is no work for the collector."""
+    script = (
+        "import gc, sys\nfrom shardwise.cli import main\ncode = main(['replay', 'nowhere'])\n"
+        "print(code, sorted({'peft', 'datasets', 'math_verify'} & sys.modules.keys()))\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2 []\nTrue True\n"), done.stderr
+
+
 def test_the_engine_starts_without_what_only_runs_need():
     """A machine with a GPU may have little more than torch and transformers: see `make gpu-test`."""
     packages = ["rich", "xxhash", "datasets", "pyarrow", "peft", "math_verify", "tensorboard"]
