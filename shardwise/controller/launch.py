@@ -16,7 +16,7 @@ from shardwise.controller.failures import Failure, Note, explain, num_killed_for
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
-from shardwise.observability.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 
 STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""

@@ -26,7 +26,7 @@ from shardwise.engine.shards import gathered, local_shard
 from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:

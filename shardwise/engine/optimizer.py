@@ -20,7 +20,7 @@ from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
 from shardwise.engine.schedule import schedule_at
 from shardwise.engine.shards import local_shard
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
 MASTER = "master/"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelError
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 
 DTYPE_NAMES = {
     "BOOL": torch.bool,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.shards import RowSharding, local_shard
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 
 _TAG = 1
 """Of shards on their way, beside the commands that travel over the same connections."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from shardwise.observability.fault_plan import fault_point
+from shardwise.fault_plan import fault_point
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

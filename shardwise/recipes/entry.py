@@ -30,7 +30,7 @@ from shardwise.controller.process_group import Rank, connect, open_store, proces
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
-from shardwise.observability.fault_plan import plan
+from shardwise.fault_plan import plan
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate

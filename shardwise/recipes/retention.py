@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.config import ConfigError, KeepBestConfig, TrainerConfig
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.checkpoints import step_folders, write_latest
 from shardwise.recipes.manifest import Manifest
 from shardwise.recipes.saving import staging_folder

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import GenerationConfig, RewardConfig, TrainingError
 from shardwise.controller.base import WorkerGroup
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.environment import load_environment
 from shardwise.recipes.episodes import Episode, Episodes
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards

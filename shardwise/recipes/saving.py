@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.engine import fsync_folder, named_failures
-from shardwise.observability import fault_point, move_aside
+from shardwise.fault_plan import fault_point
+from shardwise.observability import move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder
 
 

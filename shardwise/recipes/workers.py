@@ -24,7 +24,7 @@ from shardwise.config import (
 )
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
-from shardwise.observability import fault_point
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind

@@ -8,7 +8,7 @@ from ranks import RankError, RankPool
 from small_run import run_steps
 
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
-from shardwise.observability.fault_plan import VARIABLE, plan
+from shardwise.fault_plan import VARIABLE, plan
 from shardwise.recipes.checkpoints import step_folders
 
 STEPS, EVERY = 120, 2
@@ -52,7 +52,10 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "async_save",
+    [pytest.param(True, id="in the background"), pytest.param(False, id="at once", marks=pytest.mark.full)],
+)
 def test_f04_a_run_killed_at_each_write_of_a_save_ends_as_one_that_was_not(process, model_folder, tmp_path, async_save):
     """Every process goes on from the newest whole checkpoint, does two steps and dies in its save, one write later than
     the one before it: so each of them proves that the one before has left nothing half."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardwise.observability.fault_plan import VARIABLE, Fault, FaultPlan, plan
+from shardwise.fault_plan import VARIABLE, Fault, FaultPlan, plan
 
 
 def test_a_fault_happens_to_its_rank_in_its_phase_the_n_th_time():
@@ -30,7 +30,7 @@ def test_errors_of_the_file_system_are_those_that_it_raises(action, number):
 
 @pytest.mark.parametrize(("action", "number"), [("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)])
 def test_signals_go_to_the_process_itself(action, number):
-    code = "from shardwise.observability import fault_point; fault_point('optim'); fault_point('optim'); print('alive')"
+    code = "from shardwise.fault_plan import fault_point; fault_point('optim'); fault_point('optim'); print('alive')"
     environment = {**os.environ, VARIABLE: f"phase=optim nth=2 action={action}; rank=7 phase=optim", "RANK": "3"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-number, "")
