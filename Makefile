@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
 
-.PHONY: install quickstart test test-full test-vllm test-learning gpu-test check format docs clean
+.PHONY: install quickstart test test-full test-faults test-vllm test-learning gpu-test check format docs clean
 
 install: $(VENV)/installed
 
@@ -25,6 +25,10 @@ test: install
 # Every combination of layouts and memory options, where `make test` takes every pair.
 test-full: install
 	$(BIN)/python -m pytest -m full
+
+# Everything that may happen to a run: killed, stopped and cut off at every point; `make test` takes most of it.
+test-faults: install
+	$(BIN)/python -m pytest tests/faults -m ''
 
 # The rollout engines' contract with vLLM's CPU build among them, and GRPO with it. It needs an environment of its own:
 # vLLM and Shardwise's are tested with different releases of transformers.

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shardwise.controller.failures import Failure, Note, explain, num_killed_for
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 
 STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
@@ -54,10 +55,10 @@ def launch(
         The job's exit code. Prints why it failed.
     """
     asked: list[int] = []
-    started = time.monotonic()
+    variables = {STARTED_VARIABLE: str(time.monotonic())}
     with stop_signals(asked.append):
         while True:
-            end = _run(command, nproc, asked, stop_grace_seconds=stop_grace_seconds, faults=faults, started=started)
+            end = _run(command, nproc, asked, variables, stop_grace_seconds=stop_grace_seconds, faults=faults)
             if end.failure is None:
                 return end.code
             if restarts is None:
@@ -67,6 +68,7 @@ def launch(
             if again is None or asked:
                 return end.code
             command = again
+            variables[FAULT_PLAN_VARIABLE] = ""  # what is planned happens once
 
 
 def is_launched() -> bool:
@@ -104,11 +106,11 @@ class _End:
 class _Ranks:
     """The processes of one group. A context manager: afterwards none of them lives."""
 
-    def __init__(self, command: Sequence[str], nproc: int, folder: Path, *, started: float) -> None:
+    def __init__(self, command: Sequence[str], nproc: int, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         lifeline_read, self._lifeline = os.pipe()
-        shared = {JOB_FOLDER_VARIABLE: str(folder), STARTED_VARIABLE: str(started)}
+        shared = {JOB_FOLDER_VARIABLE: str(folder), **variables}
         try:
             for rank in range(nproc):
                 leader = {RANK_0_VARIABLE: str(self.processes[0].pid)} if rank else {}
@@ -173,16 +175,16 @@ def _run(
     command: Sequence[str],
     nproc: int,
     asked: list[int],
+    variables: Mapping[str, str],
     *,
     stop_grace_seconds: float,
     faults: Path | None,
-    started: float,
 ) -> _End:
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
     num_killed = num_killed_for_memory()
     with (
         tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
-        _Ranks(command, nproc, Path(folder), started=started) as ranks,
+        _Ranks(command, nproc, Path(folder), variables) as ranks,
     ):
         _wait(ranks, asked)
         if asked:

@@ -26,6 +26,7 @@ from shardwise.engine.shards import gathered, local_shard
 from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
+from shardwise.fault_plan import fault_point
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
@@ -248,8 +249,10 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             with self._adapter_dropout(origin):
+                fault_point("forward")
                 outputs = self._run(batch, about)
                 loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+                fault_point("backward")
                 (loss * self._optimizer.loss_scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})

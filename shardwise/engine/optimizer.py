@@ -20,6 +20,7 @@ from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
 from shardwise.engine.schedule import schedule_at
 from shardwise.engine.shards import local_shard
+from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
 MASTER = "master/"
@@ -91,10 +92,12 @@ class ShardedOptimizer:
         share = schedule_at(self._config, self.num_steps, self._total_steps)
         self._set_learning_rates(share)
         scale = self.loss_scale
+        fault_point("allreduce")
         norm = global_grad_norm(self.parameters, losses) / scale
         finite = math.isfinite(norm)
         if finite:
             self._unscale_and_clip(norm, scale)
+            fault_point("optim")
             for optimizer in self.optimizers:
                 optimizer.step()
         self.zero_grad()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelError
+from shardwise.fault_plan import fault_point
 
 DTYPE_NAMES = {
     "BOOL": torch.bool,
@@ -229,6 +230,7 @@ class SafetensorsWriter:
 
     def close(self) -> None:
         assert self.is_complete, f"{sorted(self._offsets)} were never written"
+        fault_point("write")
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -237,6 +239,7 @@ class SafetensorsWriter:
         self._file.close()
 
     def _write_all(self, data: bytes | memoryview) -> None:
+        fault_point("write")
         view = memoryview(data)
         done = 0
         while done < len(view):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.shards import RowSharding, local_shard
+from shardwise.fault_plan import fault_point
 
 _TAG = 1
 """Of shards on their way, beside the commands that travel over the same connections."""
@@ -32,6 +33,7 @@ class StagingBuffers:
 
     def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Of a plain tensor on any device, in its dtype or another; page-locked where it comes from an accelerator."""
+        fault_point("stage")
         dtype = dtype or tensor.dtype
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, dtype):

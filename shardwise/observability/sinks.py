@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shardwise.fault_plan import fault_point
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -105,11 +107,13 @@ def write_json_atomic(path: Path, value: Any) -> None:
         OSError: the file cannot be written; the old one is intact.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fault_point("write")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(_to_json(value, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        fault_point("write")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

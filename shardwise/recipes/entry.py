@@ -30,6 +30,7 @@ from shardwise.controller.process_group import Rank, connect, open_store, proces
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
+from shardwise.fault_plan import plan
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
@@ -131,6 +132,7 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
     be_watched(rank.rank)
     with ExitStack() as stack:
         try:
+            _require_fault_plan()
             _require_trainers(rank, num_apart)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
@@ -179,6 +181,13 @@ def _end(error: Exception, rank: int) -> None:
     """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
     if not is_lost_peer(error):
         os._exit(note_failure(error, rank))
+
+
+def _require_fault_plan() -> None:
+    try:
+        plan()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _require_trainers(rank: Rank, num_apart: int) -> None:

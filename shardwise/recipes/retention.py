@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.config import ConfigError, KeepBestConfig, TrainerConfig
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.checkpoints import step_folders, write_latest
 from shardwise.recipes.manifest import Manifest
 from shardwise.recipes.saving import staging_folder
@@ -66,6 +67,7 @@ def remove_old(run: Path, trainer: TrainerConfig) -> None:
     for step in manifests.keys() - kept_steps(manifests, trainer):
         hidden = staging_folder(folders[step])
         os.replace(folders[step], hidden)
+        fault_point("prune")
         shutil.rmtree(hidden)
 
 

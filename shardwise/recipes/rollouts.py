@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import GenerationConfig, RewardConfig, TrainingError
 from shardwise.controller.base import WorkerGroup
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.environment import load_environment
 from shardwise.recipes.episodes import Episode, Episodes
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
@@ -114,6 +115,7 @@ class Rollouter:
         if self._rewards is None:
             _require_whole(episodes)
             return [[RewardResult(score=0.0) for _ in group] for group in groups]
+        fault_point("reward")
         results = iter(self._rewards.score([self._job(episode) for episode in episodes]))
         return [[next(results) for _ in group] for group in groups]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.engine import fsync_folder, named_failures
+from shardwise.fault_plan import fault_point
 from shardwise.observability import move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder
 
@@ -29,7 +30,9 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
             for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
                 fsync_folder(folder)
             move_aside(final)  # one that is not whole, or it would have been resumed from
+            fault_point("commit")
             os.replace(staging, final)
+            fault_point("commit")
             fsync_folder(final.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)

@@ -24,6 +24,7 @@ from shardwise.config import (
 )
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
+from shardwise.fault_plan import fault_point
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
@@ -208,6 +209,7 @@ class Worker:
     ) -> list[torch.Tensor]:
         """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
         `temperature`: None is that of the rollout."""
+        fault_point("logprob")
         seat = self._take_device(role, "params")
         temperature = seat.source.temperature if temperature is None else temperature
         outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
@@ -217,6 +219,7 @@ class Worker:
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""
         assert self._rollout is not None
+        fault_point("rollout")
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
         return self._rollout.generate(requests)
@@ -231,6 +234,7 @@ class Worker:
     def sync_weights(self, version: int) -> dict[str, Any]:
         """Brings the policy's weights into the rollout engine, verified. Returns the SyncReceipt."""
         assert self._rollout is not None
+        fault_point("sync")
         seat = self._take_device(POLICY, "params")
         self._rollout.wake("weights")
         dtype = getattr(torch, seat.config.param_dtype)
@@ -238,6 +242,7 @@ class Worker:
 
     def push_weights(self, version: int) -> dict[str, Any] | None:
         """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends."""
+        fault_point("sync")
         seat = self._take_device(POLICY, "params")
         dtype = getattr(torch, seat.config.param_dtype)
         receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype)
@@ -245,6 +250,7 @@ class Worker:
 
     def pull_weights(self, version: int) -> dict[str, Any]:
         """Takes over the weights that `push_weights` sends, verified. Returns the SyncReceipt."""
+        fault_point("sync")
         medium = self._joined_medium()
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"
