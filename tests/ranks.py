@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "transformers", "safetensors.torch", "shardwise.engine"]
+PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "safetensors.torch", "shardwise.recipes.workers"]
 EXIT_GRACE_SECONDS = 5.0
 
 
