@@ -130,8 +130,6 @@ def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, An
         )
         for kind in ("sync", "async")
     }
-    for kind in savers:
-        (scratch / kind).mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[..., object], *arguments: Any) -> None:
@@ -145,6 +143,8 @@ def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, An
 
     num_bytes = 0
     for number in range(rounds + 1):  # the first warms up: page cache, staging buffers
+        for kind in savers:
+            (scratch / kind).mkdir(parents=True)
         timed("sync", savers["sync"].save, number, {})
         num_bytes = sum(file.stat().st_size for file in (scratch / "sync").rglob("*") if file.is_file())
         state = str(step_folder(scratch / "sync", number) / "state" / "policy")
