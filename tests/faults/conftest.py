@@ -1,3 +1,18 @@
+from pathlib import Path
+
+import pytest
 from runs import assets, command, metrics_of, shell, start
 
+from shardwise.data.synthetic import build_model_folder, train_tokenizer
+
 __all__ = ["assets", "command", "metrics_of", "shell", "start"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    build_model_folder(
+        folder, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=32, max_position_embeddings=32
+    )
+    return folder

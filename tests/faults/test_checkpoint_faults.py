@@ -15,7 +15,6 @@ import torch.distributed as dist
 from small_run import config_of, run_steps
 
 from shardwise.config import UserError
-from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.manifest import verify_share
 from shardwise.recipes.resume import find_start
 from shardwise.recipes.writer_lock import writer_lock
@@ -34,16 +33,6 @@ def digests(folder: Path) -> dict[str, bytes]:
 def stop_at_5(step, _worker, _run):
     if step == 5:
         raise UserError("killed")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
-    build_model_folder(
-        folder, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=32, max_position_embeddings=32
-    )
-    return folder
 
 
 @pytest.fixture

@@ -7,22 +7,11 @@ import pytest
 from ranks import RankError, RankPool
 from small_run import run_steps
 
-from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.fault_plan import VARIABLE, plan
 from shardwise.recipes.checkpoints import step_folders
 
 STEPS, EVERY = 120, 2
 WITHOUT_END = 10**6
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
-    build_model_folder(
-        folder, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=32, max_position_embeddings=32
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
