@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from runs import keep_first_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shardwise.data.synthetic import preference_problems
@@ -11,7 +12,10 @@ from shardwise.data.synthetic import preference_problems
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return preference_problems(tmp_path_factory.mktemp("pairs"), seed=0, num_held_out=32)
+    files = preference_problems(tmp_path_factory.mktemp("pairs"), seed=0, num_held_out=32)
+    for file in (files.pairs_train, files.labelled_train):
+        keep_first_rows(file)
+    return files
 
 
 def options(assets, train, held_out, output_dir, **extra) -> list[str]:
@@ -35,7 +39,9 @@ def options(assets, train, held_out, output_dir, **extra) -> list[str]:
 def test_the_loss_on_held_out_rows_falls(assets, files, command, metrics_of, tmp_path, loss):
     sides = ("labelled_train", "labelled_validation") if loss == "kto" else ("pairs_train", "pairs_validation")
     train, held_out = (getattr(files, name) for name in sides)
-    done = command("preference", *options(assets, train, held_out, tmp_path / "run", loss=loss))
+    arguments = options(assets, train, held_out, tmp_path / "run", loss=loss)
+    slowly = ("trainer.learning_rate=1e-3", "trainer.total_steps=24", "trainer.validate_every_steps=4")
+    done = command("preference", *arguments, *slowly)
     assert done.code == 0, done.err
     rows = [row for row in metrics_of(tmp_path / "run") if "val/loss" in row]
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
