@@ -4,7 +4,8 @@ A Qwen3 with AdamW states and float32 masters is saved by the product's own Save
 on the same bytes and the same disk:
 
 sync        trainer.async_save=false, until the checkpoint is published: weights, state, hashes, fsync, rename
-async       trainer.async_save=true: how long training waits, and until it is published
+async       trainer.async_save=true, with scoring beside it: how long training waits (`pause`: in the save, and before
+            weights may change), and until it is published
 raw_write   as many bytes as the checkpoint has, each rank its share, in blocks of 16 MiB, with fsync
 torch_save  `torch.save` of each rank's shards and, on rank 0, of the model in its dtype, with fsync
 dcp         `torch.distributed.checkpoint.save` of the state and the same file of the model, with fsync
@@ -50,6 +51,8 @@ from shardwise.types import Sample
 
 BLOCK_BYTES = 1 << 24
 TIMEOUT_SECONDS = 300
+NUM_SCORED = 256
+"""Tokens of each rank: less than a step has."""
 
 
 def build_folder(folder: Path, *, hidden_size: int, num_layers: int) -> None:
@@ -95,6 +98,10 @@ class Bench(Worker):
         dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(Path(folder) / "dcp", sync_files=True))
         self._write_model(Path(folder))
 
+    def wait_for_copies(self) -> None:
+        """What an optimizer step would wait for."""
+        self._seats["policy"].engine._copies.wait()
+
     def verify_state(self, folder: str) -> None:
         """What comes before loading."""
         verify_files(StateIndex.read(Path(folder)), Path(folder))
@@ -117,8 +124,8 @@ def _save_and_sync(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, Any]:
-    """Seconds of every round, and the bytes of a checkpoint."""
+def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, rounds: int) -> dict[str, Any]:
+    """Seconds of every round, and the bytes of a checkpoint. `samples` are scored beside the save."""
     group = policy.group
     config = {"model": {"path": "m"}, "data": {"train_files": "t"}}
     savers = {
@@ -138,8 +145,11 @@ def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, An
         seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def save_async(step: int) -> None:
-        timed("pause", savers["async"].save, step, {})
+        timed("begin", savers["async"].save, step, {})
+        timed("score_beside", policy.score, samples)
+        timed("copies", group.call, "wait_for_copies")
         savers["async"].wait()
+        seconds.setdefault("pause", []).append(seconds["begin"][-1] + seconds["copies"][-1])
 
     num_bytes = 0
     for number in range(rounds + 1):  # the first warms up: page cache, staging buffers
@@ -150,6 +160,7 @@ def measure(policy: RemoteEngine, scratch: Path, *, rounds: int) -> dict[str, An
         state = str(step_folder(scratch / "sync", number) / "state" / "policy")
         timed("load", policy.load_state, state)
         timed("verify", group.call, "verify_state", state)
+        timed("score", policy.score, samples)
         timed("async", save_async, number)
         for kind in ("raw", "torch", "dcp"):
             folder = scratch / kind
@@ -176,14 +187,16 @@ def run_rank(folder: Path, scratch: Path, *, rounds: int, threads: int) -> None:
             return
         background = RankGroup(writer, links, timeout_seconds=TIMEOUT_SECONDS)
         group = RankGroup(worker, control, timeout_seconds=TIMEOUT_SECONDS, background=background)
-        layout = EngineConfig(param_dtype="bfloat16", max_tokens_per_micro_batch=64)
+        layout = EngineConfig(param_dtype="bfloat16", max_tokens_per_micro_batch=NUM_SCORED)
         policy = build_engine(
             group, "policy", ModelConfig(path=str(folder)), layout, optimizer=OptimizerConfig(), total_steps=10
         )
-        tokens = torch.arange(16) + 5
-        mask = torch.arange(16) > 0
-        policy.train([Sample(uid=str(n), token_ids=tokens, loss_mask=mask) for n in range(group.size)])
-        (scratch / "result.json").write_text(json.dumps(measure(policy, scratch / "files", rounds=rounds)))
+        tokens = torch.arange(NUM_SCORED) % 250 + 5
+        samples = [
+            Sample(uid=str(n), token_ids=tokens, loss_mask=torch.arange(NUM_SCORED) > 0) for n in range(group.size)
+        ]
+        policy.train(samples)
+        (scratch / "result.json").write_text(json.dumps(measure(policy, scratch / "files", samples, rounds=rounds)))
         group.shutdown()
 
 

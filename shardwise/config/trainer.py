@@ -48,9 +48,9 @@ class TrainerConfig(OptimizerConfig):
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""
     async_save: bool = True
-    """Training waits only while its shards are copied to host memory (2 or 4 bytes for each parameter of the model and
-    as many as save_state writes, shared by the ranks); they are written beside it. false waits for the disk, and needs
-    no memory."""
+    """Shards are copied to host memory (2 or 4 bytes for each parameter of the model and as many as save_state writes,
+    shared by the ranks) and written while training goes on; only the next optimizer step waits for the copies. false
+    waits for the disk, and needs no memory."""
     resume: str = "auto"
     """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""

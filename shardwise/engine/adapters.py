@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.lora import ADAPTER, adapter_names, lora_layers, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import gathered, local_box, local_shard
@@ -121,6 +122,10 @@ class StagedAdapter:
             if dist.get_rank() == 0:
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
         return cls(config, tensors)
+
+    def nonfinite_names(self) -> list[str]:
+        """Of the tensors that hold NaN or an infinity; on rank 0."""
+        return nonfinite_names(self._tensors.items())
 
     def write(self, folder: Path) -> None:
         """On rank 0: into an existing folder, durably. Raises OSError."""

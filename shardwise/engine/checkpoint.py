@@ -22,9 +22,10 @@ from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
-from shardwise.engine.staging import StagingBuffers
+from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
 
 
@@ -57,24 +58,32 @@ class StagedState:
     """Parts of tensors that this rank writes."""
     _numbers: dict[str, Any]
     _rank: int
+    _copies: Copies | None
 
     @classmethod
     @torch.no_grad()
     def of(cls, optimizer: ShardedOptimizer, buffers: StagingBuffers | None = None) -> Self:
-        """Collective. With `buffers` it is the state as it is now, whatever the optimizer does next; without them it
-        must be written before the next step."""
+        """Collective. With `buffers` it is the state as it is now: the optimizer goes on when their copies are made.
+        Without them it must be written before the next step."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
         plans, rank = _agree(planner), dist.get_rank()
         mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[rank].items}
         if buffers is not None:
             mine = {name: buffers.copy(name, tensor) for name, tensor in mine.items()}
-        return cls(plans, mine, optimizer.numbers(), rank)
+        return cls(plans, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
+
+    def nonfinite_names(self) -> list[str]:
+        """Of the masters (by the weight's name) and states (`exp_avg/NAME`) of which this rank's part holds NaN or an
+        infinity."""
+        self._finish_copies()
+        return nonfinite_names((name.removeprefix(MASTER), tensor) for name, tensor in self._mine.items())
 
     def write(self, folder: Path) -> ShardFile | None:
         """Writes this rank's file into an existing folder; None if it has none. Raises OSError."""
         if not self._mine:
             return None
+        self._finish_copies()
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._mine.items()}
         return ShardFile.write(folder / shard_name(self._rank), specs, self._mine.items())
 
@@ -83,6 +92,10 @@ class StagedState:
         written = {shard_name(rank): file for rank, file in enumerate(files) if file is not None}
         _index(self._plans, written, self._numbers).write(folder)
         fsync_folder(folder)
+
+    def _finish_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.finish()
 
 
 @torch.no_grad()

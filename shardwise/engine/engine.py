@@ -23,7 +23,7 @@ from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import gathered, local_shard
-from shardwise.engine.staging import StagingBuffers
+from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
@@ -75,7 +75,8 @@ class TrainEngine:
             "grads": HostCopies(),
             "optimizer": HostCopies(),
         }
-        self._export_buffers, self._state_buffers = StagingBuffers(), StagingBuffers()
+        self._copies = Copies()
+        self._export_buffers, self._state_buffers = StagingBuffers(self._copies), StagingBuffers(self._copies)
         self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
         self.num_parameters = num_parameters(self._model)
@@ -266,6 +267,7 @@ class TrainEngine:
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         losses, self._losses = self._losses, []
+        self._copies.wait()
         if on_fault is None:
             return self._optimizer.step(losses)
         return self._optimizer.step(losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses]))
@@ -344,8 +346,8 @@ class TrainEngine:
         save_state(self._optimizer, folder)
 
     def stage_export(self) -> StagedExport:
-        """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. The
-        next call overwrites the copies."""
+        """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What
+        changes weights waits until the copies are made. The next call overwrites them."""
         return StagedExport.of(self._model.hf_model, self._compute_dtype, self._export_buffers)
 
     def stage_state(self) -> "StagedState":
@@ -366,6 +368,7 @@ class TrainEngine:
         from shardwise.engine.checkpoint import load_state
 
         assert self._optimizer is not None, "a frozen engine has no training state"
+        self._copies.wait()
         load_state(self._optimizer, folder, verify=verify)
 
     def offload(self, *parts: Part) -> None:
@@ -373,6 +376,7 @@ class TrainEngine:
 
         The engine must not compute with a part that is away.
         """
+        self._copies.wait()
         for part in parts:
             self._on_host[part].take(self._tensors(part))
 

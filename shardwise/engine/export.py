@@ -20,7 +20,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.model_folder import INDEX_NAME
-from shardwise.engine.runtime_state import buffer_names, merged_state, runtime_state
+from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.shards import gathered
 from shardwise.engine.staging import HostShards, Links, StagingBuffers
@@ -94,14 +94,20 @@ class StagedExport:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, dtype: torch.dtype, buffers: StagingBuffers) -> Self:
-        """Collective. Copies this rank's shards, adapters merged, in the dtypes of the file."""
+        """Collective. Begins to copy this rank's shards, adapters merged, in the dtypes of the file."""
         plan = ExportPlan.of(model, dtype)
         merged = merged_state(model)
         shards = HostShards(buffers)
         for block in plan.blocks:
             for name in block.runtime_names:
                 shards.add(name, merged[name], block.dtypes[name])
+            if has_adapters(model):
+                buffers.copies.wait()  # merged tensors are temporary: one block of them at a time
         return cls(plan, shards)
+
+    def nonfinite_names(self) -> list[str]:
+        """Of the tensors of which this rank's part holds NaN or an infinity."""
+        return self._shards.nonfinite_names()
 
     @torch.no_grad()
     def write(self, folder: Path, tokenizer: Callable[[], Any], links: Links) -> None:

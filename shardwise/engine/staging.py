@@ -1,5 +1,6 @@
 """What a checkpoint is written from while training goes on: this rank's shards, copied to host memory."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.shards import RowSharding, local_shard
 from shardwise.fault_plan import fault_point
 
@@ -24,15 +26,56 @@ class Links(Protocol):
         """Begins to receive one tensor."""
 
 
+class Copies:
+    """Copies to host memory that go on beside whatever only reads their sources, such as a forward or backward pass.
+
+    From a CPU a thread makes them, from an accelerator a stream of its own, which computes in order with the others.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._running: list[Future[Tensor]] = []
+        self._stream: torch.Stream | None = None
+
+    def begin(self, target: Tensor, source: Tensor) -> None:
+        """The copy is of what `source` holds when all that was computed up to now is done."""
+        if source.device.type == "cpu":
+            self._running.append(self._thread.submit(target.copy_, source))
+            return
+        if self._stream is None:
+            self._stream = torch.Stream(source.device)
+        self._stream.wait_stream(torch.accelerator.current_stream(source.device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """To be called before a source changes. Waits for: memory. Only the device waits, if the sources are on one."""
+        running, self._running = self._running, []
+        for copy in running:
+            copy.result()
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """To be called, in any thread, before a target is read."""
+        for copy in self._running:
+            copy.result()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 class StagingBuffers:
     """Host memory for copies of tensors by name. It is kept from one save to the next, for getting it anew costs more
     than filling it; so what was copied under a name before is overwritten."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Of a plain tensor on any device, in its dtype or another; page-locked where it comes from an accelerator."""
+        """Begins to copy a plain tensor from any device, in its dtype or another, into memory that is page-locked where
+        it comes from an accelerator."""
         fault_point("stage")
         dtype = dtype or tensor.dtype
         buffer = self._buffers.get(name)
@@ -40,7 +83,8 @@ class StagingBuffers:
             pinned = tensor.device.type != "cpu"
             buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = buffer
-        return buffer.copy_(tensor.detach())
+        self.copies.begin(buffer, tensor.detach())
+        return buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +106,21 @@ class HostShards:
         self._rows: dict[str, _Rows] = {}
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Copies this rank's shard of a tensor in a dtype, which `whole` gives back."""
+        """Begins to copy this rank's shard of a tensor in a dtype, which `whole` gives back."""
         sharding = RowSharding.of(tensor)
         ranks = [dist.get_rank()] if sharding.group is None else dist.get_process_group_ranks(sharding.group)
         copy = self._buffers.copy(name, local_shard(tensor), dtype)
         self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
 
+    def nonfinite_names(self) -> list[str]:
+        """Of the tensors of which this rank's rows hold NaN or an infinity. Waits for the copies."""
+        self._buffers.copies.finish()
+        return nonfinite_names((name, rows.mine) for name, rows in self._rows.items())
+
     def whole(self, name: str, writer: int, links: Links) -> Tensor | None:
         """To be called on every rank, in the same order. The full tensor on rank `writer`, None elsewhere. Each
-        other rank that holds rows of the writer's replica sends them to it."""
+        other rank that holds rows of the writer's replica sends them to it. Waits for the copies."""
+        self._buffers.copies.finish()
         rows = self._rows[name]
         me = rows.ranks[rows.sharding.rank]
         if rows.ranks == [me]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
     from shardwise.engine.checkpoint import StagedState
 
+    Staged = StagedExport | StagedAdapter | StagedState
+
 Outcome = dict[str, Any]
 """{"result": of a call, "error": why there is none, or ""}: one rank's failure must not end the others."""
 
@@ -31,25 +33,34 @@ class CheckpointWriter:
         """
         self._rank = rank
         self._links = links
+        self._staged: dict[str, list[Staged]] = {}
         self._exports: dict[str, tuple[StagedExport, ModelConfig]] = {}
         self._adapters: dict[str, StagedAdapter] = {}
         self._states: dict[str, StagedState] = {}
 
-    def add_export(self, subfolder: str, export: StagedExport, model: ModelConfig) -> None:
+    def add_export(self, role: str, subfolder: str, export: StagedExport, model: ModelConfig) -> None:
         """The next checkpoint holds it in `subfolder`, with the tokenizer of the model's config."""
+        self._staged.setdefault(role, []).append(export)
         self._exports[subfolder] = export, model
 
-    def add_adapter(self, subfolder: str, adapter: "StagedAdapter") -> None:
+    def add_adapter(self, role: str, subfolder: str, adapter: "StagedAdapter") -> None:
         """The next checkpoint holds it in `subfolder`."""
+        self._staged.setdefault(role, []).append(adapter)
         self._adapters[subfolder] = adapter
 
-    def add_state(self, subfolder: str, state: "StagedState") -> None:
+    def add_state(self, role: str, subfolder: str, state: "StagedState") -> None:
         """The next checkpoint holds it in `subfolder`."""
+        self._staged.setdefault(role, []).append(state)
         self._states[subfolder] = state
 
     def clear(self) -> None:
         """Forgets what is staged."""
-        self._exports, self._adapters, self._states = {}, {}, {}
+        self._staged, self._exports, self._adapters, self._states = {}, {}, {}, {}
+
+    def nonfinite_tensors(self, role: str) -> list[str]:
+        """The staged weights and optimizer states of which this rank's part holds NaN or an infinity. Waits for: their
+        copies."""
+        return list(dict.fromkeys(name for staged in self._staged.get(role, []) for name in staged.nonfinite_names()))
 
     def write(self, checkpoint: str) -> Outcome:
         """Writes this rank's files. The result holds the ShardFile of each state, by subfolder."""

@@ -78,10 +78,6 @@ class RemoteEngine:
         during a run."""
         self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
 
-    def nonfinite_tensors(self) -> list[list[str]]:
-        """By rank the weights and optimizer states of which its part holds NaN or an infinity."""
-        return self.group.call("nonfinite_tensors", self.role)
-
     def save(self, folder: str) -> None:
         """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""
         self.group.call("save_weights", self.role, self.model.model_dump_json(), folder)
@@ -91,12 +87,12 @@ class RemoteEngine:
         self.group.call("save_state", self.role, folder)
 
     def stage(self, subfolder: str) -> None:
-        """Copies what `save` would write; the ranks' CheckpointWriters put it into `subfolder` of the next
+        """Begins to copy what `save` would write; the ranks' CheckpointWriters put it into `subfolder` of the next
         checkpoint."""
         self.group.call("stage_weights", self.role, self.model.model_dump_json(), subfolder)
 
     def stage_state(self, subfolder: str) -> None:
-        """Copies what `save_state` would write, likewise."""
+        """Likewise what `save_state` would write."""
         self.group.call("stage_state", self.role, subfolder)
 
     def load_state(self, folder: str) -> None:

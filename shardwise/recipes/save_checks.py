@@ -7,19 +7,24 @@ from pathlib import Path
 import torch
 
 from shardwise.config import EngineConfig, ExportError, NotFiniteError, TrainerConfig
+from shardwise.controller.base import WorkerGroup
 from shardwise.recipes.checkpoints import step_folders
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import STATE
 
 
-def check_before_saving(run: Path, engines: Iterable[RemoteEngine], trainer: TrainerConfig) -> None:
+def check_before_saving(
+    run: Path, engines: Iterable[RemoteEngine], trainer: TrainerConfig, holders: WorkerGroup
+) -> None:
     """
+    Args:
+        holders: by whose `nonfinite_tensors` every rank looks at what is to be saved of an engine.
     Raises:
         ExportError: there is no room for a checkpoint. NotFiniteError: it would hold NaN or infinities.
     """
     engines = list(engines)
     _require_room(run, engines, trainer)
-    _require_finite(engines)
+    _require_finite(engines, holders)
 
 
 def _require_room(run: Path, engines: list[RemoteEngine], trainer: TrainerConfig) -> None:
@@ -51,9 +56,9 @@ def _num_bytes(engine: RemoteEngine, *, with_state: bool) -> int:
     return weights + (engine.num_trained_parameters * 2 * master_bytes if with_state else 0)
 
 
-def _require_finite(engines: list[RemoteEngine]) -> None:
+def _require_finite(engines: list[RemoteEngine], holders: WorkerGroup) -> None:
     for engine in engines:
-        names = [name for of_rank in engine.nonfinite_tensors() for name in of_rank]
+        names = [name for of_rank in holders.call("nonfinite_tensors", engine.role) for name in of_rank]
         if names:
             others = f" and {len(set(names)) - 1} more tensors" if len(set(names)) > 1 else ""
             raise NotFiniteError(

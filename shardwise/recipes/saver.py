@@ -21,8 +21,8 @@ from shardwise.recipes.saving import new_checkpoint
 
 
 class Saver:
-    """With trainer.async_save, training waits only until every rank has copied its shards to host memory; writing,
-    hashing and publishing then go on beside it. One save at a time.
+    """With trainer.async_save, training goes on while every rank copies its shards to host memory, and waits for that
+    before it changes them; checking, writing, hashing and publishing go on beside it. One save at a time.
 
     A save that fails is tried again, then raised, or told and counted where trainer.on_save_error=continue.
     """
@@ -66,15 +66,12 @@ class Saver:
         self._started = time.perf_counter()
         metrics = self._reported.newest
         background = self._group.background if self._config.trainer.async_save else None
-        with self._policy.tolerate():
-            self._policy.retry(
-                step, partial(check_before_saving, self._run, self._engines.values(), self._config.trainer)
-            )
-            if background is None:
+        if background is None:
+            with self._policy.tolerate():
                 self._publish(step, parts, metrics, None)
-            else:
-                self._stage(background)
-                self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
+        else:
+            self._stage(background)
+            self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
 
     def check(self) -> None:
         """Raises what ended a save in the background."""
@@ -105,6 +102,8 @@ class Saver:
     def _write(
         self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
     ) -> None:
+        holders = self._group if background is None else background
+        check_before_saving(self._run, self._engines.values(), self._config.trainer, holders)
         with new_checkpoint(self._run, step) as folder:
             if background is None:
                 self._write_live(folder)

@@ -275,19 +275,19 @@ class Worker:
         self._take_device(role, "params", "optimizer").engine.save_state(Path(folder))
 
     def stage_weights(self, role: str, model: str, subfolder: str) -> None:
-        """Copies an engine's weights to host memory, for the CheckpointWriter."""
+        """Begins to copy an engine's weights to host memory, for the CheckpointWriter."""
         seat, writer = self._take_device(role, "params"), self._checkpoint_writer()
         assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
         config, lora = ModelConfig.model_validate_json(model), seat.config.lora
         if lora is None or lora.save_merged:
-            writer.add_export(str(Path(subfolder) / "hf"), seat.engine.stage_export(), config)
+            writer.add_export(role, str(Path(subfolder) / "hf"), seat.engine.stage_export(), config)
         if lora is not None:
-            writer.add_adapter(str(Path(subfolder) / "adapter"), seat.engine.stage_adapter(config.path))
+            writer.add_adapter(role, str(Path(subfolder) / "adapter"), seat.engine.stage_adapter(config.path))
 
     def stage_state(self, role: str, subfolder: str) -> None:
-        """Copies an engine's training state to host memory, for the CheckpointWriter."""
+        """Begins to copy an engine's training state to host memory, for the CheckpointWriter."""
         seat = self._take_device(role, "params", "optimizer")
-        self._checkpoint_writer().add_state(subfolder, seat.engine.stage_state())
+        self._checkpoint_writer().add_state(role, subfolder, seat.engine.stage_state())
 
     def load_state(self, role: str, folder: str) -> None:
         """Takes over a training state whose files `verify_files` has seen; ModelError on every rank if it does not

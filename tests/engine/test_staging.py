@@ -1,3 +1,5 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import pytest
@@ -7,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.controller.process_group import Rank, connect
-from shardwise.engine.staging import HostShards, StagingBuffers
+from shardwise.engine.staging import Copies, HostShards, StagingBuffers
 
 FULL = {
     "even": torch.arange(24.0).reshape(8, 3),
@@ -26,9 +28,12 @@ def whole_on_every_writer(store, replicas):
         name: full.clone() if name == "plain" else distribute_tensor(full, mesh, [Replicate(), Shard(0)])
         for name, full in FULL.items()
     }
-    shards = HostShards(StagingBuffers())
+    copies = Copies()
+    shards = HostShards(StagingBuffers(copies))
     for name, tensor in tensors.items():
         shards.add(name, tensor, torch.bfloat16)
+    copies.wait()
+    for tensor in tensors.values():
         tensor.zero_()
     return [{name: shards.whole(name, writer, links) for name in FULL} for writer in range(size)]
 
@@ -46,9 +51,44 @@ def test_only_the_writer_gets_the_whole_tensor_as_it_was(run_ranks, tmp_path, si
 
 
 def test_buffers_are_kept_while_the_form_of_a_tensor_stays():
-    buffers = StagingBuffers()
+    buffers = StagingBuffers(Copies())
     first = buffers.copy("a", torch.ones(3))
     assert buffers.copy("a", torch.full((3,), 2.0)) is first
+    buffers.copies.finish()
     assert first.tolist() == [2.0, 2.0, 2.0]
     assert buffers.copy("a", torch.ones(4)).shape == (4,)
     assert buffers.copy("b", torch.ones(4)) is not buffers.copy("a", torch.ones(4))
+
+
+def test_whoever_changes_a_source_waits_for_its_copy_and_whoever_reads_the_copy_too():
+    copies, begun = Copies(), threading.Event()
+    copies._thread.submit(begun.wait)  # something that is copied before
+    source, target = torch.ones(3), torch.zeros(3)
+    copies.begin(target, source)
+    with ThreadPoolExecutor(2) as others:
+        waiting = [others.submit(copies.finish), others.submit(copies.wait)]
+        assert not wait(waiting, timeout=0.2).done
+        begun.set()
+        assert not wait(waiting, timeout=20).not_done
+    assert target.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_copy_that_fails_is_told_to_whoever_waits():
+    copies = Copies()
+    copies.begin(torch.zeros(3), torch.ones(4))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        copies.finish()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        copies.wait()
+
+
+def names_not_finite():
+    shards = HostShards(StagingBuffers(Copies()))
+    shards.add("good", torch.ones(3), torch.float32)
+    shards.add("bad", torch.tensor([1.0, float("nan")]), torch.bfloat16)
+    shards.add("too large for its dtype", torch.tensor([1e6]), torch.float16)
+    return shards.nonfinite_names()
+
+
+def test_what_is_not_finite_as_it_will_be_written_is_named(run_ranks):
+    assert run_ranks(names_not_finite, 1) == [["bad", "too large for its dtype"]]

@@ -239,7 +239,7 @@ def poison(step, worker, _run):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_f29_what_is_not_finite_is_never_published_and_the_run_stops(run_ranks, model_folder, tmp_path, world_size):
     steps, error, _ = run_ranks(run_steps, world_size, str(tmp_path), str(model_folder), poison)[0]
-    assert steps == [1, 2, 3, 4]
+    assert steps in ([1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]), "told at the next step, or at the next save"
     expected = "exp_avg/model.norm.weight of the policy hold NaN or infinities"
     assert error.startswith(f"NotFiniteError: the checkpoint of step 4 was not saved: {expected}")
     assert names(tmp_path) == {"step_2", "latest"}

@@ -1,5 +1,6 @@
 """What is staged and written beside training is, byte for byte, what a save at that moment writes."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,6 +46,8 @@ class Job:
         self.worker.save_state("policy", f"{folder}/{STATE}")
 
     def stage(self):
+        """The copies begin late, as they would behind many others: what comes next has to wait for them."""
+        self.worker._seats["policy"].engine._copies._thread.submit(time.sleep, 0.2)
         self.worker.stage_weights("policy", self.model, "")
         self.worker.stage_state("policy", STATE)
 

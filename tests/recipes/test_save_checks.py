@@ -1,4 +1,5 @@
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,23 +11,33 @@ FREE = shutil._ntuple_diskusage
 
 
 @pytest.fixture
-def engine(fake_group, remote):
+def engine(remote):
     """7.0M parameters, of which 0.5M are trained."""
 
-    def make(*names_by_rank, role="policy", **layout):
-        group = fake_group(max(1, len(names_by_rank)), nonfinite_tensors=lambda rank, _: (names_by_rank or [[]])[rank])
-        return remote(group, role, **layout)
+    def make(role="policy", **layout):
+        return remote(None, role, **layout)
+
+    return make
+
+
+@pytest.fixture
+def holders(fake_group):
+    """Ranks that find the tensors of every role that they are made with."""
+
+    def make(*names_of):
+        return fake_group(len(names_of), nonfinite_tensors=lambda rank, role: names_of[rank].get(role, []))
 
     return make
 
 
 def refused(monkeypatch, run, engines, trainer=TRAINER, *, needed):
     """Whether a byte less than `needed` is refused, and `needed` bytes are enough."""
+    finite = SimpleNamespace(call=lambda *_: [[]])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: FREE(10**12, 0, needed))
-    check_before_saving(run, engines, trainer)
+    check_before_saving(run, engines, trainer, finite)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: FREE(10**12, 0, needed - 1))
     with pytest.raises(ExportError, match=rf"takes about {needed} bytes, and {needed - 1} are free"):
-        check_before_saving(run, engines, trainer)
+        check_before_saving(run, engines, trainer, finite)
     return True
 
 
@@ -55,10 +66,12 @@ def test_later_ones_need_the_room_of_the_one_before(monkeypatch, tmp_path, engin
     assert refused(monkeypatch, tmp_path, [engine()], TrainerConfig(save_state=False), needed=300)
 
 
-def test_f29_the_first_tensor_that_is_not_finite_is_named_with_its_engine(tmp_path, engine):
-    policy, critic = engine([], []), engine([], ["score.weight", "exp_avg/score.weight"], role="critic")
-    check_before_saving(tmp_path, [policy], TRAINER)
+def test_f29_the_first_tensor_that_is_not_finite_is_named_with_its_engine(tmp_path, engine, holders):
+    policy, critic = engine(), engine("critic")
+    ranks = holders({}, {"critic": ["score.weight", "exp_avg/score.weight"]})
+    check_before_saving(tmp_path, [policy], TRAINER, ranks)
     with pytest.raises(NotFiniteError, match=r"^score.weight and 1 more tensors of the critic hold NaN or infinities"):
-        check_before_saving(tmp_path, [policy, critic], TRAINER)
-    with pytest.raises(NotFiniteError, match=r"^exp_avg/w of the policy hold"):  # every rank holds a part of it
-        check_before_saving(tmp_path, [engine(["exp_avg/w"], ["exp_avg/w"])], TRAINER)
+        check_before_saving(tmp_path, [policy, critic], TRAINER, ranks)
+    ranks = holders({"policy": ["exp_avg/w"]}, {"policy": ["exp_avg/w"]})  # every rank holds a part of it
+    with pytest.raises(NotFiniteError, match=r"^exp_avg/w of the policy hold"):
+        check_before_saving(tmp_path, [policy], TRAINER, ranks)

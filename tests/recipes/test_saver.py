@@ -32,9 +32,11 @@ def writers():
 @pytest.fixture
 def make_saver(tmp_path, fake_group, remote, writers):
     def make(roles=("policy",), *, names_not_finite=(), **trainer):
-        group = fake_group(2, nonfinite_tensors=lambda rank, _: names_not_finite if rank == 1 else [])
+        answers = {"nonfinite_tensors": lambda rank, _: names_not_finite if rank == 1 else []}
         good = {"result": {}, "error": ""}
-        group.background = fake_group(2, write=writers.write, finish=lambda *_: good, hash_files=lambda *_: good)
+        group = fake_group(2, **answers)
+        answers |= {"write": writers.write, "finish": lambda *_: good, "hash_files": lambda *_: good}
+        group.background = fake_group(2, **answers)
         tree = {
             "model": {"path": "m"},
             "data": {"train_files": "t"},
@@ -50,14 +52,17 @@ def steps_in(folder):
     return {path.name for path in (folder / "checkpoints").glob("*step_*")}
 
 
+def save_and_wait(saver, step):
+    saver.save(step, {})
+    saver.wait()
+
+
 def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
     saver, group = make_saver(("policy", "critic"))
     writers.may_write.clear()
     parts = {"data": {"position": [1]}}
     saver.save(3, parts)
     assert [(call[0], call[1], call[-1]) for call in group.calls] == [
-        ("nonfinite_tensors", "policy", "policy"),
-        ("nonfinite_tensors", "critic", "critic"),
         ("stage_weights", "policy", ""),
         ("stage_weights", "critic", "critic"),
         ("stage_state", "policy", "state/policy"),
@@ -121,7 +126,8 @@ def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, ma
     saver.finish()
     assert steps_in(tmp_path) == {"step_1"}
     assert group.methods.count("stage_weights") == 1
-    assert group.background.methods == ["clear", "write", "write", "finish", "hash_files"]
+    attempts = ["nonfinite_tensors", "write", "nonfinite_tensors", "write"]
+    assert group.background.methods == ["clear", *attempts, "finish", "hash_files"]
 
 
 def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
@@ -142,11 +148,16 @@ def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_pat
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_3\n"
 
 
-def test_what_is_not_finite_is_not_even_staged(tmp_path, make_saver):
-    saver, group = make_saver(names_not_finite=["lm_head.weight"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_of_what_is_not_finite_no_byte_is_written(tmp_path, make_saver, async_save):
+    saver, group = make_saver(names_not_finite=["lm_head.weight"], async_save=async_save, save_retries=1)
     with pytest.raises(NotFiniteError, match=r"step 4 was not saved: lm_head.weight of the policy hold NaN"):
-        saver.save(4, {})
-    assert group.methods == ["nonfinite_tensors"]
+        save_and_wait(saver, 4)
+    if async_save:
+        assert group.background.methods == ["clear", "nonfinite_tensors"]
+    else:
+        assert group.methods == ["nonfinite_tensors"]
+    assert steps_in(tmp_path) == set()
     saver.finish()
 
 
