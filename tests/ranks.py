@@ -28,8 +28,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "safetensors.torch", "shardwise.recipes.workers"]
+PRELOAD = [
+    *("torch", "safetensors.torch", "peft", "datasets", "shardwise.cli", "shardwise.recipes.entry"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+]
 EXIT_GRACE_SECONDS = 5.0
+
+
+def fork_server() -> Any:
+    """What starts a process in which everything in PRELOAD is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RankError(Exception):
@@ -92,8 +102,7 @@ class RankPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_server()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import fork_server
 
 from shardwise.cli import main
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
@@ -227,6 +228,51 @@ def start(tmp_path):
         for pid in run.processes():
             os.kill(pid, signal.SIGKILL)
         run.launcher.wait()
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory):
+    """`job(2, "sft", *overrides)`: as `shell("shardwise", ..., "--nproc", "2")`, of ranks that nothing watches, in
+    processes that need not import torch: seconds sooner."""
+
+    def run(nproc: int, *arguments: str, timeout: float = 240) -> Finished:
+        folder = tmp_path_factory.mktemp("job")
+        ranks = [
+            fork_server().Process(target=_rank, args=(arguments, rank, nproc, str(folder))) for rank in range(nproc)
+        ]
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + timeout
+        try:
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            hung = [rank.pid for rank in ranks if rank.is_alive()]
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            left = marked_processes(str(folder))
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        out, err = ("".join((folder / f"{name}-{n}").read_text() for n in range(nproc)) for name in ("out", "err"))
+        assert not hung, f"ranks {hung} did not end within {timeout} s: {err}"
+        assert not left, f"processes left behind: {left}"
+        return Finished(max((rank.exitcode for rank in ranks), key=abs), out, err)
+
+    return run
+
+
+def _rank(arguments: tuple[str, ...], rank: int, nproc: int, folder: str) -> None:
+    for variable in RANK_VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), MARK: folder}
+    os.environ |= {"SHARDWISE_STORE": f"{folder}/store", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    os.chdir(ROOT)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        with open(f"{folder}/{name}-{rank}", "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    torch.set_num_threads(1)
+    sys.exit(main(list(arguments)))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def rl(assets, command, metrics_of, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(assets, shell, tmp_path_factory):
+def two_ranks(assets, job, tmp_path_factory):
     """A critic in a layout of its own, and everything that may leave the device does."""
     folder = tmp_path_factory.mktemp("ppo") / "run"
     critic = {
@@ -56,7 +56,7 @@ def two_ranks(assets, shell, tmp_path_factory):
         "algorithm.kl_coef": 0.05,
         "trainer.total_steps": 3,
     }
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, folder, **extra), timeout=180)
+    done = job(2, "rl", *options(assets, folder, **extra), timeout=180)
     assert done.code == 0, done.err
     return folder
 

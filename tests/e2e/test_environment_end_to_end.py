@@ -59,9 +59,9 @@ def options(assets, policy, output_dir, environment=ENVIRONMENT, **extra):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(assets, policy, shell, tmp_path_factory):
+def two_ranks(assets, policy, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl") / "run"
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, policy, folder), timeout=180)
+    done = job(2, "rl", *options(assets, policy, folder), timeout=180)
     assert done.code == 0, done.err
     return folder
 

@@ -10,11 +10,11 @@ SFT_STEPS, RL_STEPS = 3, 3
 
 
 @pytest.fixture(scope="module")
-def sft(assets, shell, tmp_path_factory):
+def sft(assets, job, tmp_path_factory):
     """On two ranks that share their sequences, layers computed twice, adapters saved alone."""
     folder = tmp_path_factory.mktemp("lora") / "sft"
-    done = shell(
-        *["shardwise", "sft", "--nproc", "2", f"model.path={assets.model}", f"data.train_files={assets.sft}"],
+    done = job(
+        *[2, "sft", f"model.path={assets.model}", f"data.train_files={assets.sft}"],
         *["data.max_sequence_tokens=64", f"trainer.output_dir={folder}", f"trainer.total_steps={SFT_STEPS}"],
         *["trainer.batch_size=8", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],
         *["engine.lora={rank: 4, alpha: 16, use_dora: true, save_merged: false}", "engine.ulysses_size=2"],
@@ -58,11 +58,11 @@ def test_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shel
 
 
 @pytest.fixture(scope="module")
-def rl(assets, shell, tmp_path_factory):
+def rl(assets, job, tmp_path_factory):
     """With a KL term, two optimizer steps for each rollout, and everything off the device between phases."""
     folder = tmp_path_factory.mktemp("lora") / "rl"
-    done = shell(
-        *["shardwise", "rl", "--nproc", "2", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
+    done = job(
+        *[2, "rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
         *["data.max_prompt_tokens=40", "engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4"],
         *["rollout.group_size=4", "rollout.max_response_tokens=8", f"reward.functions={assets.reward}"],
         *[f"trainer.total_steps={RL_STEPS}", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],

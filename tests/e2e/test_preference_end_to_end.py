@@ -68,10 +68,10 @@ def test_every_way_to_the_reference_gives_the_same_steps(assets, files, command,
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_two_ranks_make_the_same_steps_as_one(assets, files, command, shell, metrics_of, tmp_path):
+def test_two_ranks_make_the_same_steps_as_one(assets, files, command, job, metrics_of, tmp_path):
     one = command("preference", *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"))
     arguments = options(assets, files.pairs_train, files.pairs_validation, tmp_path / "two")
-    two = shell("shardwise", "preference", "--nproc", "2", *arguments)
+    two = job(2, "preference", *arguments)
     assert (one.code, two.code) == (0, 0), one.err + two.err
     for left, right in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
         for name in ("train/loss", "train/grad_norm", "preference/margin"):
@@ -79,10 +79,10 @@ def test_two_ranks_make_the_same_steps_as_one(assets, files, command, shell, met
 
 
 @pytest.fixture(scope="module")
-def reward_model(assets, files, shell, tmp_path_factory):
+def reward_model(assets, files, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward") / "run"
     arguments = options(assets, files.pairs_train, files.pairs_validation, folder, **{"loss.center_coef": 0.01})
-    done = shell("shardwise", "reward-model", "--nproc", "2", *arguments)
+    done = job(2, "reward-model", *arguments)
     assert done.code == 0, done.err
     return folder
 

@@ -100,37 +100,37 @@ def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
 
 
 @pytest.fixture(scope="module")
-def sft_run(assets, shell, tmp_path_factory):
+def sft_run(assets, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft") / "run"
-    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, folder), timeout=240)
+    done = job(2, "sft", *rows_options(assets, folder), timeout=240)
     assert done.code == 0, done.err
     return folder
 
 
 @pytest.fixture(scope="module")
-def ppo_run(assets, shell, tmp_path_factory):
+def ppo_run(assets, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo") / "run"
-    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, folder), *PPO, timeout=240)
+    done = job(2, "rl", *rl_options(assets, folder), *PPO, timeout=240)
     assert done.code == 0, done.err
     return folder
 
 
-def test_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, shell, tmp_path):
+def test_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, job, tmp_path):
     run = stop_after(sft_run, 2, tmp_path / "run")
-    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, run), timeout=240)
+    done = job(2, "sft", *rows_options(assets, run), timeout=240)
     assert done.code == 0, done.err
     assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
     assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
 
 
-def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, shell, tmp_path):
+def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, job, tmp_path):
     """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
     state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
     assert state["learner"]["kl_coef"] != 0.1
     assert state["pipeline"]["prompts"]["pass_rates"]
     assert state["pipeline"]["prompts"]["taken"] == {"sums": 6, "products": 2}
     run = stop_after(ppo_run, 2, tmp_path / "run")
-    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO, timeout=240)
+    done = job(2, "rl", *rl_options(assets, run), *PPO, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf", "state/policy", "state/critic"))
 
@@ -306,14 +306,14 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_nothing_starts(sft_run, ass
     ]
 
 
-def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before_and_nothing_else(sft_run, assets, shell, tmp_path):
+def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before_and_nothing_else(sft_run, assets, job, tmp_path):
     """The newest one has a flipped bit; the run ends with the bits of one that never met it."""
     run = stop_after(sft_run, 4, tmp_path / "run")
     damaged = run / "checkpoints" / "step_4" / "state" / "policy" / "rank_1.safetensors"
     whole = damaged.read_bytes()
     flipped = whole[:-1] + bytes([whole[-1] ^ 1])
     damaged.write_bytes(flipped)
-    done = shell("shardwise", "sft", "--nproc", "2", *rows_options(assets, run), timeout=240)
+    done = job(2, "sft", *rows_options(assets, run), timeout=240)
     assert done.code == 0, done.err
     assert f"{damaged} is damaged: " in done.err
     assert "that checkpoint is passed over and kept aside" in done.err
@@ -334,7 +334,7 @@ def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command
     assert (tmp_path / "run" / "metrics.jsonl.1").exists()
 
 
-def test_a_killed_run_goes_on(ppo_run, assets, shell, marked, tmp_path):
+def test_a_killed_run_goes_on(ppo_run, assets, job, marked, tmp_path):
     """SIGKILL to every process once the first checkpoint is there, wherever the run is then."""
     run, mark = tmp_path / "run", f"killed-{tmp_path}"
     arguments = [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO]
@@ -348,7 +348,7 @@ def test_a_killed_run_goes_on(ppo_run, assets, shell, marked, tmp_path):
         os.kill(pid, signal.SIGKILL)
     launcher.wait()
     assert not (run / "checkpoints" / "step_6").is_dir()
-    done = shell("shardwise", "rl", "--nproc", "2", *rl_options(assets, run), *PPO, timeout=240)
+    done = job(2, "rl", *rl_options(assets, run), *PPO, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf"))
 

@@ -36,9 +36,9 @@ def lines(path):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(assets, shell, tmp_path_factory):
+def two_ranks(assets, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl") / "run"
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, folder))
+    done = job(2, "rl", *options(assets, folder))
     assert done.code == 0, done.err
     return folder
 
@@ -97,8 +97,8 @@ def _encode(folder, text):
     return AutoTokenizer.from_pretrained(folder).encode(text)
 
 
-def test_the_same_seed_gives_the_same_bytes(two_ranks, assets, shell, tmp_path):
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "run"))
+def test_the_same_seed_gives_the_same_bytes(two_ranks, assets, job, tmp_path):
+    done = job(2, "rl", *options(assets, tmp_path / "run"))
     assert done.code == 0, done.err
     for name in ("metrics.jsonl", "samples.jsonl", f"checkpoints/step_{STEPS}/hf/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (two_ranks / name).read_bytes()

@@ -50,18 +50,18 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ahead(assets, shell, tmp_path_factory):
+def ahead(assets, job, tmp_path_factory):
     """Two ranks: one trains, the other samples one step ahead."""
     folder = tmp_path_factory.mktemp("ahead") / "run"
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, folder), *AHEAD, timeout=240)
+    done = job(2, "rl", *options(assets, folder), *AHEAD, timeout=240)
     assert done.code == 0, done.err
     return folder
 
 
-def test_ranks_that_sample_without_staleness_change_no_bit(assets, shell, command, tmp_path):
+def test_ranks_that_sample_without_staleness_change_no_bit(assets, job, command, tmp_path):
     done = command("rl", *options(assets, tmp_path / "colocated"))
     assert done.code == 0, done.err
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "split"), *SPLIT, timeout=240)
+    done = job(2, "rl", *options(assets, tmp_path / "split"), *SPLIT, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(tmp_path / "split", tmp_path / "colocated")
     assert {row["staleness/max"] for row in lines(tmp_path / "split" / "metrics.jsonl")} == {0.0}
@@ -76,28 +76,28 @@ def test_one_step_ahead_every_sample_is_one_version_old(ahead):
         assert row["seconds/rollout_idle"] >= 0
 
 
-def test_one_step_ahead_the_same_seed_gives_the_same_bytes(ahead, assets, shell, tmp_path):
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "run"), *AHEAD, timeout=240)
+def test_one_step_ahead_the_same_seed_gives_the_same_bytes(ahead, assets, job, tmp_path):
+    done = job(2, "rl", *options(assets, tmp_path / "run"), *AHEAD, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(tmp_path / "run", ahead)
 
 
-def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, shell, tmp_path):
+def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, job, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(ahead, run)
     for step in (4, 5):
         shutil.rmtree(run / "checkpoints" / f"step_{step}")
     state = json.loads((run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
     assert len(state["pipeline"]["ready"]) >= 1
-    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, run), *AHEAD, timeout=240)
+    done = job(2, "rl", *options(assets, run), *AHEAD, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(run, ahead)
 
 
 @pytest.mark.slow
-def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, shell, metrics_of, tmp_path):
+def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, job, metrics_of, tmp_path):
     placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]
-    done = shell("shardwise", "rl", "--nproc", "4", *options(assets, tmp_path / "run"), *placement, timeout=240)
+    done = job(4, "rl", *options(assets, tmp_path / "run"), *placement, timeout=240)
     assert done.code == 0, done.err
     for four, two in zip(metrics_of(tmp_path / "run"), metrics_of(ahead), strict=True):
         for name in ("train/loss", "train/grad_norm", "policy/entropy", "reward/mean", "staleness/mean"):

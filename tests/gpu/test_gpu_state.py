@@ -47,3 +47,25 @@ def test_a_state_comes_back_from_files_as_it_was(folder, device, tmp_path, kind)
         assert one.device == other.device, name
         assert torch.equal(one, other), name
     assert steps(second, 1)[0] == pytest.approx(steps(first, 1)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_cpu", "bf16 masters"])
+def test_what_is_staged_is_the_state_at_that_moment_whatever_the_device_does_next(folder, device, tmp_path, kind):
+    """The host waits for nothing: the copies run beside the next forward and backward pass, and the update after it."""
+    options, optimizer = KINDS[kind]
+    config = OptimizerConfig(**{"learning_rate": 1e-3, **optimizer})
+    engine = TrainEngine.build(folder, EngineConfig.load(None, options), device=device, optimizer=config)
+    for number in range(2):  # the second time into buffers that are there
+        steps(engine, 1)
+        engine.save_state(tmp_path / f"live_{number}")
+        staged = engine.stage_state()
+        steps(engine, 2)
+        engine.offload("params", "optimizer")
+        engine.onload("params", "optimizer")
+        written = tmp_path / f"staged_{number}"
+        written.mkdir()
+        staged.finish(written, [staged.write(written)])
+        names = {path.name for path in written.iterdir()}
+        assert names == {path.name for path in (tmp_path / f"live_{number}").iterdir()}
+        for name in names:
+            assert (written / name).read_bytes() == (tmp_path / f"live_{number}" / name).read_bytes(), name
