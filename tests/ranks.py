@@ -13,6 +13,7 @@ Tests reach it through the session fixture `run_ranks` of conftest.py:
 
 import contextlib
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -33,6 +34,13 @@ PRELOAD = [
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
 ]
 EXIT_GRACE_SECONDS = 5.0
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""Longer than any call may take: hung ranks are found by the pool."""
+
+
+MAX_OPEN_FILES = 200
+"""The meshes that calls make are torch's for good, each with connections and threads of its own: ranks that hold more
+are replaced."""
 
 
 def fork_server() -> Any:
@@ -47,15 +55,11 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Up to `size` processes with one thread each. A call runs on the first `world_size` of them in a process group of
-    its own (gloo, FileStore), so neither a failure nor another world size leaves anything behind for the next call."""
+    """Processes with one thread each, as many as a call asks for, in one process group for all calls of their number
+    (gloo, FileStore). After a failure they are replaced, so it leaves nothing behind for the next call."""
 
-    def __init__(self, size: int = 4) -> None:
-        self._size = size
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-        self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._calls = itertools.count()
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Ranks] = {}
 
     def run(
         self, function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0
@@ -67,21 +71,32 @@ class RankPool:
             args: anything that pickles. The global torch seed is 0 at the start of every call.
             timeout_seconds: for the whole call; hung ranks are killed and their stacks reported.
         Raises:
-            RankError: a rank raised, died or did not answer in time. Ranks that died or hung are replaced.
+            RankError: a rank raised, died or did not answer in time.
         """
-        assert 1 <= world_size <= self._size, f"world_size={world_size}, the pool has {self._size} ranks"
+        if world_size not in self._ranks:
+            self._ranks[world_size] = _Ranks(world_size)
+        return self._ranks[world_size].run(function, args, timeout_seconds)
+
+    def close(self) -> None:
+        for ranks in self._ranks.values():
+            ranks.close()
+
+
+class _Ranks:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._calls = itertools.count()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
         self._start()  # the first call waits for the ranks' imports, which are no part of its own time
         payload = pickle.dumps((function, args))
         store = str(Path(self._scratch.name) / f"store-{next(self._calls)}")
-        for connection in self._connections[:world_size]:
-            connection.send((list(sys.path), world_size, store, timeout_seconds, payload))
-        try:
-            return self._collect(world_size, timeout_seconds)
-        finally:
-            # torch caches meshes by their shape and ranks: a 2 x 2 mesh of a later call would get the groups of an
-            # earlier one, which are gone. Fresh processes are cheap, for the fork server has imported everything.
-            if world_size > 2:
-                self._end()
+        for connection in self._connections:
+            connection.send((list(sys.path), self._world_size, store, payload))
+        return self._collect(timeout_seconds)
 
     def close(self) -> None:
         for connection in self._connections:
@@ -103,7 +118,7 @@ class RankPool:
         if self._processes:
             return
         context = fork_server()
-        for rank in range(self._size):
+        for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(rank, theirs, str(self._stack_file(rank))), daemon=True, name=f"rank{rank}"
@@ -119,12 +134,12 @@ class RankPool:
     def _stack_file(self, rank: int) -> Path:
         return Path(self._scratch.name) / f"stack-{rank}"
 
-    def _collect(self, world_size: int, timeout_seconds: float) -> list[Any]:
+    def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
-        rank_of = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
+        rank_of = {connection: rank for rank, connection in enumerate(self._connections)}
         results: dict[int, Any] = {}
         failures: list[str] = []
-        lost = False
+        num_open = 0
         while rank_of:
             ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -132,16 +147,14 @@ class RankPool:
                 failures += [
                     f"rank {rank} did not answer within {timeout_seconds} s:\n{self._stack(rank)}" for rank in hung
                 ]
-                lost = True
                 break
             for connection in ready:
                 rank = rank_of.pop(connection)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())
+                    succeeded, value, num_open = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(EXIT_GRACE_SECONDS)
                     failures.append(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
-                    lost = True
                     # Its peers notice the closed connections; those that wait for something else are not worth it.
                     deadline = min(deadline, time.monotonic() + EXIT_GRACE_SECONDS)
                     continue
@@ -149,11 +162,11 @@ class RankPool:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} raised:\n{value}")
-        if lost:
+        if failures or num_open > MAX_OPEN_FILES:
             self._end()
         if failures:
             raise RankError("\n".join(failures))
-        return [results[rank] for rank in range(world_size)]
+        return [results[rank] for rank in range(self._world_size)]
 
     def _stack(self, rank: int) -> str:
         """Where every thread of a rank is right now."""
@@ -175,29 +188,32 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
     # A rank that is done may leave: without a barrier the others could still be connecting to it.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
+        gc.freeze()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         connection.send("ready")
         while True:
-            path, world_size, store, timeout_seconds, payload = connection.recv()
+            path, world_size, store, payload = connection.recv()
             sys.path[:] = path
-            connection.send_bytes(_call(rank, world_size, store, timeout_seconds, payload))
+            connection.send_bytes(_call(rank, world_size, store, payload))
 
 
-def _call(rank: int, world_size: int, store: str, timeout_seconds: float, payload: bytes) -> bytes:
+def _call(rank: int, world_size: int, store: str, payload: bytes) -> bytes:
     import torch
     import torch.distributed as dist
 
     try:
         function, args = pickle.loads(payload)
         torch.manual_seed(0)
-        timeout = timedelta(seconds=timeout_seconds)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
-        )
-        try:
-            return pickle.dumps((True, function(*args)))
-        finally:
-            # Also after an error: it closes the connections, which frees the peers from their collectives.
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+            )
+        value = function(*args)
+        return pickle.dumps((True, value, len(os.listdir("/proc/self/fd"))))
     except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps((False, traceback.format_exc(), 0))
+        if dist.is_initialized():  # closes the connections, which frees the peers from their collectives
+            dist.destroy_process_group()
+        return answer
+    finally:
+        gc.collect()  # engines are cycles; their groups and buffers should not outlive the call

@@ -17,7 +17,7 @@ WITHOUT_END = 10**6
 @pytest.fixture(scope="module")
 def process():
     """One rank that may be killed: a call after that has a fresh one."""
-    pool = RankPool(size=1)
+    pool = RankPool()
     yield pool
     pool.close()
 
