@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shardwise.fault_plan import plan
+
 JOB_FOLDER_VARIABLE = "SHARDWISE_JOB_FOLDER"
 """Where the launcher and its ranks leave files for each other."""
 _DUMP_SIGNAL = signal.SIGUSR1
@@ -35,7 +37,7 @@ class Activity:
     """What a rank is doing."""
 
     step: int | None = None
-    """None before the first, and on ranks that only serve."""
+    """None before the first. Ranks that only serve hear of it with the first command in it."""
     phase: str = ""
     """Of the recipe, such as rollout or train; empty on ranks that only serve."""
     command: str = ""
@@ -111,8 +113,9 @@ def be_watched(rank: int) -> None:
     _record = _Record(folder / f"activity-{rank}")  # last: a rank that has one can take the signal
 
 
-def enter_step(step: int) -> None:
-    """Says which step the recipe begins."""
+def enter_step(step: int | None) -> None:
+    """Says which step the recipe begins: to whoever looks from outside, and to the fault plan."""
+    plan().step = step
     if _record is not None:
         _record.change(step=step, phase="")
 

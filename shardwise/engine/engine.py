@@ -22,7 +22,7 @@ from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import gathered, local_shard
+from shardwise.engine.shards import first_numbers, gathered, local_shard
 from shardwise.engine.staging import StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
@@ -249,10 +249,10 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             with self._adapter_dropout(origin):
-                fault_point("forward")
+                fault_point("forward", first_numbers(self._optimizer.parameters))
                 outputs = self._run(batch, about)
                 loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
-                fault_point("backward")
+                fault_point("backward", loss.data.view(-1))
                 (loss * self._optimizer.loss_scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
