@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import StagedExport, export_folder
 from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
@@ -66,6 +67,8 @@ class TrainEngine:
         self._optimizer = optimizer
         self._device = device
         self._seed = seed
+        self._busy = BusyClock(device)
+        self._busy.watch(sharded.units)
         self._losses: list[Tensor] = []  # of the micro-batches since the last step
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
@@ -228,7 +231,8 @@ class TrainEngine:
             temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
             origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
-            The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
+            The metrics of `loss_fn` merged over the micro-batches of this rank, its share of train/loss, and how long
+            it computed (see `BusyClock`).
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
@@ -249,14 +253,16 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             with self._adapter_dropout(origin):
-                fault_point("forward", first_numbers(self._optimizer.parameters))
-                outputs = self._run(batch, about)
-                loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
-                fault_point("backward", loss.data.view(-1))
-                (loss * self._optimizer.loss_scale).backward()
+                with self._busy.phase("forward"):
+                    fault_point("forward", first_numbers(self._optimizer.parameters))
+                    outputs = self._run(batch, about)
+                    loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+                with self._busy.phase("backward"):
+                    fault_point("backward", loss.data.view(-1))
+                    (loss * self._optimizer.loss_scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
-        return {name: value.host() for name, value in merge_metrics(parts).items()}
+        return {name: value.host() for name, value in merge_metrics(parts).items()} | self._busy.take()
 
     def optim_step(self, *, on_fault: Callable[[float, list[float]], None] | None = None) -> Metrics:
         """Clips, steps, clears the gradients; skips the update where a gradient or a loss is not finite.

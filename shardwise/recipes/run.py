@@ -19,6 +19,7 @@ from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
 from shardwise.recipes.saving import remove_leftovers
 from shardwise.recipes.stopping import Stopping
+from shardwise.recipes.stragglers import slow_rank, stragglers, without_busy
 from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
@@ -152,14 +153,20 @@ class Run:
     def report(self, step: int, metrics: Metrics, *, num_tokens: int) -> None:
         """Writes the metrics of a step everywhere, and how long it took; `num_tokens` were processed in it."""
         seconds = time.perf_counter() - self._step_start
-        values = {name: value.result() for name, value in metrics.items()}
-        performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        metrics, busy = without_busy(metrics)
+        values, slowest = {name: value.result() for name, value in metrics.items()}, stragglers(busy)
+        performance = {
+            **self.spans.take(),
+            "seconds/step": seconds,
+            "tokens_per_second": num_tokens / seconds,
+            **slowest,
+        }
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures
         self._log.log(step, values, performance)
         self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
-        self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
+        self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown, **slow_rank(slowest)})
 
     def _is_due(self, every: int, step: int) -> bool:
         return step == self._total_steps or (every > 0 and step % every == 0)

@@ -183,8 +183,8 @@ def test_f33_a_reward_that_is_nan_is_named_with_its_row_and_ends_the_run_before_
     run = tmp_path / "run"
     error, _ = run_ranks(planned, 2, rl_run, ["step=2 phase=reward action=nan"], 0, rl_tree(assets, run, {}))
     assert re.match(
-        r"TrainingError: algorithm\.advantage=grpo gave nan for row verl\.parquet row \d+, token \d+ \(reward nan, .*\);"
-        " a reward, logprob or value of its group is not finite",
+        r"TrainingError: algorithm\.advantage=grpo gave nan for row verl\.parquet row \d+, token \d+ \(reward nan, .*\)"
+        "; a reward, logprob or value of its group is not finite",
         error,
     )
     assert [row["step"] for row in rows_of(run)] == [1]
