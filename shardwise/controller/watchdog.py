@@ -44,7 +44,7 @@ class Activity:
     """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine. Of
     every thread that does."""
     since: float = 0.0
-    """When this began, as time.time()."""
+    """When this began, as time.monotonic()."""
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Self | None:
@@ -64,7 +64,7 @@ class Activity:
     @property
     def seconds(self) -> float:
         """How long it has been there."""
-        return time.time() - self.since
+        return time.monotonic() - self.since
 
 
 class _Record:
@@ -93,7 +93,7 @@ class _Record:
             self._write(command="` and `".join(self._commands.values()))
 
     def _write(self, **fields: Any) -> None:
-        self._activity = replace(self._activity, since=time.time(), **fields)
+        self._activity = replace(self._activity, since=time.monotonic(), **fields)
         self._map[:] = json.dumps(asdict(self._activity)).encode().ljust(_RECORD_BYTES)[:_RECORD_BYTES]
 
 

@@ -57,7 +57,7 @@ class BusyClock:
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
     def take(self) -> Metrics:
-        """`train/busy/PHASE/rank_R` of this rank since the last call. Waits for the device."""
+        """`train/busy/PHASE/rank_R` of this rank since the last call. Waits until the device is done with them."""
         seconds: dict[str, float] = {}
         for sign, spans in ((1, self._spent), (-1, self._waited)):
             for name, start, end in spans:

@@ -231,8 +231,7 @@ class TrainEngine:
             temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
             origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
-            The metrics of `loss_fn` merged over the micro-batches of this rank, its share of train/loss, and how long
-            it computed (see `BusyClock`).
+            The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
@@ -262,19 +261,25 @@ class TrainEngine:
                     (loss * self._optimizer.loss_scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
-        return {name: value.host() for name, value in merge_metrics(parts).items()} | self._busy.take()
+        return {name: value.host() for name, value in merge_metrics(parts).items()}
 
     def optim_step(self, *, on_fault: Callable[[float, list[float]], None] | None = None) -> Metrics:
         """Clips, steps, clears the gradients; skips the update where a gradient or a loss is not finite.
 
         Args:
             on_fault: as for `ShardedOptimizer.step`; also given the losses of this rank's micro-batches.
+        Returns:
+            Its metrics, and how long this rank computed since the last step (see `BusyClock`).
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         losses, self._losses = self._losses, []
         if on_fault is None:
-            return self._optimizer.step(losses)
-        return self._optimizer.step(losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses]))
+            metrics = self._optimizer.step(losses)
+        else:
+            metrics = self._optimizer.step(
+                losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses])
+            )
+        return metrics | self._busy.take()  # the norm has waited for the device already
 
     def diagnose(
         self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any

@@ -2,7 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import fmean
 
 from shardwise.types import Metrics
@@ -10,7 +11,7 @@ from shardwise.types import Metrics
 _BUSY = re.compile(r"(?P<model>\w+)/busy/(?P<phase>\w+)/rank_(?P<rank>\d+)")
 """The metrics of `BusyClock`."""
 SLOW = 2.0
-"""So many times as long as the others is worth a word."""
+WORTH_A_WORD = 0.1
 
 
 def without_busy(metrics: Metrics) -> tuple[Metrics, dict[str, dict[int, float]]]:
@@ -26,24 +27,51 @@ def without_busy(metrics: Metrics) -> tuple[Metrics, dict[str, dict[int, float]]
     return rest, busy
 
 
-def stragglers(busy: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """For each phase with several ranks `PHASE_slowest_rank`, and `PHASE_imbalance`: how many times as long as the
-    others on average it computed."""
-    found: dict[str, float] = {}
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The slowest rank of a phase."""
+
+    phase: str
+    rank: int
+    seconds: float
+    """For which it computed."""
+    others_seconds: float
+    """On average."""
+
+    @property
+    def imbalance(self) -> float:
+        """How many times as long as the others it computed."""
+        return self.seconds / self.others_seconds if self.others_seconds else 1.0
+
+
+def stragglers(busy: Mapping[str, Mapping[int, float]]) -> list[Straggler]:
+    """Of every phase that several ranks had."""
+    found = []
     for phase, seconds in busy.items():
-        if len(seconds) < 2:
-            continue
-        slowest = max(seconds, key=seconds.__getitem__)
-        others = fmean(value for rank, value in seconds.items() if rank != slowest)
-        found[f"{phase}_slowest_rank"] = float(slowest)
-        found[f"{phase}_imbalance"] = seconds[slowest] / others if others else 1.0
+        if len(seconds) > 1:
+            rank = max(seconds, key=seconds.__getitem__)
+            others = fmean(value for other, value in seconds.items() if other != rank)
+            found.append(Straggler(phase, rank, seconds[rank], others))
     return found
 
 
-def slow_rank(found: Mapping[str, float]) -> dict[str, float]:
-    """For the line of a step: the rank that is `SLOW` times as slow as the others in some phase, if there is one."""
-    phases = [name.removesuffix("_imbalance") for name in found if name.endswith("_imbalance")]
-    worst = max(phases, key=lambda phase: found[f"{phase}_imbalance"], default=None)
-    if worst is None or found[f"{worst}_imbalance"] < SLOW:
+def straggler_metrics(found: Iterable[Straggler]) -> dict[str, float]:
+    """`PHASE_slowest_rank` and `PHASE_imbalance` of every phase."""
+    metrics: dict[str, float] = {}
+    for one in found:
+        metrics |= {f"{one.phase}_slowest_rank": one.rank, f"{one.phase}_imbalance": one.imbalance}
+    return metrics
+
+
+def slow_rank(found: Iterable[Straggler], *, step_seconds: float) -> dict[str, float]:
+    """For the line of a step: the rank that holds up the others most, if any is `SLOW` times as slow as they are and
+    costs them `WORTH_A_WORD` of the step."""
+    slow = [
+        one
+        for one in found
+        if one.imbalance >= SLOW and one.seconds - one.others_seconds >= WORTH_A_WORD * step_seconds
+    ]
+    if not slow:
         return {}
-    return {"slow rank": found[f"{worst}_slowest_rank"], "times": found[f"{worst}_imbalance"]}
+    worst = max(slow, key=lambda one: one.seconds - one.others_seconds)
+    return {"slow rank": worst.rank, "times": worst.imbalance}

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.recipes.stragglers import slow_rank, stragglers, without_busy
+from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
 from shardwise.types import MetricValue, merge_metrics
 
 
@@ -20,15 +20,17 @@ def test_the_slowest_rank_is_compared_with_the_mean_of_the_others(seconds, slowe
     assert rest == loss
     assert busy == {"train/forward": dict(enumerate(seconds))}
     found = stragglers(busy)
-    assert found == {"train/forward_slowest_rank": slowest, "train/forward_imbalance": imbalance}
-    assert slow_rank(found) == ({"slow rank": slowest, "times": imbalance} if imbalance >= 2 else {})
+    metrics = {"train/forward_slowest_rank": slowest, "train/forward_imbalance": imbalance}
+    assert straggler_metrics(found) == metrics
+    assert slow_rank(found, step_seconds=20) == ({"slow rank": slowest, "times": imbalance} if imbalance >= 2 else {})
+    assert slow_rank(found, step_seconds=21) == {}
 
 
 def test_a_rank_alone_is_not_the_slowest():
-    assert stragglers(without_busy(step_of([1.0]))[1]) == {}
-    assert slow_rank({}) == {}
+    assert stragglers(without_busy(step_of([1.0]))[1]) == []
+    assert straggler_metrics([]) == slow_rank([], step_seconds=1) == {}
 
 
-def test_the_worst_phase_names_the_rank():
-    busy = {"train/forward": {0: 1.0, 1: 2.5}, "critic/backward": {0: 4.0, 1: 1.0}}
-    assert slow_rank(stragglers(busy)) == {"slow rank": 0, "times": 4.0}
+def test_the_rank_that_costs_most_is_named():
+    busy = {"train/forward": {0: 0.01, 1: 0.1}, "critic/backward": {0: 4.0, 1: 1.0}}
+    assert slow_rank(stragglers(busy), step_seconds=9) == {"slow rank": 0, "times": 4.0}
