@@ -98,6 +98,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
     from shardwise.recipes.checkpoints import newest_mark
 
     trainer, command = config.trainer, _rank_command(arguments)
+    again = [*command, "trainer.faults=[]"]  # what is planned happens once
     return launch(
         command,
         nproc=options.nproc,
@@ -105,8 +106,8 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         faults=Path(trainer.output_dir) / FAULTS,
         restarts=Restarts(
             options.max_restarts,
-            command=command,
-            resuming_command=[*command, "trainer.resume=auto"],
+            command=again,
+            resuming_command=[*again, "trainer.resume=auto"],
             newest_checkpoint=lambda: newest_mark(Path(trainer.output_dir)),
         ),
     )

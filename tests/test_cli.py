@@ -92,16 +92,19 @@ def test_ranks_get_the_same_command_line(launched, tmp_path):
 
 
 def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, tmp_path, capsys):
-    """With resume=never a checkpoint of an earlier job must not be taken for one of this job."""
+    """With resume=never a checkpoint of an earlier job must not be taken for one of this job. What was planned to go
+    wrong has done so."""
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    seen, arguments = launched("--max-restarts", "2", "trainer.resume=never")
+    seen, _ = launched("--max-restarts", "2", "trainer.resume=never", "trainer.faults=[phase=optim]")
     assert seen["nproc"] == 1
     failure = Failure("it failed")
-    assert seen["restarts"].after(failure, None) == seen["command"]
+    again = [*seen["command"], "trainer.faults=[]"]
+    assert seen["restarts"].after(failure, None) == again
     (tmp_path / "checkpoints" / "step_2").mkdir()
     (tmp_path / "checkpoints" / "step_4").rmdir()
-    assert seen["restarts"].after(failure, 3) == [*seen["command"], "trainer.resume=auto"]
-    assert SFTConfig.load(None, [a for a in [*arguments, "trainer.resume=auto"] if "=" in a]).trainer.resume == "auto"
+    assert seen["restarts"].after(failure, 3) == [*again, "trainer.resume=auto"]
+    resumed = SFTConfig.load(None, [a for a in [*again, "trainer.resume=auto"] if "=" in a]).trainer
+    assert (resumed.resume, resumed.faults) == ("auto", [])
     assert capsys.readouterr().err.splitlines() == [
         "error: it failed",
         "restart 1 of 2: starts as before",

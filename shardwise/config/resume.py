@@ -27,6 +27,7 @@ _RUN_KEYS = (
     *("rollout.probe_every_syncs", "rollout.engine.gpu_memory_utilization", "rollout.engine.max_num_batched_tokens"),
     *("rollout.engine.enable_chunked_prefill", "rollout.engine.enable_prefix_caching", "rollout.engine.sleep_level"),
     *("rollout.engine.compile_decode", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
+    *("trainer.faults",),
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
 """What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""

@@ -2,10 +2,16 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.base import Config
 from shardwise.config.engine import EngineConfig, OptimizerConfig
+from shardwise.fault_plan import Fault
+
+
+def _is_fault(text: str) -> str:
+    Fault.parse(text)
+    return text
 
 
 class KeepBestConfig(Config):
@@ -66,6 +72,8 @@ class TrainerConfig(OptimizerConfig):
     """What a run has after SIGTERM or SIGINT to finish its step and save; then it ends without."""
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
+    faults: list[Annotated[str, AfterValidator(_is_fault)]] = Field(default_factory=list)
+    """Faults to rehearse, each once, such as `rank=1 step=7 phase=backward action=kill`: see docs/faults.md."""
 
     def optimizer_config(self) -> OptimizerConfig:
         """The part that an engine needs."""

@@ -15,6 +15,7 @@ from typing import Self
 from shardwise.config import UserError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR
+from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.signals import STOP_SIGNALS
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collected
 
@@ -30,6 +31,7 @@ class Note:
 
     rank: int
     time: float
+    """As time.monotonic(), which all processes of a machine share and nobody sets."""
     message: str
     traceback: str
     is_user_error: bool
@@ -45,7 +47,7 @@ class Note:
         is_silent = isinstance(error, RankSilentError)
         return cls(
             rank=rank,
-            time=time.time(),
+            time=time.monotonic(),
             message=message,
             traceback="" if is_silent else "".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
@@ -110,6 +112,7 @@ def explain(
     states: Mapping[int, str],
     *,
     num_killed: int,
+    memory: MemoryHistory | None = None,
 ) -> Failure:
     """The cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
 
@@ -120,12 +123,15 @@ def explain(
         places: for every rank, what it was doing, or "".
         states: of ranks that did not answer, why, as in "is stopped".
         num_killed: processes on this machine that the kernel ended for want of memory since the job started.
+        memory: what the ranks held; None where nobody looked.
     """
     first = notes[0] if notes else None
     heard = {note.rank for note in notes}
     by_signal = [rank for rank, code in codes.items() if code < 0 and rank not in heard]  # else on its way out
     if by_signal and (first is None or first.is_lost_peer):
-        return _ended_by_signal(by_signal[0], -codes[by_signal[0]], places[by_signal[0]], num_killed)
+        rank = by_signal[0]
+        held = "" if memory is None or num_killed == 0 else memory.told(rank)
+        return _ended_by_signal(rank, -codes[rank], places[rank], num_killed, held)
     if first is None:
         rank, code = next(iter(codes.items()))
         return Failure(f"rank {rank} exited with code {code} and left no reason{_inside(places[rank])}")
@@ -151,9 +157,10 @@ def num_killed_for_memory() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-def _ended_by_signal(rank: int, number: int, place: str, num_killed: int) -> Failure:
+def _ended_by_signal(rank: int, number: int, place: str, num_killed: int, held: str) -> Failure:
     name = signal.Signals(number).name
-    memory = " (out of memory: the kernel ended it)" if number == signal.SIGKILL and num_killed else ""
+    cause = "; ".join(filter(None, ("out of memory: the kernel ended it", held)))
+    memory = f" ({cause})" if number == signal.SIGKILL and num_killed else ""
     message = f"rank {rank} was ended by {name}{memory}{_inside(place)}; the other ranks were stopped"
     return Failure(message, may_pass=number not in STOP_SIGNALS)
 

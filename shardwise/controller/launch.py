@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwise.controller.exit_codes import FAILURE, STOPPED, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, num_killed_for_memory, read_notes
+from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
@@ -181,12 +182,12 @@ def _run(
     faults: Path | None,
 ) -> _End:
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
-    num_killed = num_killed_for_memory()
+    num_killed, memory = num_killed_for_memory(), MemoryHistory()
     with (
         tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
         _Ranks(command, nproc, Path(folder), variables) as ranks,
     ):
-        _wait(ranks, asked)
+        _wait(ranks, asked, memory)
         if asked:
             _stop(ranks, asked, stop_grace_seconds)
         code = ranks.codes().get(0)
@@ -199,13 +200,15 @@ def _run(
             return _End(code_of_signal(asked[0]))
         if code in STOPPED:
             return _End(code)
-        failure = _diagnose(ranks, faults, num_killed=num_killed)
+        failure = _diagnose(ranks, faults, num_killed=num_killed, memory=memory)
         return _End(failure.code, failure, _activity(ranks.folder, 0).step)
 
 
-def _wait(ranks: _Ranks, asked: list[int]) -> None:
-    """Waits for all ranks to succeed, one to fail or to give up waiting for another, or a signal."""
+def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory) -> None:
+    """Waits for all ranks to succeed, one to fail or to give up waiting for another, or a signal. Meanwhile it looks at
+    what they hold."""
     while not (asked or ranks.have_succeeded or any(ranks.codes().values()) or _is_hang(read_notes(ranks.folder))):
+        memory.sample(ranks.pids())
         time.sleep(_POLL_SECONDS)
 
 
@@ -218,7 +221,7 @@ def _stop(ranks: _Ranks, asked: list[int], grace_seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int) -> Failure:
+def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int, memory: MemoryHistory) -> Failure:
     """Why ranks failed; if one hangs or crashed, with a report of every rank in `faults`."""
     notes, codes = read_notes(ranks.folder), ranks.codes()
     reports: dict[int, str] = {}
@@ -233,6 +236,7 @@ def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int) -> Failure
         {rank: _activity(ranks.folder, rank).place for rank in range(len(ranks.processes))},
         states,
         num_killed=num_killed_for_memory() - num_killed,
+        memory=memory,
     )
     if not reports or faults is None:
         return failure

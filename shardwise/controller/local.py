@@ -16,7 +16,8 @@ from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
-from shardwise.controller.watchdog import commanded
+from shardwise.controller.watchdog import commanded, enter_step
+from shardwise.fault_plan import plan
 
 _SHUTDOWN = ""
 _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -62,7 +63,7 @@ class RankGroup:
         Raises:
             RankSilentError: a rank took longer than it may. ExportError: what every rank raised; all of them serve on.
         """
-        message = encode([method, args])
+        message = _command(method, args)
         return self._run(method, [message] * self.size, args)
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
@@ -70,7 +71,7 @@ class RankGroup:
         fewer shards than ranks. Results by shard. Raises as `call`."""
         assert self.size % len(shards) == 0, (len(shards), self.size)
         num_sharing = self.size // len(shards)
-        messages = [encode([method, [shard, *args]]) for shard in shards for _ in range(num_sharing)]
+        messages = [_command(method, [shard, *args]) for shard in shards for _ in range(num_sharing)]
         return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
     def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> Self:
@@ -92,7 +93,7 @@ class RankGroup:
             self.background.shutdown()
         for rank in self.ranks:
             if rank != 0:
-                _send(encode([_SHUTDOWN, []]), rank, self._control, self._timeout)
+                _send(_command(_SHUTDOWN, []), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
         with self._lock, commanded(method, own_args):
@@ -126,17 +127,27 @@ class RankGroup:
             ) from error
 
 
-def serve(worker: Any, control: Connections) -> None:
+def _command(method: str, args: Sequence[Any]) -> Tensor:
+    """As `serve` reads it: with the step that it belongs to, which only rank 0 counts."""
+    return encode([plan().step, method, args])
+
+
+def serve(worker: Any, control: Connections, *, follows_steps: bool = True) -> None:
     """Runs on every rank but 0. Consumes commands, sends results; waits for rank 0 as long as it is alive; returns at
     `shutdown`.
+
+    Args:
+        follows_steps: this process is in the step of its newest command.
 
     An exception leaves the loop and ends the process: a rank that could not do its part cannot go on in step. Only an
     ExportError goes to rank 0 instead: every rank raises it or none does, so they are in step after it.
     """
     while True:
-        method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
+        step, method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
         if method == _SHUTDOWN:
             return
+        if follows_steps and step != plan().step:
+            enter_step(step)
         with commanded(method, args):
             answer = encode(_answer(worker, method, args))
         _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
@@ -151,11 +162,12 @@ def _answer(worker: Any, method: str, args: Sequence[Any]) -> tuple[Any, str | N
 
 
 def serve_in_background(worker: Any, control: Connections, on_failure: Callable[[Exception], None]) -> threading.Thread:
-    """`serve` in a thread, which ends with it; `on_failure` is called there with what ended it otherwise."""
+    """`serve` in a thread, which ends with it; `on_failure` is called there with what ended it otherwise. The step is
+    that of the main thread."""
 
     def run() -> None:
         try:
-            serve(worker, control)
+            serve(worker, control, follows_steps=False)
         except Exception as error:
             on_failure(error)
 

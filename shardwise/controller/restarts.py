@@ -24,7 +24,7 @@ class Restarts:
     ) -> None:
         """
         Args:
-            command: how the job was started.
+            command: how the job starts anew.
             resuming_command: how it goes on from the newest checkpoint, once it has one.
             newest_checkpoint: looks for it.
         """

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shardwise.fault_plan import plan
+
 JOB_FOLDER_VARIABLE = "SHARDWISE_JOB_FOLDER"
 """Where the launcher and its ranks leave files for each other."""
 _DUMP_SIGNAL = signal.SIGUSR1
@@ -35,14 +37,14 @@ class Activity:
     """What a rank is doing."""
 
     step: int | None = None
-    """None before the first, and on ranks that only serve."""
+    """None before the first. Ranks that only serve hear of it with the first command in it."""
     phase: str = ""
     """Of the recipe, such as rollout or train; empty on ranks that only serve."""
     command: str = ""
     """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine. Of
     every thread that does."""
     since: float = 0.0
-    """When this began, as time.time()."""
+    """When this began, as time.monotonic()."""
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Self | None:
@@ -62,7 +64,7 @@ class Activity:
     @property
     def seconds(self) -> float:
         """How long it has been there."""
-        return time.time() - self.since
+        return time.monotonic() - self.since
 
 
 class _Record:
@@ -91,7 +93,7 @@ class _Record:
             self._write(command="` and `".join(self._commands.values()))
 
     def _write(self, **fields: Any) -> None:
-        self._activity = replace(self._activity, since=time.time(), **fields)
+        self._activity = replace(self._activity, since=time.monotonic(), **fields)
         self._map[:] = json.dumps(asdict(self._activity)).encode().ljust(_RECORD_BYTES)[:_RECORD_BYTES]
 
 
@@ -111,8 +113,9 @@ def be_watched(rank: int) -> None:
     _record = _Record(folder / f"activity-{rank}")  # last: a rank that has one can take the signal
 
 
-def enter_step(step: int) -> None:
-    """Says which step the recipe begins."""
+def enter_step(step: int | None) -> None:
+    """Says which step the recipe begins: to whoever looks from outside, and to the fault plan."""
+    plan().step = step
     if _record is not None:
         _record.change(step=step, phase="")
 

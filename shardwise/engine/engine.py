@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import StagedExport, export_folder
 from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
@@ -22,7 +23,7 @@ from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import gathered, local_shard
+from shardwise.engine.shards import first_numbers, gathered, local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
@@ -66,6 +67,8 @@ class TrainEngine:
         self._optimizer = optimizer
         self._device = device
         self._seed = seed
+        self._busy = BusyClock(device)
+        self._busy.watch(sharded.units)
         self._losses: list[Tensor] = []  # of the micro-batches since the last step
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
@@ -250,11 +253,13 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             with self._adapter_dropout(origin):
-                fault_point("forward")
-                outputs = self._run(batch, about)
-                loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
-                fault_point("backward")
-                (loss * self._optimizer.loss_scale).backward()
+                with self._busy.phase("forward"):
+                    fault_point("forward", first_numbers(self._optimizer.parameters))
+                    outputs = self._run(batch, about)
+                    loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+                with self._busy.phase("backward"):
+                    fault_point("backward", loss.data.view(-1))
+                    (loss * self._optimizer.loss_scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         return {name: value.host() for name, value in merge_metrics(parts).items()}
@@ -264,13 +269,19 @@ class TrainEngine:
 
         Args:
             on_fault: as for `ShardedOptimizer.step`; also given the losses of this rank's micro-batches.
+        Returns:
+            Its metrics, and how long this rank computed since the last step (see `BusyClock`).
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         losses, self._losses = self._losses, []
         self._copies.wait()
         if on_fault is None:
-            return self._optimizer.step(losses)
-        return self._optimizer.step(losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses]))
+            metrics = self._optimizer.step(losses)
+        else:
+            metrics = self._optimizer.step(
+                losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses])
+            )
+        return metrics | self._busy.take()  # the norm has waited for the device already
 
     def diagnose(
         self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any

@@ -19,7 +19,7 @@ from shardwise.engine.loss_scale import LossScaler
 from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
 from shardwise.engine.schedule import schedule_at
-from shardwise.engine.shards import local_shard
+from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
@@ -92,7 +92,7 @@ class ShardedOptimizer:
         share = schedule_at(self._config, self.num_steps, self._total_steps)
         self._set_learning_rates(share)
         scale = self.loss_scale
-        fault_point("allreduce")
+        fault_point("allreduce", first_numbers(p.grad for p in self.parameters if p.grad is not None))
         norm = global_grad_norm(self.parameters, losses) / scale
         finite = math.isfinite(norm)
         if finite:

@@ -1,6 +1,7 @@
 """Which part of a parameter this rank holds, and how the rows of one are spread over ranks."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its storage; a plain tensor is whole. Call it without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def first_numbers(tensors: Iterable[Tensor]) -> Tensor:
+    """[n], this rank's part of the first of these of which it has one, sharing its storage; empty where there is
+    none."""
+    parts = (local_shard(tensor).detach().view(-1) for tensor in tensors)
+    return next((part for part in parts if len(part)), torch.empty(0))
 
 
 def local_box(tensor: Tensor) -> list[slice]:

@@ -1,7 +1,7 @@
 """From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from shardwise.controller.process_group import Rank, connect, open_store, proces
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.watchdog import be_watched
 from shardwise.engine import take_device
-from shardwise.fault_plan import plan
+from shardwise.fault_plan import begin_plan
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
@@ -65,8 +65,12 @@ def run_recipe(config: RecipeConfig) -> int:
             case EvalConfig():
                 evaluate(config, group)
 
-    num_apart = config.rollout.num_rollout_ranks if isinstance(config, RLConfig) else 0
-    return run_rank(recipe, timeout_seconds=config.engine.collective_timeout_seconds, num_apart=num_apart)
+    return run_rank(
+        recipe,
+        timeout_seconds=config.engine.collective_timeout_seconds,
+        num_apart=config.rollout.num_rollout_ranks if isinstance(config, RLConfig) else 0,
+        faults=() if isinstance(config, EvalConfig) else config.trainer.faults,
+    )
 
 
 def run_quickstart(*, output_dir: str, seed: int) -> int:
@@ -118,11 +122,14 @@ def run_replay(*, bundle: str, micro_batch: int | None) -> int:
     return code or int(not outcome[0])
 
 
-def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0) -> int:
+def run_rank(
+    recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0, faults: Sequence[str] = ()
+) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
     Args:
         num_apart: so many ranks, the last ones, only sample, and are no part of the default process group.
+        faults: to rehearse, beside those of the environment variable.
     Returns:
         The exit code of this process.
     """
@@ -132,7 +139,7 @@ def run_rank(recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_a
     be_watched(rank.rank)
     with ExitStack() as stack:
         try:
-            _require_fault_plan()
+            _begin_plan(faults)
             _require_trainers(rank, num_apart)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
@@ -183,9 +190,9 @@ def _end(error: Exception, rank: int) -> None:
         os._exit(note_failure(error, rank))
 
 
-def _require_fault_plan() -> None:
+def _begin_plan(faults: Sequence[str]) -> None:
     try:
-        plan()
+        begin_plan(faults)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -72,7 +72,7 @@ class Rollouter:
         ]
         groups = self._play(examples, requests)
         results = self._judge(groups)
-        return [
+        judged_groups = [
             RolloutGroup(
                 example=example,
                 completions=[episode.completion for episode in group],
@@ -83,6 +83,9 @@ class Rollouter:
             )
             for example, group, judged in zip(examples, groups, results, strict=True)
         ]
+        if self._rewards is not None:
+            fault_point("reward", judged_groups[0].rewards)
+        return judged_groups
 
     def _play(self, examples: Sequence[Example], requests: list[GenerateRequest]) -> list[list[Episode]]:
         """One turn each, or as many as the environment asks for."""
@@ -115,7 +118,6 @@ class Rollouter:
         if self._rewards is None:
             _require_whole(episodes)
             return [[RewardResult(score=0.0) for _ in group] for group in groups]
-        fault_point("reward")
         results = iter(self._rewards.score([self._job(episode) for episode in episodes]))
         return [[next(results) for _ in group] for group in groups]
 

@@ -19,6 +19,7 @@ from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
 from shardwise.recipes.saving import remove_leftovers
 from shardwise.recipes.stopping import Stopping
+from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
 from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
@@ -152,13 +153,16 @@ class Run:
     def report(self, step: int, metrics: Metrics, *, num_tokens: int) -> None:
         """Writes the metrics of a step everywhere, and how long it took; `num_tokens` were processed in it."""
         seconds = time.perf_counter() - self._step_start
-        values = {name: value.result() for name, value in metrics.items()}
+        metrics, busy = without_busy(metrics)
+        values, slowest = {name: value.result() for name, value in metrics.items()}, stragglers(busy)
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        performance |= straggler_metrics(slowest)
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures
         self._log.log(step, values, performance)
         self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
+        shown |= slow_rank(slowest, step_seconds=seconds)
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
     def _is_due(self, every: int, step: int) -> bool:

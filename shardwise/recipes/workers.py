@@ -209,12 +209,14 @@ class Worker:
     ) -> list[torch.Tensor]:
         """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
         `temperature`: None is that of the rollout."""
-        fault_point("logprob")
         seat = self._take_device(role, "params")
         temperature = seat.source.temperature if temperature is None else temperature
         outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
-        scores = [out.values if out.logprobs is None else out.logprobs for out in outputs]
-        return [values for values in scores if values is not None]
+        found = [out.values if out.logprobs is None else out.logprobs for out in outputs]
+        scores = [values for values in found if values is not None]
+        first_trained = int(batches[0].loss_mask.int().argmax())
+        fault_point("logprob", scores[0][first_trained:])
+        return scores
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests."""

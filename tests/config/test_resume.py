@@ -24,6 +24,7 @@ def changes(before, after, *allowed):
     [
         ([], [], {}),
         (["trainer.output_dir=a", "trainer.save_every_steps=3"], ["trainer.output_dir=b"], {}),
+        ([], ["trainer.faults=[rank=1 step=7 phase=backward action=kill]"], {}),
         (["engine.fsdp_size=2"], ["engine.ulysses_size=2", "engine.activation_checkpointing=full"], {}),
         ([], ["trainer.learning_rate=0.5"], {"trainer.learning_rate": (1e-5, 0.5)}),
         ([], ["engine.master_dtype=bfloat16", "engine.param_dtype=bfloat16"], {

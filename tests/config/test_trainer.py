@@ -36,3 +36,12 @@ def test_states_that_never_leave_the_host_are_not_offloaded_to_it():
 def test_what_is_to_be_kept_must_be_saved_and_can_be_removed(keys, message):
     with pytest.raises(ConfigError, match=message):
         TrainerConfig.parse(keys, origin="test")
+
+
+def test_faults_are_those_of_the_fault_plan():
+    given = ["rank=1 step=7 phase=backward action=kill", "phase=forward action=nan"]
+    assert TrainerConfig.parse({"faults": given}, origin="test").faults == given
+    with pytest.raises(
+        ConfigError, match=r"^test: faults\.1: 'phase=write action=nan' has action=nan, and phase=write "
+    ):
+        TrainerConfig.parse({"faults": [given[0], "phase=write action=nan"]}, origin="test")

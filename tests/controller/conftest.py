@@ -17,6 +17,8 @@ from shardwise.controller.failures import note_failure
 from shardwise.controller.launch import follow_lifeline
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
+from shardwise.controller.watchdog import enter_step
+from shardwise.fault_plan import plan
 from shardwise.types import Denominators, MetricValue
 
 
@@ -53,6 +55,9 @@ class Worker:
         "What every rank raises together."
         raise ExportError(f"{path} cannot be written on rank {self.rank}")
 
+    def step(self):
+        return plan().step
+
     def nothing(self):
         return None
 
@@ -74,6 +79,13 @@ with process_group(rank, device_type="cpu", timeout_seconds=20) as control:
             except ExportError as error:
                 return str(error)
 
+        def steps():
+            found = [group.call("step")]
+            for step in (6, 7):
+                enter_step(step)
+                found.append(group.call("step"))
+            return found
+
         found = {
             "save": failed_save(),
             "size": group.size,
@@ -81,6 +93,7 @@ with process_group(rank, device_type="cpu", timeout_seconds=20) as control:
             "scatter": [t.tolist() for t in group.scatter("scale", shards, 10)],
             "noun": [value.result() for value in group.call("count", Denominators(num_tokens=7, num_sequences=1))],
             "swap": group.scatter("swap", [11, 22]),
+            "steps": steps(),
             "none": group.call("nothing"),
             "history": [list(log) for log in group.call("history")],
             "large": [t.sum().item() for t in group.scatter("scale", large, 2)],

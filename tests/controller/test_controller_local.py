@@ -41,6 +41,10 @@ def test_commands_arrive_once_and_in_order_and_shutdown_ends_the_loop(two_rank_r
     assert two_rank_results["served"] == "left the loop"
 
 
+def test_every_rank_is_in_the_step_that_rank_0_says(two_rank_results):
+    assert two_rank_results["steps"] == [[None, None], [6, 6], [7, 7]]
+
+
 def test_a_save_that_fails_on_every_rank_is_raised_and_they_all_serve_on(two_rank_results):
     """Were the answer of rank 1 left in the pipe, the next command would get it."""
     assert two_rank_results["save"] == "/full cannot be written on rank 0"

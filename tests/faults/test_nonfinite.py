@@ -10,7 +10,6 @@ from bad_steps import DOWN, bits_of, build, parameters_of, samples, train
 from safetensors.torch import load_file
 
 from shardwise.config import EngineConfig, LoraConfig
-from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.engine.nonfinite import LOSS
 from shardwise.recipes.bundles import BUNDLE, Bundle
@@ -43,12 +42,6 @@ def folder(tmp_path_factory):
         folder, tokenizer=tokenizer, hidden_size=32, num_layers=2, intermediate_size=64, max_position_embeddings=96
     )
     return folder
-
-
-@pytest.fixture
-def alone():
-    with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=60):
-        yield
 
 
 def step_on_two_ranks(folder, bundle, options, poison, loss, rewards):

@@ -3,6 +3,7 @@ import torch.distributed as dist
 
 from shardwise.cli import RECIPES
 from shardwise.config import DataError
+from shardwise.fault_plan import plan
 from shardwise.recipes import entry
 from shardwise.recipes.entry import run_rank
 from shardwise.recipes.stopping import Stopped
@@ -84,7 +85,7 @@ def test_every_config_runs_its_own_recipe(monkeypatch, name):
     }
     for function in functions.values():
         monkeypatch.setattr(entry, function, lambda config, group, function=function: called.append((function, config)))
-    monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds, num_apart: recipe(None) or timeout_seconds)
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, timeout_seconds, **_: recipe(None) or timeout_seconds)
     keys = ["model.path=m", "engine.collective_timeout_seconds=9", "data.validation_files=v"]
     keys += ["data.train_files=t"] * (name != "eval") + ["reward.functions=a:b"] * (name in ("rl", "eval"))
     config = RECIPES[name].load(None, keys + ["teacher.model.path=t"] * (name == "distill"))
@@ -96,8 +97,20 @@ def test_the_ranks_that_only_sample_are_no_part_of_the_default_group(monkeypatch
     seen = {}
     monkeypatch.setattr(entry, "run_rank", lambda recipe, **numbers: seen.update(numbers) or 0)
     keys = ["model.path=m", "data.train_files=t", "reward.functions=a:b", "rollout.placement={num_ranks: 3}"]
-    entry.run_recipe(RECIPES["rl"].load(None, keys))
+    entry.run_recipe(RECIPES["rl"].load(None, [*keys, "trainer.faults=[phase=optim]"]))
     assert seen["num_apart"] == 3
+    assert seen["faults"] == ["phase=optim"]
+
+
+def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one_of_the_user(monkeypatch, capsys):
+    planned = []
+    assert run_rank(lambda _: planned.append(plan()), timeout_seconds=7, faults=["phase=optim action=raise"]) == 0
+    with pytest.raises(RuntimeError, match="raises in phase optim"):
+        planned[0].enter("optim")
+    monkeypatch.setenv("SHARDWISE_FAULTS", "phase=optin")
+    assert run_rank(lambda _: None, timeout_seconds=7) == 2
+    assert "SHARDWISE_FAULTS: 'phase=optin' has phase=optin; choose one of rollout," in capsys.readouterr().err
+    plan.cache_clear()
 
 
 def test_ranks_that_only_sample_need_others_that_train(capsys):

@@ -115,6 +115,17 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
     assert printed.endswith(f"sft: saved {tmp_path / 'checkpoints' / 'step_5'}\n")
 
 
+def test_a_slow_rank_is_told_in_the_line_of_its_step_and_among_the_timings(tmp_path, fake_group, run_of, capsys):
+    with run_of(tmp_path, group_of(fake_group)) as run:
+        for step in run.steps():
+            busy = {f"train/busy/forward/rank_{rank}": MetricValue.sum(1.0 + 2 * rank) for rank in (0, 1)}
+            run.report(step, {"train/loss": MetricValue.mean(1.0, 1)} | busy, num_tokens=100)
+    assert all(set(row) == {"step", "train/loss"} for row in lines(tmp_path / "metrics.jsonl"))
+    for row in lines(tmp_path / "performance.jsonl"):
+        assert (row["train/forward_slowest_rank"], row["train/forward_imbalance"]) == (1, 3)
+    assert "train/loss 1  slow rank 1  times 3\n" in capsys.readouterr().out
+
+
 def test_a_checkpoint_holds_every_engine_in_a_folder_of_its_own(tmp_path, fake_group, run_of):
     group = group_of(fake_group, 2)
     with run_of(tmp_path, group, roles=("policy", "critic"), save_every_steps=3) as run:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "rewards": SHARED,
     "algorithms": {"types"},
     "observability": {"types", "fault_plan"},
-    "config": set(),
+    "config": {"fault_plan"},
     "types": set(),
     "fault_plan": set(),
     "ops": set(),

@@ -1,0 +1,50 @@
+"""How much memory ranks held, as the launcher saw it: told of one that the kernel ended for want of it."""
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from pathlib import Path
+
+_SECONDS_BETWEEN = 1.0
+_NUM_KEPT = 60
+
+
+class MemoryHistory:
+    """Resident bytes of every rank, once a second for the last minute."""
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
+        self._next = 0.0
+
+    def sample(self, pids: Mapping[int, int]) -> None:
+        """Looks at these processes, by rank, if it is time to."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _SECONDS_BETWEEN
+        for rank, pid in pids.items():
+            num_bytes = _resident_bytes(pid)
+            if num_bytes:  # else it has ended
+                self._samples[rank].append((now, num_bytes))
+
+    def told(self, rank: int) -> str:
+        """As in "it held 22.4 GiB, 30 s before 8.1 GiB, 59 s before 1.2 GiB"; empty where it was never seen."""
+        samples = list(self._samples[rank])
+        if not samples:
+            return ""
+        (last, held), earlier = samples[-1], dict.fromkeys([samples[len(samples) // 2], samples[0]])
+        parts = [f"{last - when:.0f} s before {_shown(size)}" for when, size in earlier if when < last]
+        return ", ".join([f"it held {_shown(held)}", *parts])
+
+
+def _resident_bytes(pid: int) -> int:
+    """0 where the process has ended, or on a system without /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

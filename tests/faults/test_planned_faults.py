@@ -1,0 +1,80 @@
+"""Faults of the plan in whole runs: by step, from the config, and those of a file system."""
+
+import json
+import time
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from small_run import run_steps
+
+from shardwise.fault_plan import begin_plan, plan
+
+KILL = "rank=1 step=3 phase=backward action=kill"
+
+
+@pytest.mark.full
+def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_the_restart(assets, start, tmp_path):
+    run = start(
+        *("sft", "--nproc", "2", "--max-restarts", "1"),
+        f"model.path={assets.model}",
+        f"data.train_files={assets.sft}",
+        "data.max_train_rows=16",
+        "data.max_sequence_tokens=64",
+        "trainer.batch_size=4",
+        "trainer.total_steps=4",
+        "trainer.save_every_steps=2",
+        "trainer.async_save=false",
+        "trainer.tensorboard=false",
+        f"trainer.faults=[{KILL}]",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    assert run.end() == 0, run.err
+    cause, restart = run.err.splitlines()
+    assert cause.startswith("error: rank 1 was ended by SIGKILL in step 3")
+    assert restart == f"restart 1 of 1: goes on from {run.run}/checkpoints/step_2"
+    assert run.steps == [1, 2, 3, 4]
+
+
+def faulty_disk(run, model, rank, fault, options):
+    begin_plan([fault] if dist.get_rank() == rank else [])
+    try:
+        return run_steps(run, model, **options)
+    finally:
+        plan.cache_clear()
+
+
+def saved(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_f21_an_error_of_the_disk_on_one_rank_fails_its_save_alone(run_ranks, model_folder, tmp_path, rank):
+    """In step 4; the checkpoints of steps 2 and 6 are whole, and nothing of the other is left."""
+    run = tmp_path / "run"
+    options = {"on_save_error": "continue"}
+    fault = "step=4 phase=write action=eio"
+    (steps, error, said), _ = run_ranks(faulty_disk, 2, str(run), str(model_folder), rank, fault, options)
+    assert (steps, error) == ([1, 2, 3, 4, 5, 6], None)
+    assert "warning: the checkpoint of step 4 was not saved: " in said
+    assert "Input/output error" in said
+    assert saved(run) == ["latest", "step_2", "step_6"]
+
+
+@pytest.mark.full
+def test_f21_a_slow_disk_of_one_rank_delays_saves_and_not_steps(run_ranks, model_folder, tmp_path):
+    """Each write takes 0.2 s longer."""
+    run = tmp_path / "run"
+    options = {"async_save": True, "total_steps": 4, "save_every_steps": 2}
+    fast = run_ranks(partial(run_steps, **options), 2, str(tmp_path / "fast"), str(model_folder))[0]
+    begun = time.perf_counter()
+    slow = run_ranks(faulty_disk, 2, str(run), str(model_folder), 1, "phase=write action=slow", options)[0]
+    assert time.perf_counter() - begun > 5
+    assert slow == fast
+    assert saved(run) == ["latest", "step_2", "step_4"]
+    for step in (2, 4):
+        weights = [folder / f"checkpoints/step_{step}/hf/model.safetensors" for folder in (run, tmp_path / "fast")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+    third = [json.loads(line) for line in (run / "performance.jsonl").read_text().splitlines()][2]
+    assert third["step"] == 3
+    assert third["seconds/step"] < 2

@@ -1,0 +1,37 @@
+"""F13: a clock that is set, by hand or by NTP, changes no deadline: nothing in shardwise/ measures time by it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "shardwise"
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+TELL_PEOPLE = {("recipes/writer_lock.py", "datetime.now")}
+"""Where the time of day is written for people and never computed with."""
+
+
+def wall_clocks_read(source: str) -> set[str]:
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return {clock for clock in WALL_CLOCKS for call in calls if call == clock or call.endswith(f".{clock}")}
+
+
+def test_nothing_measures_by_a_clock_that_can_be_set():
+    found = {
+        (str(file.relative_to(PACKAGE)), clock)
+        for file in PACKAGE.rglob("*.py")
+        for clock in wall_clocks_read(file.read_text(encoding="utf-8"))
+    }
+    assert found == TELL_PEOPLE
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("deadline = time.time() + 5", {"time.time"}),
+        ("import datetime\ndatetime.datetime.now()", {"datetime.now"}),
+        ("time.monotonic(); time.sleep(1); datetime.time()", set()),
+    ],
+)
+def test_a_clock_that_can_be_set_is_found(source, found):
+    assert wall_clocks_read(source) == found
