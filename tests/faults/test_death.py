@@ -219,7 +219,7 @@ def test_f05_a_killed_launcher_takes_all_with_it_and_the_same_command_goes_on(
 
 
 @pytest.mark.full
-def test_f03_f21_a_rank_that_hangs_is_named_and_the_run_goes_on(rl_arguments, undisturbed, start, tmp_path):
+def test_f03_trap_21_a_rank_that_hangs_is_named_and_the_run_goes_on(rl_arguments, undisturbed, start, tmp_path):
     """Rank 1 sleeps before the norm of the gradients, in which rank 0 waits for it."""
     run = start(
         *rl_arguments(tmp_path / "run", "--max-restarts", "1", "engine.collective_timeout_seconds=20"),
