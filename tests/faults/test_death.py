@@ -29,7 +29,8 @@ NTH = {
     "write": (20, 90),
     "commit": (1, 3),
 }
-"""How often a rank has entered a phase when it does so in steps 1 and 2, or in the saves after them."""
+"""How often a rank has entered a phase when it does so in steps 1 and 2; stage and write: early and late in the save
+after step 1, before which there is no checkpoint; commit: before those of steps 1 and 2 get their names."""
 OF_RANK_0_ALONE = {"reward", "commit"}
 OF_SAVES = {"stage", "write", "commit"}
 PEERS_END_SECONDS = 5.0
