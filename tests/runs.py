@@ -18,6 +18,7 @@ from ranks import fork_server
 
 from shardwise.cli import main
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN
 
 ROOT = Path(__file__).parents[1]
 RANK_VARIABLES = (
@@ -142,19 +143,31 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def shared_memory() -> set[str]:
+    """What is in /dev/shm and no living process uses."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            used |= {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return {str(path) for path in Path("/dev/shm").glob("*")} - used
+
+
 @pytest.fixture(scope="session")
 def marked():
     return marked_processes
 
 
 class StartedRun:
-    """A command that runs while the test goes on; `stderr` and `stdout` are files in `folder`."""
+    """A command that runs while the test goes on; `stderr` and `stdout` are files in `folder`, its temporary files in
+    `tmp`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, tmp: Path, *arguments: str, faults: str = "") -> None:
         self.folder, self.mark = folder, f"{folder}-{time.monotonic()}"
         self.run = next(Path(a.partition("=")[2]) for a in arguments if a.startswith("trainer.output_dir="))
+        self._tmp, self._shared_memory_before = tmp, shared_memory()
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark}
+        environment |= {"TMPDIR": str(tmp), FAULT_PLAN: faults}
         with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
             self.launcher = subprocess.Popen(
                 [sys.executable, "-m", "shardwise", *arguments],
@@ -203,24 +216,30 @@ class StartedRun:
         return marked_processes(self.mark)
 
     def end(self, *, seconds: float = 300) -> int:
-        """Waits for the exit code; five seconds later no process may be left."""
+        """Waits for the exit code; five seconds later no process may be left, nothing in /dev/shm, and no temporary
+        folder, unless the launcher was killed."""
         code = self.launcher.wait(timeout=seconds)
         deadline = time.monotonic() + 5
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not self.processes()
+        assert not shared_memory() - self._shared_memory_before
+        if code != -signal.SIGKILL:
+            assert not list(self._tmp.glob("*shardwise*"))
         return code
 
 
 @pytest.fixture
 def start(tmp_path):
-    """`start("sft", "trainer.output_dir=...", ...)`: a StartedRun, of which nothing is left after the test."""
+    """`start("sft", "trainer.output_dir=...", faults="")`: a StartedRun, of which nothing is left after the test."""
     runs = []
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
 
-    def begin(*arguments: str) -> StartedRun:
+    def begin(*arguments: str, faults: str = "") -> StartedRun:
         folder = tmp_path / f"started-{len(runs)}"
         folder.mkdir()
-        runs.append(StartedRun(folder, *arguments))
+        runs.append(StartedRun(folder, tmp, *arguments, faults=faults))
         return runs[-1]
 
     yield begin

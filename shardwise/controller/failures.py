@@ -14,7 +14,7 @@ from typing import Self
 
 from shardwise.config import UserError
 from shardwise.controller.base import RankSilentError
-from shardwise.controller.exit_codes import FAILURE, USER_ERROR
+from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.signals import STOP_SIGNALS
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collected
@@ -162,7 +162,9 @@ def _ended_by_signal(rank: int, number: int, place: str, num_killed: int, held: 
     cause = "; ".join(filter(None, ("out of memory: the kernel ended it", held)))
     memory = f" ({cause})" if number == signal.SIGKILL and num_killed else ""
     message = f"rank {rank} was ended by {name}{memory}{_inside(place)}; the other ranks were stopped"
-    return Failure(message, may_pass=number not in STOP_SIGNALS)
+    if number in STOP_SIGNALS:  # before the rank could take it as a wish
+        return Failure(message, code_of_signal(number), may_pass=False)
+    return Failure(message)
 
 
 def _inside(place: str) -> str:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
+from shardwise.scratch import scratch_folder
 
 STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
@@ -184,8 +184,8 @@ def _run(
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
     num_killed, memory = num_killed_for_memory(), MemoryHistory()
     with (
-        tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
-        _Ranks(command, nproc, Path(folder), variables) as ranks,
+        scratch_folder() as folder,
+        _Ranks(command, nproc, folder, variables) as ranks,
     ):
         _wait(ranks, asked, memory)
         if asked:

@@ -10,6 +10,7 @@ from typing import Protocol, Self, cast
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.config import ConfigError
 from shardwise.controller.launch import STORE_VARIABLE
 
 _CONTROL_TIMEOUT = timedelta(days=30)
@@ -51,14 +52,27 @@ def backend_of(device_type: str) -> str:
 
 
 def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
-    """Where the ranks of this job leave what the others need to find them."""
+    """Where the ranks of this job leave what the others need to find them.
+
+    Raises:
+        ConfigError: the port that this job was given is taken.
+    """
     timeout = timedelta(seconds=timeout_seconds)
     if rank.world_size == 1:
         return dist.HashStore()
     if STORE_VARIABLE in os.environ:
         store: dist.Store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
     else:  # torchrun: MASTER_ADDR and MASTER_PORT
-        store, _, _ = next(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))
+        try:
+            store, _, _ = next(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ConfigError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine, perhaps by another job; give each "
+                "job a port of its own (torchrun --master-port), or start this one with shardwise --nproc, which needs "
+                "none"
+            ) from None
     store.set_timeout(timeout)
     return store
 

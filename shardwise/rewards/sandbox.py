@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from shardwise.config import ConfigError
 from shardwise.rewards.sandbox_child import NOBODY
+from shardwise.scratch import scratch_folder
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _READ_BYTES = 1 << 16
@@ -70,15 +71,15 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
         ConfigError: a protection is missing on this machine, and allow_unsafe is false.
         RuntimeError: the sandbox itself failed.
     """
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as given:
+    with scratch_folder() as folder, tempfile.TemporaryFile() as given:
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
-        file = Path(folder) / "program.py"
+        file = folder / "program.py"
         file.write_bytes(program.encode(errors="replace"))
         if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
             os.chown(file, NOBODY, NOBODY)
-        outcome, status = _supervise(folder, given.fileno(), limits, allow_unsafe)
+        outcome, status = _supervise(str(folder), given.fileno(), limits, allow_unsafe)
     if "missing" in status:
         raise ConfigError(
             f"programs cannot be run in a sandbox here; what this machine lacks: {'; '.join(status['missing'])}. Allow "

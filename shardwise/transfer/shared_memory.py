@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.scratch import scratch_folder
 from shardwise.transfer.medium import SENDER, MediumError, Rendezvous, name_of
 
 _NUM_SLOTS = 2
@@ -67,8 +67,8 @@ class SharedMemoryMedium:
         """
         device = torch.device("cpu") if device is None else device
         rendezvous = Rendezvous(store, rank, size, timeout=timeout)
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # only its owner may enter
-            address = str(Path(folder) / "weights")
+        with scratch_folder() as folder:
+            address = str(folder / "weights")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                 listener.settimeout(timeout.total_seconds())
                 if rank == SENDER:

@@ -43,7 +43,8 @@ def test_a_rank_that_told_its_error_and_crashed_on_its_way_out_is_not_the_cause(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_somebody_stopped_is_not_started_again(number):
-    assert not reason({0: -number}).may_pass
+    failure = reason({0: -number})
+    assert (failure.code, failure.may_pass) == (128 + number, False)
 
 
 def test_f13_a_kill_for_want_of_memory_is_named(monkeypatch, tmp_path):

@@ -1,10 +1,12 @@
+import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.controller.process_group import Rank, backend_of, process_group
+from shardwise.config import ConfigError
+from shardwise.controller.process_group import Rank, backend_of, open_store, process_group
 
 
 def test_a_process_alone_is_rank_0_of_1(monkeypatch):
@@ -45,6 +47,21 @@ def test_a_rank_that_never_comes_is_an_error_within_the_timeout(monkeypatch, tmp
     ):
         pytest.fail("joined a group of two alone")
     assert time.monotonic() - start < 10
+
+
+def test_f16_a_port_that_another_job_has_is_named_at_once(monkeypatch):
+    for name in ("SHARDWISE_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"^MASTER_PORT={port} is in use on this machine, perhaps by another "):
+            open_store(Rank(0, 2, 0), timeout_seconds=60)
+        assert time.monotonic() - start < 5
 
 
 def test_backend_follows_the_device_and_not_the_build_of_torch(monkeypatch):

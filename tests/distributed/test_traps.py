@@ -1,6 +1,7 @@
 """What goes wrong elsewhere once ranks share a step, each test named for its trap.
 
-Traps 3, 24 and 6 on one rank are in tests/engine; trap 2 is in tests/data/test_packing.py.
+Traps 3, 24 and 6 on one rank are in tests/engine, 24 and 26 in tests/faults too; trap 2 is in
+tests/data/test_packing.py.
 """
 
 from pathlib import Path

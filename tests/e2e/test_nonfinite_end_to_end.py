@@ -7,7 +7,9 @@ from safetensors.torch import load_file, save_file
 WEIGHT = "model.layers.0.mlp.up_proj"
 
 
-def test_a_run_that_diverges_leaves_what_replays_its_first_bad_step(assets, command, tmp_path):
+def test_trap_24_a_run_that_diverges_skips_counts_stops_and_leaves_what_replays_it(
+    assets, command, metrics_of, tmp_path
+):
     model, run = tmp_path / "model", tmp_path / "run"
     shutil.copytree(assets.model, model)
     weights = load_file(model / "model.safetensors")
@@ -28,6 +30,7 @@ def test_a_run_that_diverges_leaves_what_replays_its_first_bad_step(assets, comm
     )
     assert done.code == 2, done.err
     assert "error: the gradient norm was nan in 2 optimizer steps in a row (trainer.max_nonfinite_steps=2)" in done.err
+    assert [row["train/nonfinite_fraction"] for row in metrics_of(run)] == [1.0]  # step 1; step 2 ended the run
     bundle = run / "nonfinite" / "step_1"
     assert [path.name for path in bundle.parent.iterdir()] == ["step_1"]
     assert f"`shardwise replay {bundle}` runs it again" in done.err

@@ -82,7 +82,7 @@ def skipped(run_ranks, folder, tmp_path, *, options=None, poison="", loss="", re
     return bundle
 
 
-def test_a_bad_weight_is_named_and_replayed_on_one_process(run_ranks, folder, tmp_path, alone, capsys):
+def test_trap_24_a_bad_weight_is_named_and_replayed_on_one_process(run_ranks, folder, tmp_path, alone, capsys):
     path = skipped(run_ranks, folder, tmp_path, poison=f"{DOWN}.weight")
     assert sorted(file.name for file in path.parent.iterdir()) == ["step_1"]
     files = [BUNDLE, "hf", "manifest.json", "rank_0.safetensors", "rank_1.safetensors"]
@@ -110,7 +110,7 @@ def test_a_bad_weight_is_named_and_replayed_on_one_process(run_ranks, folder, tm
 
 
 @pytest.mark.parametrize("function", ["bad_for_seven", "bad_on_rank_1"])
-def test_a_loss_that_is_nan_on_one_rank_with_a_finite_gradient_is_skipped_by_both(
+def test_f33_trap_24_a_loss_that_is_nan_on_one_rank_with_a_finite_gradient_is_skipped_by_both(
     run_ranks, folder, tmp_path, alone, capsys, function
 ):
     """What comes of the data comes again on one process; what comes of the second rank does not."""
@@ -134,7 +134,9 @@ def test_a_loss_that_is_nan_on_one_rank_with_a_finite_gradient_is_skipped_by_bot
         assert "\nnot reproduced (the loss of rank 1, micro-batch 0 was nan, here 0." in capsys.readouterr().out
 
 
-def test_a_backward_that_goes_bad_is_named_and_found_gone_without_its_cause(run_ranks, folder, tmp_path, alone, capsys):
+def test_trap_24_a_backward_that_goes_bad_is_named_and_found_gone_without_its_cause(
+    run_ranks, folder, tmp_path, alone, capsys
+):
     path = skipped(run_ranks, folder, tmp_path, poison="backward")
     [(rank, fault), *_] = Bundle.read(str(path)).step.faults
     assert (rank, fault.phase, fault.module) == (0, "backward", DOWN)

@@ -40,6 +40,7 @@ def sft_arguments(assets):
     return make
 
 
+@pytest.mark.full
 def test_f1_f10_a_run_that_was_stopped_and_lost_a_rank_ends_as_if_nothing_had_been(
     sft_arguments, shell, start, tmp_path
 ):

@@ -61,7 +61,7 @@ def test_a_harmless_program_runs_with_the_standard_library_and_a_folder_of_its_o
     assert (outcome.exit_code, outcome.stopped, outcome.stdout, outcome.stderr) == (
         3, None, "given ü é __main__\n42\n", "oops\n"
     )  # fmt: skip
-    assert not list(Path(tempfile.gettempdir()).glob("sandbox-*/note"))
+    assert not list(Path(tempfile.gettempdir()).glob("shardwise-*/note"))
 
 
 def test_f45_fork_bomb_is_bounded_and_leaves_nothing():
