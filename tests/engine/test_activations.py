@@ -161,7 +161,7 @@ def bytes_kept(model):
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_selective_keeps_the_attention_of_compiled_layers():
     """Gradients are those of layers that are not compiled; attention is computed once, all else again. Beside what
     full keeps: the output of attention and the log-sum-exp of its rows, for each layer, token and head."""

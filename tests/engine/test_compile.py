@@ -30,8 +30,8 @@ def train(folder, options):
 @pytest.mark.parametrize(
     ("family", "num_ranks", "options"),
     [
-        ("llama", 1, {}),
-        (
+        pytest.param("llama", 1, {}, id="llama"),
+        pytest.param(
             "qwen3_moe",
             2,
             {
@@ -41,9 +41,10 @@ def train(folder, options):
                 "wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]},
                 "module_precision": [{"module": "model.layers.*.self_attn"}],
             },
+            id="selective with units inside the layers",
+            marks=pytest.mark.full,
         ),
     ],
-    ids=["llama", "selective with units inside the layers"],
 )
 def test_compiled_layers_compute_the_same(run_ranks, tmp_path, family, num_ranks, options):
     """Over packed sequences, whose layout changes from batch to batch."""

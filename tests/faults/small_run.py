@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ranks import call_store
 from tiny_models import random_samples
 
 from shardwise.config import EngineConfig, SFTConfig, UserError
@@ -57,7 +58,7 @@ def run_steps(output_dir, model, at_step: Callable[[int, Worker, Run], None] | N
     """
     config = config_of(output_dir, model, **trainer)
     control, rank = dist.group.WORLD, Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank())
-    links = connect("background", rank, dist.distributed_c10d._get_default_store(), timeout=timedelta(seconds=30))
+    links = connect("background", rank, call_store(), timeout=timedelta(seconds=30))
     writer = CheckpointWriter(rank.rank, links)
     worker = Worker(torch.device("cpu"), writer=writer)
     if rank.rank != 0:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad_steps import bits_of, build, train
+from ranks import call_store
 from safetensors.torch import load_file
 from small_run import run_steps
 
@@ -45,7 +46,7 @@ def rl_run(tree):
     """The recipe on this rank."""
     config = RLConfig.parse(tree, origin="test")
     control, rank = dist.group.WORLD, Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank())
-    links = connect("background", rank, dist.distributed_c10d._get_default_store(), timeout=timedelta(seconds=30))
+    links = connect("background", rank, call_store(), timeout=timedelta(seconds=30))
     writer = CheckpointWriter(rank.rank, links)
     worker = Worker(CPU, writer=writer)
     if rank.rank != 0:
