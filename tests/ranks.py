@@ -55,8 +55,8 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Processes with one thread each, as many as a call asks for, in one process group for all calls of their number
-    (gloo, FileStore). After a failure they are replaced, so it leaves nothing behind for the next call."""
+    """Processes with one thread each, as many as a call asks for, in one process group (gloo, FileStore). Up to two of
+    them stay for the next call of their number; after a failure they are replaced, so it leaves nothing behind."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Ranks] = {}
@@ -162,7 +162,9 @@ class _Ranks:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} raised:\n{value}")
-        if failures or num_open > MAX_OPEN_FILES:
+        # DTensor remembers what it did by a mesh's shape and ranks: a 2 x 2 mesh of a later call would get the groups
+        # of an earlier one.
+        if failures or self._world_size > 2 or num_open > MAX_OPEN_FILES:
             self._end()
         if failures:
             raise RankError("\n".join(failures))

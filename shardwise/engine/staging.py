@@ -51,18 +51,20 @@ class Copies:
 
     def wait(self) -> None:
         """To be called before a source changes. Waits for: memory. Only the device waits, if the sources are on one."""
-        running, self._running = self._running, []
-        for copy in running:
-            copy.result()
+        self._join()
+        self._running = []  # only now: the writer's thread may be about to wait for them too
         if self._stream is not None:
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """To be called, in any thread, before a target is read."""
-        for copy in self._running:
-            copy.result()
+        self._join()
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _join(self) -> None:
+        for copy in self._running:
+            copy.result()
 
 
 class StagingBuffers:

@@ -52,7 +52,8 @@ def steps(engine, numbers, ulysses_size=1):
         loss = torch.tensor([metrics.pop("train/loss").result()]) / ulysses_size
         dist.all_reduce(loss)
         metrics |= engine.optim_step()
-        rows.append({name: value.result() for name, value in metrics.items()} | {"loss": loss.item()})
+        values = {name: value.result() for name, value in metrics.items() if "/busy/" not in name}  # seconds
+        rows.append(values | {"loss": loss.item()})
     return rows
 
 

@@ -66,9 +66,13 @@ def test_whoever_changes_a_source_waits_for_its_copy_and_whoever_reads_the_copy_
     source, target = torch.ones(3), torch.zeros(3)
     copies.begin(target, source)
     with ThreadPoolExecutor(2) as others:
-        waiting = [others.submit(copies.finish), others.submit(copies.wait)]
-        assert not wait(waiting, timeout=0.2).done
-        begun.set()
+        try:
+            waiting = [others.submit(copies.wait)]
+            assert not wait(waiting, timeout=0.2).done
+            waiting.append(others.submit(copies.finish))
+            assert not wait(waiting, timeout=0.2).done, "although another thread waits already"
+        finally:
+            begun.set()
         assert not wait(waiting, timeout=20).not_done
     assert target.tolist() == [1.0, 1.0, 1.0]
 
