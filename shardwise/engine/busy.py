@@ -45,10 +45,12 @@ class BusyClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Its body is a collective. Outside a phase it does not count."""
+        if not self._phase:
+            yield
+            return
         start = self._mark()
         yield
-        if self._phase:
-            self._waited.append((self._phase, start, self._mark()))
+        self._waited.append((self._phase, start, self._mark()))
 
     def watch(self, units: Sequence[FSDPModule]) -> None:
         """Their collectives are waits from here on."""
