@@ -26,9 +26,10 @@ from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.finite import nonfinite_names
+from shardwise.engine.gathering import gathered_in_order
 from shardwise.engine.lora import ADAPTER, adapter_names, lora_layers, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
-from shardwise.engine.shards import gathered, local_box, local_shard
+from shardwise.engine.shards import local_box, local_shard
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -79,8 +80,10 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
 def adapter_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time."""
     state = model.state_dict()
-    for name, in_file in adapter_names(model).items():
-        yield in_file, gathered(state[name], dtype)
+    names = adapter_names(model)
+    wholes = gathered_in_order((state[name], dtype) for name in names)
+    for in_file in names.values():
+        yield in_file, next(wholes)
 
 
 def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> None:

@@ -14,6 +14,7 @@ from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, Mode
 from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import StagedExport, export_folder
 from shardwise.engine.finite import nonfinite_names
+from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims
@@ -23,7 +24,7 @@ from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
-from shardwise.engine.shards import first_numbers, gathered, local_shard
+from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
+from shardwise.engine.gathering import gathered_blocks
 from shardwise.engine.model_folder import INDEX_NAME
 from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
-from shardwise.engine.shards import gathered
 from shardwise.engine.staging import HostShards, Links, StagingBuffers
 
 MAX_SHARD_SIZE = "50GB"
@@ -68,8 +68,8 @@ def export_folder(
             plan.write_configs(staging, tokenizer)
     writers = plan.writers(staging)
     merged = merged_state(model) if weights is None else weights
-    for block in plan.blocks:
-        writers.write(block, [gathered(merged[name], block.dtypes[name]) for name in block.runtime_names])
+    for block, wholes in gathered_blocks(merged, plan.blocks):
+        writers.write(block, wholes)
     with raised_on_every_rank(ExportError), named_failures(staging):
         writers.finish()
     with raised_on_every_rank(ExportError), named_failures(path):

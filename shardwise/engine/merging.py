@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shardwise.engine.gathering import gathered
 from shardwise.engine.lora import ADAPTER, base_names, lora_layers, trained_copies
-from shardwise.engine.shards import gathered, local_shard
+from shardwise.engine.shards import local_shard
 
 
 class MergedState(Mapping[str, Tensor]):

@@ -32,17 +32,6 @@ def local_box(tensor: Tensor) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Collective for a DTensor. The full tensor, cast before it is gathered, on the mesh's device (where a shard that
-    is kept in host memory is not). Never the weight itself: who receives it may keep it, or freeze its storage."""
-    cast = tensor.to(dtype, copy=True)
-    if not isinstance(cast, DTensor):
-        return cast
-    on_mesh = cast.to(cast.device_mesh.device_type)
-    assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
-
-
 @dataclass(frozen=True, slots=True)
 class RowSharding:
     """The ranks that share the rows of a parameter, in the order of their rows. HSDP replicas have groups of their own.

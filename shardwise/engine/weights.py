@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.engine.conversions import export_blocks, stored_dtypes
+from shardwise.engine.gathering import gathered_blocks, gathered_in_order
 from shardwise.engine.runtime_state import merged_state, runtime_state
-from shardwise.engine.shards import gathered
 
 
 @torch.no_grad()
@@ -16,11 +16,13 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
     """Collective. Yields (runtime name, full tensor), one at a time, adapters merged, tied copies left out.
 
     Runtime names are those of the transformers class: what another instance of that class takes without conversion.
-    The shard is cast before it is gathered: half the bytes for bfloat16. The peak is the largest tensor.
+    The shard is cast before it is gathered: half the bytes for bfloat16. The peak is that of `gathered_in_order`.
     """
     merged = merged_state(model)
-    for name, stored in stored_dtypes(model, runtime_state(model), dtype).items():
-        yield name, gathered(merged[name], stored)
+    dtypes = stored_dtypes(model, runtime_state(model), dtype)
+    wholes = gathered_in_order((merged[name], stored) for name, stored in dtypes.items())
+    for name in dtypes:
+        yield name, next(wholes)
 
 
 @torch.no_grad()
@@ -30,8 +32,8 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
     Fused experts are taken apart. The peak is the largest block (the experts of one layer) and its parts.
     """
     merged = merged_state(model)
-    for block in export_blocks(model, runtime_state(model), dtype):
-        yield from block.convert([gathered(merged[name], block.dtypes[name]) for name in block.runtime_names]).items()
+    for block, wholes in gathered_blocks(merged, export_blocks(model, runtime_state(model), dtype)):
+        yield from block.convert(wholes).items()
 
 
 def num_parameters(model: nn.Module) -> int:

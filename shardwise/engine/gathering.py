@@ -1,0 +1,98 @@
+"""Whole tensors from the shards of all ranks, many small ones in one collective."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.conversions import ExportBlock
+from shardwise.engine.shards import RowSharding, local_shard
+
+BUCKET_BYTES = 1 << 25
+"""Whole tensors of this many bytes share an all-gather; a larger one has its own."""
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Collective for a DTensor. `gathered_in_order` of one tensor."""
+    (whole,) = gathered_in_order([(tensor, dtype)])
+    return whole
+
+
+@torch.no_grad()
+def gathered_in_order(
+    tensors: Iterable[tuple[Tensor, torch.dtype]], *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Tensor]:
+    """Collective for DTensors. Yields each as a full tensor in its dtype, cast before it is gathered.
+
+    What is yielded lies on the mesh's device (where a shard that is kept in host memory is not) and is never the weight
+    itself: who receives it may keep it, or freeze its storage. The peak is three buckets, or the largest tensor.
+    """
+    bucket: list[_Part] = []
+    for tensor, dtype in tensors:
+        part = _Part(tensor.shape, local_shard(tensor.detach()), dtype, RowSharding.of(tensor))
+        if bucket and not part.fits(bucket, bucket_bytes):
+            yield from _gather(bucket)
+            bucket = []
+        bucket.append(part)
+    if bucket:
+        yield from _gather(bucket)
+
+
+def gathered_blocks(
+    state: Mapping[str, Tensor], blocks: Sequence[ExportBlock]
+) -> Iterator[tuple[ExportBlock, list[Tensor]]]:
+    """Collective. Yields every block with its runtime tensors, whole and in the dtypes of the file."""
+    wholes = gathered_in_order((state[name], block.dtypes[name]) for block in blocks for name in block.runtime_names)
+    for block in blocks:
+        yield block, [next(wholes) for _ in block.runtime_names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank has of a tensor."""
+
+    shape: torch.Size
+    """Of the whole."""
+    rows: Tensor
+    dtype: torch.dtype
+    """Of the whole."""
+    sharding: RowSharding
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def slot(self) -> int:
+        """Elements that every rank sends, the one with the most rows all of its own."""
+        return self.sharding.num_rows(self.shape[0], 0) * self.shape[1:].numel()
+
+    def fits(self, bucket: list["_Part"], bucket_bytes: int) -> bool:
+        """Whether it can travel with those."""
+        first = bucket[0]
+        return (
+            self.sharding.num_ranks > 1
+            and (self.sharding, self.dtype) == (first.sharding, first.dtype)
+            and self.num_bytes + sum(part.num_bytes for part in bucket) <= bucket_bytes
+        )
+
+
+def _gather(bucket: list[_Part]) -> Iterator[Tensor]:
+    """The wholes of parts of one sharding and dtype."""
+    dtype, sharding = bucket[0].dtype, bucket[0].sharding
+    if sharding.num_ranks == 1:
+        (part,) = bucket
+        yield part.rows.to(sharding.device, dtype, copy=True).view(part.shape)
+        return
+    slots = [part.slot for part in bucket]
+    sent = torch.empty(sum(slots), dtype=dtype, device=sharding.device)
+    for part, slot in zip(bucket, sent.split(slots), strict=True):
+        slot[: part.rows.numel()].copy_(part.rows.flatten())
+    received = torch.empty(sharding.num_ranks * len(sent), dtype=dtype, device=sharding.device)
+    dist.all_gather_into_tensor(received, sent, group=sharding.group)
+    del sent
+    for part, by_rank in zip(bucket, received.view(sharding.num_ranks, -1).split(slots, dim=1), strict=True):
+        yield by_rank.reshape(-1)[: part.shape.numel()].view(part.shape)  # the last ranks' slots end in nothing

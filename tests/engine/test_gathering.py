@@ -1,0 +1,64 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardwise.engine import ParallelDims
+from shardwise.engine.gathering import gathered, gathered_in_order
+
+SHAPES = [(5, 3), (1,), (7,), (2, 2, 3), (64, 8), (9, 1), (3, 4)]
+"""Rows that no number of ranks divides, and fewer rows than ranks."""
+
+
+def build(fsdp_size, offload):
+    """Sharded parameters, and the same ones whole."""
+    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1).build("cpu")
+    wholes = [torch.arange(torch.Size(shape).numel()).view(shape) / 3 + index for index, shape in enumerate(SHAPES)]
+    model = nn.ParameterList([nn.Parameter(whole.clone()) for whole in wholes])
+    fully_shard(
+        model, mesh=mesh.fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    )
+    return model, wholes
+
+
+def gather(fsdp_size, bucket_bytes, offload):
+    """Whether everything arrives as it was, what belongs to a parameter itself, and how many collectives it took."""
+    model, wholes = build(fsdp_size, offload)
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    ]
+    plain = torch.arange(3)
+    asked = [*zip(model, dtypes, strict=True), (plain, plain.dtype)]
+    with CommDebugMode() as collectives:
+        found = list(gathered_in_order(asked, bucket_bytes=bucket_bytes))
+    for tensor, (source, dtype), whole in zip(found, asked, [*wholes, plain], strict=True):
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+        torch.testing.assert_close(tensor, whole.to(dtype), rtol=0, atol=0)
+        tensor.zero_()  # what is received is the receiver's
+        torch.testing.assert_close(gathered(source, torch.float64), whole.double(), rtol=1e-7, atol=0)
+    return collectives.get_total_counts()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2), (2, 1)])
+def test_every_tensor_arrives_whole_and_is_the_receivers_own(run_ranks, world_size, fsdp_size, offload):
+    for number in run_ranks(gather, world_size, fsdp_size, 1 << 20, offload):
+        sharded = (fsdp_size or world_size) > 1
+        assert number == (4 if sharded else 0), "neighbours of one dtype share a collective"
+
+
+def test_a_bucket_ends_where_it_would_be_too_large(run_ranks):
+    # bytes: 60 | 2, 14, 24 | 2048 | 36 | 96
+    assert run_ranks(gather, 2, None, 64, False) == [5, 5]
+    assert run_ranks(gather, 2, None, 30, False) == [6, 6]
+    assert run_ranks(gather, 2, None, 1, False) == [7, 7]
