@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
-from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.gathering import gathered_in_order
 from shardwise.engine.lora import ADAPTER, adapter_names, lora_layers, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
+from shardwise.ops import nonfinite_names
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

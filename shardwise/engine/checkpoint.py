@@ -22,11 +22,11 @@ from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
-from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
+from shardwise.ops import nonfinite_names
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.engine.finite import is_finite
 from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
+from shardwise.ops import is_finite
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.finite import nonfinite_names
 from shardwise.engine.shards import RowSharding, local_shard
 from shardwise.fault_plan import fault_point
+from shardwise.ops import nonfinite_names
 
 _TAG = 1
 """Of shards on their way, beside the commands that travel over the same connections."""

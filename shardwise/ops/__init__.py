@@ -1,6 +1,7 @@
-"""Tensor operations that both the engine and the rollout need. Imports torch only."""
+"""Tensor operations that several folders need. Imports torch only."""
 
 from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, varlen_attention
 from shardwise.ops.families import DROPS_KEYWORDS, UNREGISTERED_ATTENTION, decoder_layers, unsupported_reason
+from shardwise.ops.finite import is_finite, nonfinite_names
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
 from shardwise.ops.rotary import RotaryLimit, rotary_limit

@@ -8,6 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.ops import is_finite
+
 
 class WeightSyncError(RuntimeError):
     """The rollout engine does not serve the weights it was sent; the run must stop."""
@@ -65,7 +67,7 @@ class Manifest:
         """
         for name, tensor in weights:
             self.require_place(name, tensor.dtype, tuple(tensor.shape))
-            if not tensor.isfinite().all():
+            if not is_finite(tensor):
                 raise self._error(f"{name} holds values that are not finite")
             self.note(name, checksum(tensor), tensor.nbytes)
             yield name, tensor

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "planner": {"engine", "config", "types"},
     "engine": SHARED | {"ops"},
     "rollout": SHARED | {"ops"},
-    "transfer": SHARED,
+    "transfer": SHARED | {"ops"},
     "controller": SHARED,
     "data": SHARED,
     "rewards": SHARED,

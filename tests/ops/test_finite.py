@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardwise.engine.finite import is_finite, nonfinite_names
+from shardwise.ops import is_finite, nonfinite_names
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
