@@ -44,13 +44,27 @@ def train(folder, options):
             id="selective with units inside the layers",
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            "qwen3",
+            2,
+            {
+                "ulysses_size": 2,
+                "apply_tiled_mlp": True,
+                "tiled_num_shards": 2,
+                "offload_policy": True,
+                "activation_checkpointing": "full",
+                "reduce_gradients": "last_micro_batch",
+            },
+            id="ulysses, tiles and weights on the host",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_compiled_layers_compute_the_same(run_ranks, tmp_path, family, num_ranks, options):
     """Over packed sequences, whose layout changes from batch to batch."""
     folder = str(tiny_folder(family, tmp_path, num_hidden_layers=1))
     expected_loss, expected, _ = run_ranks(train, num_ranks, folder, {})[0]
-    found = run_ranks(train, num_ranks, folder, options | {"compile_layers": True}, timeout_seconds=240)
+    found = run_ranks(train, num_ranks, folder, options | {"compile_layers": True}, timeout_seconds=600)
     loss, gradients, num_compiled = found[0]
     assert num_compiled == 1
     assert loss == pytest.approx(expected_loss, rel=1e-6)
