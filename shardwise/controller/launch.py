@@ -1,10 +1,10 @@
 """Starts the ranks of a job on this machine and watches them: one that fails ends the others, and is named."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +21,13 @@ from shardwise.scratch import scratch_folder
 
 STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
-LIFELINE_VARIABLE = "SHARDWISE_LIFELINE"
-"""A pipe that closes when the launcher is gone; ranks then end themselves."""
+LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER"
+"""The process that started the ranks; when it is gone they end."""
 STARTED_VARIABLE = "SHARDWISE_STARTED"
 """When the job started, as time.monotonic()."""
 _PROCESS_STARTED = time.monotonic()
 _POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
 _SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
 _LEAVE_SECONDS = 5.0
@@ -82,17 +83,15 @@ def seconds_since_start() -> float:
     return time.monotonic() - float(os.environ.get(STARTED_VARIABLE, _PROCESS_STARTED))
 
 
-def follow_lifeline() -> None:
-    """Ends this rank when its launcher is gone, whatever the rank is doing, so that no orphan keeps a device."""
-    descriptor = os.environ.get(LIFELINE_VARIABLE)
-    if descriptor is None:
+def die_with_launcher() -> None:
+    """Has the kernel end this rank when its launcher is gone, whatever the rank is doing, also where it is stopped, so
+    that no orphan keeps a device."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
         return
-
-    def watch() -> None:
-        os.read(int(descriptor), 1)  # returns at end of file: the launcher's end is closed
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # gone before it was asked for
         os._exit(FAILURE)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +109,14 @@ class _Ranks:
     def __init__(self, command: Sequence[str], nproc: int, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        lifeline_read, self._lifeline = os.pipe()
         shared = {JOB_FOLDER_VARIABLE: str(folder), **variables}
         try:
             for rank in range(nproc):
                 leader = {RANK_0_VARIABLE: str(self.processes[0].pid)} if rank else {}
-                self.processes.append(_start(command, rank, nproc, lifeline_read, shared | leader))
+                self.processes.append(_start(command, rank, nproc, shared | leader))
         except BaseException:
             self.__exit__()
             raise
-        finally:
-            os.close(lifeline_read)
 
     def __enter__(self) -> "_Ranks":
         return self
@@ -131,7 +127,6 @@ class _Ranks:
             process.kill()
         for process in self.processes:
             process.wait()
-        os.close(self._lifeline)
 
     def codes(self) -> dict[int, int]:
         """Of those that have ended."""
@@ -153,9 +148,7 @@ class _Ranks:
             time.sleep(_POLL_SECONDS)
 
 
-def _start(
-    command: Sequence[str], rank: int, nproc: int, lifeline: int, variables: dict[str, str]
-) -> "subprocess.Popen[bytes]":
+def _start(command: Sequence[str], rank: int, nproc: int, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
     threads = max(1, (os.cpu_count() or 1) // nproc)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -166,10 +159,10 @@ def _start(
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         STORE_VARIABLE: str(Path(variables[JOB_FOLDER_VARIABLE]) / "store"),
-        LIFELINE_VARIABLE: str(lifeline),
+        LAUNCHER_VARIABLE: str(os.getpid()),
         **variables,
     }
-    return subprocess.Popen(command, env=environment, pass_fds=[lifeline])
+    return subprocess.Popen(command, env=environment)
 
 
 def _run(

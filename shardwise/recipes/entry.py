@@ -24,7 +24,7 @@ from shardwise.config import (
     TrainingConfig,
 )
 from shardwise.controller.failures import is_lost_peer, note_failure
-from shardwise.controller.launch import follow_lifeline
+from shardwise.controller.launch import die_with_launcher
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
@@ -133,7 +133,7 @@ def run_rank(
     Returns:
         The exit code of this process.
     """
-    follow_lifeline()
+    die_with_launcher()
     disable_progress_bar()  # ours is the only one
     rank = Rank.from_environment()
     be_watched(rank.rank)

@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(1)
 from shardwise.config import ExportError
 from shardwise.controller.failures import note_failure
-from shardwise.controller.launch import follow_lifeline
+from shardwise.controller.launch import die_with_launcher
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.controller.watchdog import enter_step
@@ -63,7 +63,7 @@ class Worker:
 
 
 rank = Rank.from_environment()
-follow_lifeline()
+die_with_launcher()
 with process_group(rank, device_type="cpu", timeout_seconds=20) as control:
     worker = Worker(rank.rank)
     if rank.rank != 0:

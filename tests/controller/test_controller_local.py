@@ -78,7 +78,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
 from shardwise.controller.failures import note_failure
-from shardwise.controller.launch import follow_lifeline
+from shardwise.controller.launch import die_with_launcher
 from shardwise.controller.local import RankGroup, serve
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.controller.watchdog import be_watched
@@ -95,7 +95,7 @@ class Worker:
 
 
 rank = Rank.from_environment()
-follow_lifeline()
+die_with_launcher()
 be_watched(rank.rank)
 with process_group(rank, device_type="cpu", timeout_seconds=2) as control:
     try:

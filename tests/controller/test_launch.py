@@ -18,10 +18,10 @@ import os, signal, sys, time
 from pathlib import Path
 from shardwise.config import DataError
 from shardwise.controller.failures import note_failure
-from shardwise.controller.launch import follow_lifeline
+from shardwise.controller.launch import die_with_launcher
 rank = int(os.environ["RANK"])
 Path(sys.argv[1], f"pid-{rank}").write_text(str(os.getpid()))
-follow_lifeline()
+die_with_launcher()
 while len(list(Path(sys.argv[1]).glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)  # nobody fails before all are there
 """
@@ -173,6 +173,28 @@ def test_ranks_end_within_5_seconds_when_the_launcher_is_killed(command, tmp_pat
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=5)
     assert_gone(tmp_path, 2, within_seconds=5)
+
+
+def test_a_rank_that_is_stopped_ends_too_when_the_launcher_is_killed(command, tmp_path):
+    """SIGKILL alone reaches it."""
+    process = start_launcher(command(DEAF), tmp_path)
+    stopped = int((tmp_path / "pid-1").read_text())
+    os.kill(stopped, signal.SIGSTOP)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=5)
+    try:
+        assert_gone(tmp_path, 2, within_seconds=5)
+    finally:
+        if is_running(stopped):
+            os.kill(stopped, signal.SIGKILL)
+
+
+def test_a_rank_whose_launcher_is_already_gone_ends_at_once(command, tmp_path):
+    rank = [*command("time.sleep(60)")]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "SHARDWISE_LAUNCHER": str(gone.pid)}
+    assert subprocess.run(rank, env=environment, timeout=30, check=False).returncode == 1
 
 
 def test_ctrl_c_ends_every_rank_and_returns_130(command, tmp_path):

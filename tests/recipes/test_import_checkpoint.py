@@ -18,7 +18,7 @@ VOCABULARY = {"vocab_size": 261}
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_JOB_FOLDER", "SHARDWISE_LIFELINE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_JOB_FOLDER", "SHARDWISE_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
 
 
