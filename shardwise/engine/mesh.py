@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -50,18 +51,9 @@ class ParallelDims:
         return cls(world_size // size, size // ulysses_size, ulysses_size)
 
     def build(self, device_type: str) -> "EngineMesh":
-        """Collective. Makes the process groups."""
-        fsdp_size = self.dp_shard * self.sp
-        if self.dp_replicate == 1:
-            fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
-        else:
-            fsdp = init_device_mesh(
-                device_type, (self.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp")
-            )
-        if self.sp == 1:
-            return EngineMesh(self, fsdp, None, 0)
-        whole = fsdp._unflatten(fsdp.ndim - 1, (self.dp_shard, self.sp), ("dp_shard", "sp"))
-        return EngineMesh(self, fsdp, whole.get_group("sp"), whole.get_local_rank("sp"))
+        """Collective. Makes the process groups, or takes those of the engine before that had the same sizes: with NCCL
+        every group has buffers of its own on the device."""
+        return _build(self, device_type, dist.group.WORLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +66,20 @@ class EngineMesh:
     sp_group: dist.ProcessGroup | None
     """The ranks that share this rank's sequences; None where it has them alone."""
     sp_rank: int
+
+
+@cache
+def _build(dims: ParallelDims, device_type: str, _world: dist.ProcessGroup) -> EngineMesh:
+    """Groups live as long as the default one, `_world`."""
+    fsdp_size = dims.dp_shard * dims.sp
+    if dims.dp_replicate == 1:
+        fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
+    else:
+        fsdp = init_device_mesh(device_type, (dims.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp"))
+    if dims.sp == 1:
+        return EngineMesh(dims, fsdp, None, 0)
+    whole = fsdp._unflatten(fsdp.ndim - 1, (dims.dp_shard, dims.sp), ("dp_shard", "sp"))
+    return EngineMesh(dims, fsdp, whole.get_group("sp"), whole.get_local_rank("sp"))
 
 
 def divisors(number: int) -> list[int]:

@@ -110,6 +110,19 @@ def test_neighbouring_ranks_share_sequences_and_all_of_a_copy_share_weights(run_
     ]
 
 
+def num_groups(sizes):
+    """Of this process, after meshes of these sizes were built one after the other."""
+    for fsdp_size, ulysses_size in sizes:
+        ParallelDims.from_sizes(world_size=4, fsdp_size=fsdp_size, ulysses_size=ulysses_size).build("cpu")
+    return dist.get_pg_count()
+
+
+def test_engines_of_the_same_sizes_share_their_process_groups(run_ranks):
+    """With NCCL each group would have buffers of its own."""
+    for sizes in ([(2, 2)], [(2, 1), (None, 2)]):
+        assert run_ranks(num_groups, 4, sizes * 3) == run_ranks(num_groups, 4, sizes)
+
+
 def test_take_device_is_the_accelerator_of_that_number_made_current_or_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert take_device(3) == torch.device("cpu")
