@@ -33,6 +33,7 @@ from shardwise.config.reference import markdown
 from shardwise.controller.exit_codes import INTERRUPTED, USER_ERROR
 from shardwise.controller.launch import is_launched, launch
 from shardwise.controller.restarts import Restarts
+from shardwise.controller.watchdog import REPORTS
 
 RECIPES: dict[str, type[RecipeConfig]] = {
     "sft": SFTConfig,
@@ -42,8 +43,6 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "rl": RLConfig,
     "eval": EvalConfig,
 }
-FAULTS = "faults"
-"""In an output folder: what every rank did when one of them hung or crashed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +84,7 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     if isinstance(config, EvalConfig):
         if not _is_rank() and options.nproc > 1:
-            return launch(_rank_command(arguments), nproc=options.nproc, faults=Path(config.eval.output_dir) / FAULTS)
+            return launch(_rank_command(arguments), nproc=options.nproc, faults=Path(config.eval.output_dir) / REPORTS)
     elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
         return _launch_training(config, options, arguments)
     with _importing():
@@ -103,7 +102,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         command,
         nproc=options.nproc,
         stop_grace_seconds=trainer.stop_grace_seconds,
-        faults=Path(trainer.output_dir) / FAULTS,
+        faults=Path(trainer.output_dir) / REPORTS,
         restarts=Restarts(
             options.max_restarts,
             command=again,
@@ -142,7 +141,7 @@ def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
                 _rank_command(arguments),
                 nproc=nproc,
                 stop_grace_seconds=TrainerConfig().stop_grace_seconds,
-                faults=Path(options.output_dir) / FAULTS,
+                faults=Path(options.output_dir) / REPORTS,
             )
     with _importing():
         from shardwise.recipes.entry import run_quickstart

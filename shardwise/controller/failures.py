@@ -55,6 +55,12 @@ class Note:
             is_timeout=not is_user_error and (is_silent or bool(_TIMED_OUT.search(message))),
         )
 
+    def leave(self, folder: Path) -> None:
+        """For `read_notes`."""
+        partial = folder / f"failure-{self.rank}.partial"  # a rank may be ended while it writes
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(partial.with_suffix(".json"))
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -86,11 +92,9 @@ def note_failure(error: BaseException, rank: int) -> int:
     """
     note, folder = Note.of(error, rank), os.environ.get(JOB_FOLDER_VARIABLE)
     if folder is not None:
-        partial = Path(folder, f"failure-{rank}.partial")  # a rank may be ended while it writes
-        partial.write_text(json.dumps(asdict(note)))
-        partial.replace(partial.with_suffix(".json"))
+        note.leave(Path(folder))
         if note.is_timeout:
-            wait_until_collected()
+            wait_until_collected(Path(folder))
     elif note.is_lost_peer and rank > 0:
         print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
     else:

@@ -28,7 +28,7 @@ STARTED_VARIABLE = "SHARDWISE_STARTED"
 _PROCESS_STARTED = time.monotonic()
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
-_SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
 _LEAVE_SECONDS = 5.0
 """What ranks get to leave by themselves."""
@@ -221,8 +221,8 @@ def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int, memory: Me
     states: dict[int, str] = {}
     errors = {note.rank: note.traceback or note.message for note in notes}
     if _is_hang(notes) or any(code in _CRASHES for rank, code in codes.items() if rank not in errors):
-        reports, states = collect(ranks.folder, len(ranks.processes), ranks.pids(), errors)
-    ranks.wait_for_all(_SETTLE_SECONDS)
+        reports, states = collect(ranks.folder, range(len(ranks.processes)), ranks.pids(), errors)
+    ranks.wait_for_all(SETTLE_SECONDS)
     failure = explain(
         {rank: code for rank, code in ranks.codes().items() if code},
         read_notes(ranks.folder),

@@ -1,7 +1,8 @@
 """What every rank is doing, seen from outside: also of a rank that was killed, is stopped, or hangs in a library.
 
 A rank keeps its activity (step, phase, command) in a mapped file, and writes its Python stacks into another one when it
-gets SIGUSR1, or crashes. The launcher reads both and leaves them in the run's folder.
+gets SIGUSR1, or crashes. The launcher reads both and leaves them in the run's folder; where there is none of ours, as
+under torchrun, the first rank that gives up does (`peers.py`).
 """
 
 import faulthandler
@@ -11,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any, Self
 
 from shardwise.fault_plan import plan
 
+REPORTS = "faults"
+"""In an output folder: what every rank did when one of them hung or crashed."""
 JOB_FOLDER_VARIABLE = "SHARDWISE_JOB_FOLDER"
 """Where the launcher and its ranks leave files for each other."""
 _DUMP_SIGNAL = signal.SIGUSR1
@@ -45,6 +48,8 @@ class Activity:
     every thread that does."""
     since: float = 0.0
     """When this began, as time.monotonic()."""
+    pid: int = 0
+    """Of the rank's process."""
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Self | None:
@@ -74,7 +79,7 @@ class _Record:
         path.write_bytes(bytes(_RECORD_BYTES))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
-        self._activity = Activity()
+        self._activity = Activity(pid=os.getpid())
         self._commands: dict[int, str] = {}
         self._lock = threading.Lock()
         self.change()
@@ -101,12 +106,13 @@ _record: _Record | None = None
 """Of this process; None where nobody would read it."""
 
 
-def be_watched(rank: int) -> None:
-    """Called by a rank when it starts; does nothing where no launcher watches."""
+def be_watched(rank: int, folder: Path | None = None) -> None:
+    """Called by a rank when it starts. `folder`: where others look; None: that of the launcher, if there is one."""
     global _record
-    if JOB_FOLDER_VARIABLE not in os.environ:
-        return
-    folder = Path(os.environ[JOB_FOLDER_VARIABLE])
+    if folder is None:
+        if JOB_FOLDER_VARIABLE not in os.environ:
+            return
+        folder = Path(os.environ[JOB_FOLDER_VARIABLE])
     stacks = (folder / f"stacks-{rank}").open("w")  # stays open as long as this process lives
     faulthandler.enable(stacks)
     faulthandler.register(_DUMP_SIGNAL, stacks)
@@ -138,31 +144,29 @@ def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
     _record.command("")  # not after an error: then it tells where
 
 
-def wait_until_collected() -> None:
+def wait_until_collected(folder: Path) -> None:
     """Called by a rank that gives up waiting for another one, before it leaves: that would free or fail the others, and
     what they are doing would be lost."""
-    collected = Path(os.environ[JOB_FOLDER_VARIABLE]) / _COLLECTED
+    collected = folder / _COLLECTED
     deadline = time.monotonic() + 2 * _DUMP_SECONDS
     while time.monotonic() < deadline and not collected.exists():
         time.sleep(_POLL_SECONDS)
 
 
 def collect(
-    folder: Path, num_ranks: int, pids: Mapping[int, int], errors: Mapping[int, str]
+    folder: Path, ranks: Iterable[int], pids: Mapping[int, int], errors: Mapping[int, str]
 ) -> tuple[dict[int, str], dict[int, str]]:
     """What every rank is doing.
 
     Args:
-        folder: the launcher's.
+        folder: where they are watched.
         pids: by rank, of those that live.
         errors: by rank, of those that are about to leave or have left.
     Returns:
         By rank: a report for people, with activity, error and stacks; and why it did not answer, of those that did not.
     """
     silent = _ask(folder, pids)
-    reports = {
-        rank: _report(folder, rank, pids.get(rank), silent.get(rank), errors.get(rank, "")) for rank in range(num_ranks)
-    }
+    reports = {rank: _report(folder, rank, pids.get(rank), silent.get(rank), errors.get(rank, "")) for rank in ranks}
     (folder / _COLLECTED).touch()
     return reports, silent
 
@@ -172,7 +176,10 @@ def write_reports(target: Path, reports: Mapping[int, str]) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in target.iterdir() if path.name.isdecimal()), default=0)
     chosen = target / str(number)
-    chosen.mkdir()
+    try:
+        chosen.mkdir()
+    except FileExistsError:  # another host was faster
+        return write_reports(target, reports)
     for rank, report in reports.items():
         (chosen / f"rank_{rank}.txt").write_text(report)
     return chosen

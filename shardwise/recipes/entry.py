@@ -24,11 +24,12 @@ from shardwise.config import (
     TrainingConfig,
 )
 from shardwise.controller.failures import is_lost_peer, note_failure
-from shardwise.controller.launch import die_with_launcher
+from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
-from shardwise.controller.watchdog import be_watched
+from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
@@ -70,6 +71,7 @@ def run_recipe(config: RecipeConfig) -> int:
         timeout_seconds=config.engine.collective_timeout_seconds,
         num_apart=config.rollout.num_rollout_ranks if isinstance(config, RLConfig) else 0,
         faults=() if isinstance(config, EvalConfig) else config.trainer.faults,
+        output_dir=config.eval.output_dir if isinstance(config, EvalConfig) else config.trainer.output_dir,
     )
 
 
@@ -78,6 +80,7 @@ def run_quickstart(*, output_dir: str, seed: int) -> int:
     return run_rank(
         lambda group: quickstart(Path(output_dir), group, seed=seed),
         timeout_seconds=EngineConfig().collective_timeout_seconds,
+        output_dir=output_dir,
     )
 
 
@@ -123,13 +126,19 @@ def run_replay(*, bundle: str, micro_batch: int | None) -> int:
 
 
 def run_rank(
-    recipe: Callable[[RankGroup], None], *, timeout_seconds: int, num_apart: int = 0, faults: Sequence[str] = ()
+    recipe: Callable[[RankGroup], None],
+    *,
+    timeout_seconds: int,
+    num_apart: int = 0,
+    faults: Sequence[str] = (),
+    output_dir: str | None = None,
 ) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
     Args:
         num_apart: so many ranks, the last ones, only sample, and are no part of the default process group.
         faults: to rehearse, beside those of the environment variable.
+        output_dir: where a job without our launcher leaves what every rank did when one of them hung.
     Returns:
         The exit code of this process.
     """
@@ -137,12 +146,16 @@ def run_rank(
     disable_progress_bar()  # ours is the only one
     rank = Rank.from_environment()
     be_watched(rank.rank)
+    note: Callable[[Exception], int] = partial(note_failure, rank=rank.rank)
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
             _require_trainers(rank, num_apart)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
+            if rank.world_size > 1 and not is_launched():
+                reports = None if output_dir is None else Path(output_dir) / REPORTS
+                note = stack.enter_context(watched_by_peers(rank, store, reports)).note_failure
             control = stack.enter_context(
                 process_group(
                     rank,
@@ -159,13 +172,13 @@ def run_rank(
             if rank.rank == 0:
                 background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
                 return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
-            writing = serve_in_background(writer, links, partial(_end, rank=rank.rank))
+            writing = serve_in_background(writer, links, partial(_end, note))
             with stop_signals(pass_on):
                 serve(worker, control)
                 writing.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
-            code = note_failure(error, rank.rank)
+            code = note(error)
             if rank.rank > 0:
                 os._exit(code)  # the thread that serves in the background may be in a library, which would abort
             return code
@@ -184,10 +197,10 @@ def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
     return code
 
 
-def _end(error: Exception, rank: int) -> None:
+def _end(note: Callable[[Exception], int], error: Exception) -> None:
     """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
     if not is_lost_peer(error):
-        os._exit(note_failure(error, rank))
+        os._exit(note(error))
 
 
 def _begin_plan(faults: Sequence[str]) -> None:

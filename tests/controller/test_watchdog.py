@@ -52,7 +52,7 @@ def ranks(tmp_path):
 
 
 def test_f3_what_every_rank_does_is_told_and_who_did_not_answer(ranks, tmp_path):
-    reports, silent = collect(tmp_path, 4, ranks, {3: "it failed before\n"})
+    reports, silent = collect(tmp_path, range(4), ranks, {3: "it failed before\n"})
     assert silent == {1: "is stopped (SIGSTOP)", 2: "has not started yet"}
     assert reports[0].startswith("rank 0: step 7, train, `train policy`, for ")
     assert "in deep_in_a_library" in reports[0]
@@ -111,25 +111,24 @@ def test_a_command_in_the_background_is_told_beside_the_other(watched):
 
 
 def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):
-    """Of 10 ms. The best of ten, because others may use this machine too."""
+    """Of 10 ms. In time of the processor, and the best of ten, because others may use this machine too."""
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             with watchdog.commanded("train", [[1, 2], {"a": 1}, "policy", ""]):
                 pass
-        return (time.perf_counter() - start) / count
+        return (time.thread_time() - start) / count
 
     assert min(seconds(100) for _ in range(10)) < 0.01 * 0.010
 
 
 def test_a_rank_that_gives_up_waits_until_the_others_were_asked_and_no_longer(monkeypatch, tmp_path):
-    monkeypatch.setenv("SHARDWISE_JOB_FOLDER", str(tmp_path))
     monkeypatch.setattr(watchdog, "_DUMP_SECONDS", 0.1)
     start = time.monotonic()
-    watchdog.wait_until_collected()
+    watchdog.wait_until_collected(tmp_path)
     assert 0.2 <= time.monotonic() - start < 5
-    collect(tmp_path, 1, {}, {})
+    collect(tmp_path, range(1), {}, {})
     start = time.monotonic()
-    watchdog.wait_until_collected()
+    watchdog.wait_until_collected(tmp_path)
     assert time.monotonic() - start < 0.15

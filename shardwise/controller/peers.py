@@ -1,0 +1,103 @@
+"""Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its
+host."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.controller.exit_codes import FAILURE
+from shardwise.controller.failures import Failure, Note, explain, note_failure, read_notes
+from shardwise.controller.launch import SETTLE_SECONDS
+from shardwise.controller.process_group import Rank
+from shardwise.controller.watchdog import Activity, be_watched, collect, wait_until_collected, write_reports
+from shardwise.scratch import scratch_folder
+
+_ASKED = "asked"
+
+
+class Peers:
+    """The ranks of this host, seen by one of them."""
+
+    def __init__(self, folder: Path, rank: int, reports: Path | None) -> None:
+        """
+        Args:
+            folder: where they keep their activity.
+            reports: the folder for what every rank did when one hung; None keeps nothing.
+        """
+        self._folder, self._rank, self._reports = folder, rank, reports
+
+    def note_failure(self, error: BaseException) -> int:
+        """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks."""
+        note = Note.of(error, self._rank)
+        note.leave(self._folder)
+        if not note.is_timeout:
+            return note_failure(error, self._rank)
+        try:
+            (self._folder / _ASKED).touch(exist_ok=False)
+        except FileExistsError:  # another one asks already, and tells what it heard
+            wait_until_collected(self._folder)
+            return FAILURE
+        failure, hanging = self._explain()
+        failure.print()
+        for pid in hanging:  # torchrun would give them 30 s
+            os.kill(pid, signal.SIGKILL)
+        return failure.code
+
+    def _explain(self) -> tuple[Failure, list[int]]:
+        """Why this rank gives up, and the processes that it waited for."""
+        time.sleep(SETTLE_SECONDS)  # the others that wait in vain do not leave before they were asked
+        notes, activities = read_notes(self._folder), self._activities()
+        pids = {rank: activity.pid for rank, activity in activities.items() if _is_alive(activity.pid)}
+        errors = {note.rank: note.traceback or note.message for note in notes}
+        reports, states = collect(self._folder, activities, pids, errors)
+        places = {rank: activity.place for rank, activity in activities.items()}
+        failure = explain({}, notes, places, states, num_killed=0)
+        heard = {note.rank for note in notes}
+        return self._with_reports(failure, reports), [pid for rank, pid in pids.items() if rank not in heard]
+
+    def _with_reports(self, failure: Failure, reports: Mapping[int, str]) -> Failure:
+        if self._reports is None:
+            return failure
+        try:
+            where = f"stacks of the ranks on {socket.gethostname()}: {write_reports(self._reports, reports)}"
+        except OSError as error:
+            where = f"stacks could not be written to {self._reports}: {error}"
+        return replace(failure, message=f"{failure.message}; {where}")
+
+    def _activities(self) -> dict[int, Activity]:
+        ranks = [int(path.name.removeprefix("activity-")) for path in self._folder.glob("activity-*")]
+        found = {rank: Activity.read(self._folder, rank) for rank in sorted(ranks)}
+        return {rank: activity for rank, activity in found.items() if activity is not None}
+
+
+@contextmanager
+def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None) -> Iterator[Peers]:
+    """Every rank of a host keeps its activity in one folder, which the first of them makes.
+
+    Waits for: that one. Unblocked by: the timeout of the store.
+    """
+    host = f"watched/{os.environ.get('GROUP_RANK', socket.gethostname())}"
+    if rank.local_rank > 0:
+        folder = Path(store.get(host).decode())
+        be_watched(rank.rank, folder)
+        yield Peers(folder, rank.rank, reports)
+        return
+    with scratch_folder() as folder:
+        store.set(host, str(folder))
+        be_watched(rank.rank, folder)
+        yield Peers(folder, rank.rank, reports)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

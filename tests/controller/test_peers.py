@@ -1,0 +1,93 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.config import ConfigError
+from shardwise.controller import peers
+from shardwise.controller.peers import Peers, watched_by_peers
+from shardwise.controller.process_group import Rank
+from shardwise.controller.watchdog import Activity
+
+ROOT = Path(__file__).parents[2]
+WAITING = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from shardwise.controller.watchdog import be_watched, commanded
+be_watched(1, Path(sys.argv[1]))
+with commanded("train", ["policy"]):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Rank 1 of the host whose ranks are watched in tmp_path."""
+    process = subprocess.Popen([sys.executable, "-c", WAITING, str(tmp_path)])
+    while (Activity.read(tmp_path, 1) or Activity()).command == "":
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.delenv("SHARDWISE_JOB_FOLDER", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
+
+
+def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, capsys):
+    reports = tmp_path / "run" / "faults"
+    assert Peers(tmp_path, 0, reports).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    assert re.fullmatch(
+        r"error: rank 1 hangs in `train policy`: rank 0 waited in vain \(Timed out waiting 9 ms\); stacks of the ranks "
+        rf"on .+: {reports}/1\n",
+        capsys.readouterr().err,
+    )
+    assert "<module>" in (reports / "1" / "rank_1.txt").read_text()
+    assert hanging.wait(timeout=5) == -9
+
+
+def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
+    first, second = Peers(tmp_path, 0, None), Peers(tmp_path, 2, None)
+    assert first.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    told = capsys.readouterr().err
+    assert told == "error: rank 1 hangs in `train policy`: rank 0 waited in vain (Timed out waiting 9 ms)\n"
+    assert second.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path, capsys):
+    assert Peers(tmp_path, 0, None).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
+    assert hanging.poll() is None
+
+
+def test_reports_that_cannot_be_written_do_not_hide_who_hangs(hanging, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert Peers(tmp_path, 0, tmp_path / "file").note_failure(RuntimeError("Timed out")) == 1
+    assert "rank 1 hangs in `train policy`" in (told := capsys.readouterr().err)
+    assert f"stacks could not be written to {tmp_path / 'file'}: " in told
+
+
+@pytest.mark.parametrize("group", [None, "3"])
+def test_the_ranks_of_a_host_find_the_folder_of_its_first(monkeypatch, group):
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    if group:
+        monkeypatch.setenv("GROUP_RANK", group)
+    monkeypatch.setattr(peers, "be_watched", lambda rank, folder: seen.append((rank, folder.is_dir(), folder)))
+    seen, store = [], dist.HashStore()
+    with watched_by_peers(Rank(8, 16, 0), store, None), watched_by_peers(Rank(9, 16, 1), store, None):
+        pass
+    (first, was_there, folder), second = seen
+    assert (first, was_there) == (8, True)
+    assert second == (9, True, folder)
+    assert not folder.exists()
+    assert os.environ.get("GROUP_RANK") == group
