@@ -50,6 +50,8 @@ class TrainerConfig(OptimizerConfig):
     save_retries: Annotated[int, Field(ge=0)] = 1
     """How often a save that failed is tried again, after 1 s, 2 s and so on. One that would hold NaN or infinities is
     not."""
+    save_timeout_seconds: PositiveFloat = 3600.0
+    """How long a save in the background may take, with what is tried again, before the run ends as one that hangs."""
     save_state: bool = True
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""

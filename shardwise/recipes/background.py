@@ -1,6 +1,7 @@
 """A call that goes on beside its caller."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,6 +15,7 @@ class Background(Generic[T]):
         self._call = call
         self._results: list[T] = []
         self._failure: BaseException | None = None
+        self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -21,9 +23,22 @@ class Background(Generic[T]):
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self) -> T:
-        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised."""
-        self._thread.join()
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._started
+
+    def result(self, *, within_seconds: float | None = None) -> T:
+        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised.
+
+        Args:
+            within_seconds: of its beginning.
+        Raises:
+            TimeoutError: it is not done by then.
+        """
+        self._thread.join(None if within_seconds is None else max(0.0, within_seconds - self.seconds))
+        if not self.is_done:
+            raise TimeoutError
         if self._failure is not None:
             raise self._failure
         return self._results[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import ExportError, TrainingConfig
-from shardwise.controller.base import WorkerGroup
+from shardwise.controller.base import RankSilentError, WorkerGroup
 from shardwise.recipes.background import Background
 from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.engines import RemoteEngine
@@ -74,16 +74,25 @@ class Saver:
             self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
 
     def check(self) -> None:
-        """Raises what ended a save in the background."""
-        if self._pending is not None and self._pending.is_done:
+        """Raises what ended a save in the background, or RankSilentError where it is late."""
+        pending, deadline = self._pending, self._config.trainer.save_timeout_seconds
+        if pending is not None and (pending.is_done or pending.seconds > deadline):
             self.wait()
 
     def wait(self) -> None:
-        """Waits for: the save in the background. Unblocked by: the deadlines of its group. Raises what ended it."""
+        """Waits for: the save in the background. Unblocked by: trainer.save_timeout_seconds. Raises as `check`."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            with self._policy.tolerate():
-                pending.result()
+        if pending is None:
+            return
+        deadline = self._config.trainer.save_timeout_seconds
+        with self._policy.tolerate():
+            try:
+                pending.result(within_seconds=deadline)
+            except TimeoutError:
+                raise RankSilentError(
+                    f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
+                    f"file system of {self._run} hangs or is slower than that"
+                ) from None
 
     def finish(self) -> None:
         """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""

@@ -36,6 +36,28 @@ def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_
     assert run.steps == [1, 2, 3, 4]
 
 
+def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stacks_of_all(assets, start, tmp_path):
+    """Nobody else waits for that rank: its own deadline ends it."""
+    run = start(
+        *("sft", "--nproc", "2"),
+        f"model.path={assets.model}",
+        f"data.train_files={assets.sft}",
+        "data.max_train_rows=16",
+        "data.max_sequence_tokens=64",
+        "trainer.batch_size=4",
+        "trainer.total_steps=4",
+        "trainer.save_every_steps=2",
+        "trainer.save_timeout_seconds=3",
+        "trainer.faults=[rank=0 phase=write action=hang]",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    assert run.end() == 1
+    assert "a save in the background was not done within 3 s (trainer.save_timeout_seconds)" in run.err
+    assert run.err.endswith(f"; stacks of every rank: {run.run}/faults/1\n")
+    assert "in fault_point" in (run.run / "faults" / "1" / "rank_0.txt").read_text()
+    assert not (run.run / "checkpoints" / "step_2").exists()
+
+
 def faulty_disk(run, model, rank, fault, options):
     begin_plan([fault] if dist.get_rank() == rank else [])
     try:

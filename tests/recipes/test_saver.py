@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import ExportError, NotFiniteError, SFTConfig
+from shardwise.controller.base import RankSilentError
 from shardwise.recipes.manifest import MANIFEST
 from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver
@@ -107,6 +108,24 @@ def test_a_failure_is_reported_at_the_next_step_and_leaves_nothing(tmp_path, mak
     saver.save(3, {})
     saver.wait()
     assert steps_in(tmp_path) == {"step_1", "step_3"}
+
+
+def test_a_save_that_hangs_ends_the_run_at_its_deadline_whatever_becomes_of_failed_ones(make_saver, writers, tmp_path):
+    saver, _ = make_saver(save_timeout_seconds=0.2, on_save_error="continue")
+    writers.may_write.clear()
+    message = rf"a save in the background was not done within 0\.2 s \(trainer\.save_timeout_seconds\).* of {tmp_path} "
+    saver.save(3, {})
+    saver.check()
+    time.sleep(0.25)
+    with pytest.raises(RankSilentError, match=message):
+        saver.check()
+    writers.may_write.set()
+    saver, _ = make_saver(save_timeout_seconds=0.2)
+    writers.may_write.clear()
+    saver.save(4, {})
+    with pytest.raises(RankSilentError, match=message):
+        saver.finish()
+    writers.may_write.set()
 
 
 def test_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
