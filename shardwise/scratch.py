@@ -4,12 +4,14 @@ import fcntl
 import functools
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX = "shardwise-scratch-"
+_PREFIX = f"shardwise-scratch-{socket.gethostname()}-"
+"""Of this host alone: where TMPDIR is shared, the locks of another one may not be seen here."""
 
 
 @contextmanager
@@ -40,6 +42,8 @@ def _remove_abandoned() -> None:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

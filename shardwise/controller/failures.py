@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -115,6 +115,7 @@ def explain(
     places: Mapping[int, str],
     states: Mapping[int, str],
     *,
+    idle: Container[int] = (),
     num_killed: int,
     memory: MemoryHistory | None = None,
 ) -> Failure:
@@ -126,6 +127,7 @@ def explain(
         notes: from `read_notes`.
         places: for every rank, what it was doing, or "".
         states: of ranks that did not answer, why, as in "is stopped".
+        idle: ranks that wait to be told what to do: they do not hang.
         num_killed: processes on this machine that the kernel ended for want of memory since the job started.
         memory: what the ranks held; None where nobody looked.
     """
@@ -144,12 +146,13 @@ def explain(
     silent = [
         f"{rank} hangs{_inside(place)}" + (f" and {states[rank]}" if rank in states else "")
         for rank, place in places.items()
-        if rank not in heard and rank not in codes
+        if rank not in heard and rank not in codes and rank not in idle
     ]
     if first.is_lost_peer and silent:
         reason = " ".join(first.message.split())
         return Failure(f"rank {', '.join(silent)}: rank {first.rank} waited in vain ({reason})")
-    return Failure(f"rank {first.rank} failed{_inside(places[first.rank])}: {first.message}", traceback=first.traceback)
+    place = _inside(places.get(first.rank, ""))
+    return Failure(f"rank {first.rank} failed{place}: {first.message}", traceback=first.traceback)
 
 
 def num_killed_for_memory() -> int:

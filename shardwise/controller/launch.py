@@ -223,11 +223,13 @@ def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int, memory: Me
     if _is_hang(notes) or any(code in _CRASHES for rank, code in codes.items() if rank not in errors):
         reports, states = collect(ranks.folder, range(len(ranks.processes)), ranks.pids(), errors)
     ranks.wait_for_all(SETTLE_SECONDS)
+    activities = {rank: _activity(ranks.folder, rank) for rank in range(len(ranks.processes))}
     failure = explain(
         {rank: code for rank, code in ranks.codes().items() if code},
         read_notes(ranks.folder),
-        {rank: _activity(ranks.folder, rank).place for rank in range(len(ranks.processes))},
+        {rank: activity.place for rank, activity in activities.items()},
         states,
+        idle={rank for rank, activity in activities.items() if activity.is_idle and rank not in states},
         num_killed=num_killed_for_memory() - num_killed,
         memory=memory,
     )

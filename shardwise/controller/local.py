@@ -16,7 +16,7 @@ from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
-from shardwise.controller.watchdog import commanded, enter_step
+from shardwise.controller.watchdog import commanded, enter_service, enter_step
 from shardwise.fault_plan import plan
 
 _SHUTDOWN = ""
@@ -137,11 +137,13 @@ def serve(worker: Any, control: Connections, *, follows_steps: bool = True) -> N
     `shutdown`.
 
     Args:
-        follows_steps: this process is in the step of its newest command.
+        follows_steps: this process does nothing else, and is in the step of its newest command.
 
     An exception leaves the loop and ends the process: a rank that could not do its part cannot go on in step. Only an
     ExportError goes to rank 0 instead: every rank raises it or none does, so they are in step after it.
     """
+    if follows_steps:
+        enter_service()
     while True:
         step, method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
         if method == _SHUTDOWN:

@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +36,21 @@ class Peers:
     def note_failure(self, error: BaseException) -> int:
         """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks."""
         note = Note.of(error, self._rank)
-        note.leave(self._folder)
-        if not note.is_timeout:
-            return note_failure(error, self._rank)
         try:
+            note.leave(self._folder)
+            if not note.is_timeout:
+                return note_failure(error, self._rank)
             (self._folder / _ASKED).touch(exist_ok=False)
+        except FileNotFoundError:  # the first rank of this host has left, and its folder with it
+            return note_failure(error, self._rank)
         except FileExistsError:  # another one asks already, and tells what it heard
             wait_until_collected(self._folder)
             return FAILURE
         failure, hanging = self._explain()
         failure.print()
         for pid in hanging:  # torchrun would give them 30 s
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return failure.code
 
     def _explain(self) -> tuple[Failure, list[int]]:
@@ -58,9 +61,10 @@ class Peers:
         errors = {note.rank: note.traceback or note.message for note in notes}
         reports, states = collect(self._folder, activities, pids, errors)
         places = {rank: activity.place for rank, activity in activities.items()}
-        failure = explain({}, notes, places, states, num_killed=0)
-        heard = {note.rank for note in notes}
-        return self._with_reports(failure, reports), [pid for rank, pid in pids.items() if rank not in heard]
+        idle = {rank for rank, activity in activities.items() if activity.is_idle and rank not in states}
+        failure = explain({}, notes, places, states, idle=idle, num_killed=0)
+        spared = idle.union(note.rank for note in notes)
+        return self._with_reports(failure, reports), [pid for rank, pid in pids.items() if rank not in spared]
 
     def _with_reports(self, failure: Failure, reports: Mapping[int, str]) -> Failure:
         if self._reports is None:

@@ -73,6 +73,8 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
                 "job a port of its own (torchrun --master-port), or start this one with shardwise --nproc, which needs "
                 "none"
             ) from None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what those before left is still in the store
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
     store.set_timeout(timeout)
     return store
 

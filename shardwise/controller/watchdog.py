@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -48,6 +48,8 @@ class Activity:
     every thread that does."""
     since: float = 0.0
     """When this began, as time.monotonic()."""
+    serves: bool = False
+    """It does nothing but what it is told."""
     pid: int = 0
     """Of the rank's process."""
 
@@ -65,6 +67,11 @@ class Activity:
         step = "" if self.step is None else f"step {self.step}"
         command = f"`{self.command}`" if self.command else ""
         return ", ".join(part for part in (step, self.phase, command) if part)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits to be told what to do."""
+        return self.serves and not self.command
 
     @property
     def seconds(self) -> float:
@@ -132,6 +139,12 @@ def enter_phase(phase: str) -> None:
         _record.change(phase=phase)
 
 
+def enter_service() -> None:
+    """Says that this rank does nothing from here on but what it is told."""
+    if _record is not None:
+        _record.change(serves=True)
+
+
 @contextmanager
 def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
     """The body serves or calls a method."""
@@ -191,7 +204,8 @@ def _ask(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     files = {rank: folder / f"stacks-{rank}" for rank in watched}
     sizes = before = {rank: file.stat().st_size for rank, file in files.items()}
     for pid in watched.values():
-        os.kill(pid, _DUMP_SIGNAL)
+        with suppress(ProcessLookupError):  # it may have ended just now
+            os.kill(pid, _DUMP_SIGNAL)
     deadline, settled = time.monotonic() + _DUMP_SECONDS, False
     while time.monotonic() < deadline and not settled:
         time.sleep(_POLL_SECONDS)

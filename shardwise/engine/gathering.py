@@ -13,6 +13,9 @@ from shardwise.engine.shards import RowSharding, local_shard
 BUCKET_BYTES = 1 << 25
 """Whole tensors of this many bytes share an all-gather; a larger one has its own."""
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Under its name from torch 2.13 on, or the one before."""
+
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Collective for a DTensor. `gathered_in_order` of one tensor."""
@@ -81,18 +84,32 @@ class _Part:
 
 
 def _gather(bucket: list[_Part]) -> Iterator[Tensor]:
-    """The wholes of parts of one sharding and dtype."""
-    dtype, sharding = bucket[0].dtype, bucket[0].sharding
-    if sharding.num_ranks == 1:
-        (part,) = bucket
-        yield part.rows.to(sharding.device, dtype, copy=True).view(part.shape)
+    """The wholes of parts of one sharding and dtype. Of a part that is alone nothing is kept meanwhile."""
+    if len(bucket) == 1:
+        yield _alone(bucket[0])
         return
     slots = [part.slot for part in bucket]
+    for part, by_rank in zip(bucket, _received(bucket).split(slots, dim=1), strict=True):
+        yield _whole(part, by_rank)
+
+
+def _alone(part: _Part) -> Tensor:
+    if part.sharding.num_ranks == 1:
+        return part.rows.to(part.sharding.device, part.dtype, copy=True).view(part.shape)
+    return _whole(part, _received([part]))
+
+
+def _whole(part: _Part, by_rank: Tensor) -> Tensor:
+    """by_rank [ranks, slot] -> `part.shape`, with memory of its own unless `by_rank` has."""
+    return by_rank.contiguous().view(-1)[: part.shape.numel()].view(part.shape)  # the last ranks' slots end in nothing
+
+
+def _received(bucket: list[_Part]) -> Tensor:
+    """[ranks, elements of all slots], of all ranks."""
+    dtype, sharding, slots = bucket[0].dtype, bucket[0].sharding, [part.slot for part in bucket]
     sent = torch.empty(sum(slots), dtype=dtype, device=sharding.device)
     for part, slot in zip(bucket, sent.split(slots), strict=True):
         slot[: part.rows.numel()].copy_(part.rows.flatten())
-    received = torch.empty(sharding.num_ranks * len(sent), dtype=dtype, device=sharding.device)
-    dist.all_gather_into_tensor(received, sent, group=sharding.group)
-    del sent
-    for part, by_rank in zip(bucket, received.view(sharding.num_ranks, -1).split(slots, dim=1), strict=True):
-        yield by_rank.reshape(-1)[: part.shape.numel()].view(part.shape)  # the last ranks' slots end in nothing
+    received = torch.empty(sharding.num_ranks, len(sent), dtype=dtype, device=sharding.device)
+    _all_gather(received.view(-1), sent, group=sharding.group)
+    return received

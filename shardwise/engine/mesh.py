@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -68,9 +68,9 @@ class EngineMesh:
     sp_rank: int
 
 
-@cache
+@lru_cache(maxsize=8)
 def _build(dims: ParallelDims, device_type: str, _world: dist.ProcessGroup) -> EngineMesh:
-    """Groups live as long as the default one, `_world`."""
+    """`_world`: another default group has other groups beside it."""
     fsdp_size = dims.dp_shard * dims.sp
     if dims.dp_replicate == 1:
         fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))

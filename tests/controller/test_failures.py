@@ -11,8 +11,8 @@ from shardwise.controller.failures import Note, explain, num_killed_for_memory
 PLACES = {0: "step 3, train, `train policy`", 1: "step 3, `train policy`"}
 
 
-def reason(codes, notes=(), states=None, num_killed=0):
-    return explain(codes, notes, PLACES, states or {}, num_killed=num_killed)
+def reason(codes, notes=(), states=None, num_killed=0, **others):
+    return explain(codes, notes, PLACES, states or {}, num_killed=num_killed, **others)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,13 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_state():
         "2000ms)"
     )
     assert failure.may_pass
+
+
+def test_a_rank_that_waits_to_be_told_what_to_do_does_not_hang():
+    note = Note.of(RankSilentError("a save in the background was not done within 3 s"), 0)
+    assert reason({}, [note], idle={1}).message == (
+        "rank 0 failed in step 3, train, `train policy`: a save in the background was not done within 3 s"
+    )
 
 
 def test_an_error_is_told_before_those_of_peers_and_a_mistake_does_not_pass():

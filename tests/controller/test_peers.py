@@ -70,6 +70,29 @@ def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path
     assert hanging.poll() is None
 
 
+def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp_path, capsys):
+    body = WAITING.replace('with commanded("train", ["policy"]):\n    time', "enter_service()\ntime")
+    body = body.replace("import be_watched, commanded", "import be_watched, enter_service")
+    process = subprocess.Popen([sys.executable, "-c", body, str(tmp_path)])
+    try:
+        while not (Activity.read(tmp_path, 1) or Activity()).is_idle:
+            assert process.poll() is None
+        assert Peers(tmp_path, 0, None).note_failure(RuntimeError("rank 9: timed out")) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == "error: rank 0 failed: rank 9: timed out"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_the_folder_of_the_host_an_error_is_told_all_the_same(tmp_path, capsys):
+    gone = tmp_path / "gone"
+    assert Peers(gone, 0, None).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
+    assert Peers(gone, 1, None).note_failure(RuntimeError("Connection closed by peer")) == 1
+    assert capsys.readouterr().err == "rank 1: another rank ended or hangs; its own message tells why\n"
+
+
 def test_reports_that_cannot_be_written_do_not_hide_who_hangs(hanging, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert Peers(tmp_path, 0, tmp_path / "file").note_failure(RuntimeError("Timed out")) == 1

@@ -7,8 +7,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.engine import ParallelDims
 from shardwise.engine.gathering import gathered, gathered_in_order
+from shardwise.transfer import checksum
 
-SHAPES = [(5, 3), (1,), (7,), (2, 2, 3), (64, 8), (9, 1), (3, 4)]
+SHAPES = [(5, 3), (1,), (2,), (7,), (2, 2, 3), (64, 8), (9, 1), (3, 4)]
 """Rows that no number of ranks divides, and fewer rows than ranks."""
 
 
@@ -26,15 +27,7 @@ def build(fsdp_size, offload):
 def gather(fsdp_size, bucket_bytes, offload):
     """Whether everything arrives as it was, what belongs to a parameter itself, and how many collectives it took."""
     model, wholes = build(fsdp_size, offload)
-    dtypes = [
-        torch.float32,
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-        torch.float64,
-    ]
+    dtypes = [torch.float32, *4 * [torch.bfloat16], torch.float32, torch.float32, torch.float64]
     plain = torch.arange(3)
     asked = [*zip(model, dtypes, strict=True), (plain, plain.dtype)]
     with CommDebugMode() as collectives:
@@ -44,8 +37,11 @@ def gather(fsdp_size, bucket_bytes, offload):
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
         torch.testing.assert_close(tensor, whole.to(dtype), rtol=0, atol=0)
+        assert checksum(tensor) == checksum(whole.to(dtype)), "its bytes can be viewed"
         tensor.zero_()  # what is received is the receiver's
         torch.testing.assert_close(gathered(source, torch.float64), whole.double(), rtol=1e-7, atol=0)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in found}
+    assert len(memory) == len(found), "of each its own"
     return collectives.get_total_counts()
 
 
@@ -58,7 +54,7 @@ def test_every_tensor_arrives_whole_and_is_the_receivers_own(run_ranks, world_si
 
 
 def test_a_bucket_ends_where_it_would_be_too_large(run_ranks):
-    # bytes: 60 | 2, 14, 24 | 2048 | 36 | 96
+    # bytes: 60 | 2, 4, 14, 24 | 2048 | 36 | 96
     assert run_ranks(gather, 2, None, 64, False) == [5, 5]
     assert run_ranks(gather, 2, None, 30, False) == [6, 6]
-    assert run_ranks(gather, 2, None, 1, False) == [7, 7]
+    assert run_ranks(gather, 2, None, 1, False) == [8, 8]
