@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.conversions import ExportBlock
-from shardwise.engine.shards import RowSharding, local_shard
+from shardwise.engine.shards import RowSharding, is_by_rows, local_shard
 
 BUCKET_BYTES = 1 << 25
 """Whole tensors of this many bytes share an all-gather; a larger one has its own."""
@@ -34,7 +35,7 @@ def gathered_in_order(
     """
     bucket: list[_Part] = []
     for tensor, dtype in tensors:
-        part = _Part(tensor.shape, local_shard(tensor.detach()), dtype, RowSharding.of(tensor))
+        part = _Part(tensor.detach(), dtype, RowSharding.of(tensor) if is_by_rows(tensor) else None)
         if bucket and not part.fits(bucket, bucket_bytes):
             yield from _gather(bucket)
             bucket = []
@@ -56,12 +57,16 @@ def gathered_blocks(
 class _Part:
     """What this rank has of a tensor."""
 
-    shape: torch.Size
-    """Of the whole."""
-    rows: Tensor
+    tensor: Tensor
     dtype: torch.dtype
     """Of the whole."""
-    sharding: RowSharding
+    sharding: RowSharding | None
+    """None: otherwise than by rows."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return self.tensor.shape
 
     @property
     def num_bytes(self) -> int:
@@ -71,13 +76,15 @@ class _Part:
     @property
     def slot(self) -> int:
         """Elements that every rank sends, the one with the most rows all of its own."""
+        assert self.sharding is not None
         return self.sharding.num_rows(self.shape[0], 0) * self.shape[1:].numel()
 
     def fits(self, bucket: list["_Part"], bucket_bytes: int) -> bool:
         """Whether it can travel with those."""
         first = bucket[0]
         return (
-            self.sharding.num_ranks > 1
+            self.sharding is not None
+            and self.sharding.num_ranks > 1
             and (self.sharding, self.dtype) == (first.sharding, first.dtype)
             and self.num_bytes + sum(part.num_bytes for part in bucket) <= bucket_bytes
         )
@@ -94,8 +101,13 @@ def _gather(bucket: list[_Part]) -> Iterator[Tensor]:
 
 
 def _alone(part: _Part) -> Tensor:
+    if part.sharding is None:
+        assert isinstance(part.tensor, DTensor)
+        on_mesh = part.tensor.to(part.tensor.device_mesh.device_type, part.dtype, copy=True)
+        assert isinstance(on_mesh, DTensor)
+        return on_mesh.full_tensor()
     if part.sharding.num_ranks == 1:
-        return part.rows.to(part.sharding.device, part.dtype, copy=True).view(part.shape)
+        return local_shard(part.tensor).to(part.sharding.device, part.dtype, copy=True)
     return _whole(part, _received([part]))
 
 
@@ -107,9 +119,11 @@ def _whole(part: _Part, by_rank: Tensor) -> Tensor:
 def _received(bucket: list[_Part]) -> Tensor:
     """[ranks, elements of all slots], of all ranks."""
     dtype, sharding, slots = bucket[0].dtype, bucket[0].sharding, [part.slot for part in bucket]
+    assert sharding is not None
     sent = torch.empty(sum(slots), dtype=dtype, device=sharding.device)
     for part, slot in zip(bucket, sent.split(slots), strict=True):
-        slot[: part.rows.numel()].copy_(part.rows.flatten())
+        rows = local_shard(part.tensor)
+        slot[: rows.numel()].copy_(rows.flatten())
     received = torch.empty(sharding.num_ranks, len(sent), dtype=dtype, device=sharding.device)
     _all_gather(received.view(-1), sent, group=sharding.group)
     return received

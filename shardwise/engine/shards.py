@@ -32,6 +32,12 @@ def local_box(tensor: Tensor) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
 
 
+def is_by_rows(tensor: Tensor) -> bool:
+    """Whether it is whole, or sharded along dim 0 over one axis, as by fully_shard."""
+    sharded = [place for place in tensor.placements if isinstance(place, Shard)] if isinstance(tensor, DTensor) else []
+    return sharded in ([], [Shard(0)])
+
+
 @dataclass(frozen=True, slots=True)
 class RowSharding:
     """The ranks that share the rows of a parameter, in the order of their rows. HSDP replicas have groups of their own.
@@ -55,8 +61,7 @@ class RowSharding:
         axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
         if not axes:
             return cls(None, 1, 0, local_shard(parameter).device)
-        sharded = [parameter.placements[axis] for axis in axes]
-        assert sharded == [Shard(0)], f"{parameter.placements}: expected dim 0 sharded over one axis, as by fully_shard"
+        assert is_by_rows(parameter), f"{parameter.placements}: expected dim 0 sharded over one axis, as by fully_shard"
         device = torch.empty(0, device=mesh.device_type).device
         return cls(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]), device)
 

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.engine import ParallelDims
@@ -58,3 +59,20 @@ def test_a_bucket_ends_where_it_would_be_too_large(run_ranks):
     assert run_ranks(gather, 2, None, 64, False) == [5, 5]
     assert run_ranks(gather, 2, None, 30, False) == [6, 6]
     assert run_ranks(gather, 2, None, 1, False) == [8, 8]
+
+
+def gather_columns():
+    """A parameter that is sharded otherwise than by rows, gathered; whether it is still itself afterwards."""
+    size = dist.get_world_size()
+    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=None, ulysses_size=1).build("cpu").fsdp
+    whole = torch.arange(12.0).view(3, 4)
+    weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
+    found = gathered(weight, torch.float32)
+    is_equal = torch.equal(found, whole)
+    found.zero_()
+    return is_equal, torch.equal(gathered(weight, torch.float32), whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_columns_are_gathered_too(run_ranks, world_size):
+    assert run_ranks(gather_columns, world_size) == [(True, True)] * world_size
