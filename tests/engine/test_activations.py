@@ -140,7 +140,10 @@ def test_selective_computes_attention_once_and_half_of_the_matrix_products_again
             forward_matmuls, forward_attention = operations.of(MATMUL_OPS), operations.of(ATTENTION_OPS)
             logits.sum().backward()
         found[name] = operations.of(MATMUL_OPS), operations.of(ATTENTION_OPS)
-        assert forward_matmuls == 7 * NUM_LAYERS + 1
+        assert forward_matmuls - 7 * NUM_LAYERS in (
+            1,
+            2,
+        )  # output projection; rotary frequencies before transformers 5.23
         assert forward_attention == 2 * NUM_LAYERS
     matmuls, attention = found["none"]
     assert found["full"] == (matmuls + 6 * NUM_LAYERS, attention + 2 * NUM_LAYERS)
