@@ -44,20 +44,6 @@ def train(folder, options):
             id="selective with units inside the layers",
             marks=pytest.mark.full,
         ),
-        pytest.param(
-            "qwen3",
-            2,
-            {
-                "ulysses_size": 2,
-                "apply_tiled_mlp": True,
-                "tiled_num_shards": 2,
-                "offload_policy": True,
-                "activation_checkpointing": "full",
-                "reduce_gradients": "last_micro_batch",
-            },
-            id="ulysses, tiles and weights on the host",
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_compiled_layers_compute_the_same(run_ranks, tmp_path, family, num_ranks, options):
