@@ -18,12 +18,17 @@ CPU = torch.device("cpu")
 
 def train(folder, options):
     """Loss and whole gradient of a step of packs of several lengths; how many layers are compiled."""
-    engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
-    step = pack(random_samples([9, 7, 5]), num_shards=dist.get_world_size(), max_tokens=12)
-    metrics = engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    config = EngineConfig(**options)
+    engine = TrainEngine.build(Path(folder), config, device=CPU, optimizer=OptimizerConfig())
+    num_shards = dist.get_world_size() // config.ulysses_size
+    step = pack(random_samples([9, 7, 5]), num_shards=num_shards, max_tokens=12)
+    shard = step.shards[dist.get_rank() // config.ulysses_size]
+    metrics = engine.forward_backward(shard, sft_loss, step.denominators)
     gradients = {plain_name(name): p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
     compiled = sum(module._compiled_call_impl is not None for module in engine._model.modules())
-    return metrics["train/loss"].result(), gradients, compiled
+    loss = torch.tensor(metrics["train/loss"].result() / config.ulysses_size)  # ranks that share sequences have the same
+    dist.all_reduce(loss)
+    return loss.item(), gradients, compiled
 
 
 @pytest.mark.slow
@@ -42,6 +47,20 @@ def train(folder, options):
                 "module_precision": [{"module": "model.layers.*.self_attn"}],
             },
             id="selective with units inside the layers",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "qwen3",
+            2,
+            {
+                "ulysses_size": 2,
+                "apply_tiled_mlp": True,
+                "tiled_num_shards": 2,
+                "offload_policy": True,
+                "activation_checkpointing": "full",
+                "reduce_gradients": "last_micro_batch",
+            },
+            id="ulysses, tiles and weights on the host",
             marks=pytest.mark.full,
         ),
     ],
