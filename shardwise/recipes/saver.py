@@ -89,6 +89,8 @@ class Saver:
             try:
                 pending.result(within_seconds=deadline)
             except TimeoutError:
+                if pending.is_done:
+                    raise  # the save's own
                 raise RankSilentError(
                     f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
                     f"file system of {self._run} hangs or is slower than that"

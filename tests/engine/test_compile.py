@@ -26,7 +26,7 @@ def train(folder, options):
     metrics = engine.forward_backward(shard, sft_loss, step.denominators)
     gradients = {plain_name(name): p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
     compiled = sum(module._compiled_call_impl is not None for module in engine._model.modules())
-    loss = torch.tensor(metrics["train/loss"].result() / config.ulysses_size)  # ranks that share sequences have the same
+    loss = torch.tensor(metrics["train/loss"].result() / config.ulysses_size)  # ranks that share sequences have it all
     dist.all_reduce(loss)
     return loss.item(), gradients, compiled
 

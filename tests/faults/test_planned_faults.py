@@ -14,10 +14,9 @@ from shardwise.fault_plan import begin_plan, plan
 KILL = "rank=1 step=3 phase=backward action=kill"
 
 
-@pytest.mark.full
-def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_the_restart(assets, start, tmp_path):
-    run = start(
-        *("sft", "--nproc", "2", "--max-restarts", "1"),
+def four_steps(assets):
+    """Overrides for a run that saves in its second step and its fourth."""
+    return [
         f"model.path={assets.model}",
         f"data.train_files={assets.sft}",
         "data.max_train_rows=16",
@@ -25,6 +24,13 @@ def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_
         "trainer.batch_size=4",
         "trainer.total_steps=4",
         "trainer.save_every_steps=2",
+    ]
+
+
+@pytest.mark.full
+def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_the_restart(assets, start, tmp_path):
+    run = start(
+        *("sft", "--nproc", "2", "--max-restarts", "1", *four_steps(assets)),
         "trainer.async_save=false",
         "trainer.tensorboard=false",
         f"trainer.faults=[{KILL}]",
@@ -40,14 +46,7 @@ def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_
 def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stacks_of_all(assets, start, tmp_path):
     """Nobody else waits for that rank: its own deadline ends it."""
     run = start(
-        *("sft", "--nproc", "2"),
-        f"model.path={assets.model}",
-        f"data.train_files={assets.sft}",
-        "data.max_train_rows=16",
-        "data.max_sequence_tokens=64",
-        "trainer.batch_size=4",
-        "trainer.total_steps=4",
-        "trainer.save_every_steps=2",
+        *("sft", "--nproc", "2", *four_steps(assets)),
         "trainer.save_timeout_seconds=3",
         "trainer.faults=[rank=0 phase=write action=hang]",
         f"trainer.output_dir={tmp_path / 'run'}",
