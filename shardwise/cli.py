@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _export(options, arguments)
             case "import-checkpoint":
                 return _import_checkpoint(options)
+            case "parity":
+                return _parity(options)
             case "replay":
                 return _replay(options)
             case _:
@@ -194,6 +196,19 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
     )
 
 
+def _parity(options: argparse.Namespace) -> int:
+    with _importing():
+        from shardwise.recipes.entry import run_parity
+
+    return run_parity(
+        model=options.model,
+        engine=options.engine,
+        dtype=options.dtype,
+        prompts=options.prompt,
+        max_tokens=options.max_tokens,
+    )
+
+
 def _replay(options: argparse.Namespace) -> int:
     with _importing():
         from shardwise.recipes.entry import run_replay
@@ -300,6 +315,19 @@ def _parser() -> argparse.ArgumentParser:
         "-c", "--config", help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume"
     )
     foreign.add_argument("--recipe", choices=["sft", "preference", "rl"], help="what --config is a config of")
+    parity = commands.add_parser(
+        "parity", help="compare what trainer and rollout engine compute, module by module and token by token"
+    )
+    parity.add_argument("model", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
+    parity.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="default: %(default)s")
+    parity.add_argument(
+        "--dtype",
+        choices=get_args(DtypeName),
+        default="float32",
+        help="what both compute in; default: %(default)s, where mistakes stand out from rounding",
+    )
+    parity.add_argument("-p", "--prompt", action="append", help="may be repeated; default: two short ones")
+    parity.add_argument("--max-tokens", type=int, default=16, help="of a completion; default: %(default)s")
     replay = commands.add_parser("replay", help="run an optimizer step again that was skipped, and name what went bad")
     replay.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
     replay.add_argument("--micro-batch", type=int, metavar="K", help="only the K-th, from 0, of every rank")

@@ -28,7 +28,7 @@ from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
-from shardwise.ops import nonfinite_names
+from shardwise.ops import ModuleTrace, nonfinite_names, traced
 from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
@@ -168,6 +168,11 @@ class TrainEngine:
             ]
         self._reshard()
         return outputs
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """Inside it what this rank's modules compute is kept, by the names that they have in transformers."""
+        model = self._model.hf_model
+        return traced((plain_name(path), module) for path, module in model.named_modules())
 
     @torch.no_grad()
     def lessons(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[Lesson]:

@@ -37,6 +37,7 @@ from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
 from shardwise.recipes.import_checkpoint import import_checkpoint
+from shardwise.recipes.parity import EngineName, parity
 from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
 from shardwise.recipes.replay import replay
@@ -112,14 +113,27 @@ def run_import(
     return run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
 
 
+def run_parity(*, model: str, engine: EngineName, dtype: str, prompts: Sequence[str] | None, max_tokens: int) -> int:
+    """Compares trainer and rollout engine on this rank. Returns the exit code of this process: 0 if they agree."""
+    return _run_alone(
+        "parity",
+        lambda: parity(model, take_device(0), engine=engine, dtype=dtype, prompts=prompts, max_tokens=max_tokens),
+    )
+
+
 def run_replay(*, bundle: str, micro_batch: int | None) -> int:
     """Replays a bundle on this rank. Returns the exit code of this process: 0 if what was recorded happened again."""
+    return _run_alone("replay", lambda: replay(bundle, take_device(0), micro_batch=micro_batch))
+
+
+def _run_alone(command: str, ask: Callable[[], bool]) -> int:
+    """Runs a command that asks something and takes one process. Returns the exit code: 0 for yes, 1 for no."""
     outcome = [False]
 
     def recipe(group: RankGroup) -> None:
         if group.size > 1:
-            raise ConfigError(f"shardwise replay runs on one process, and this job has {group.size}")
-        outcome[0] = replay(bundle, take_device(0), micro_batch=micro_batch)
+            raise ConfigError(f"shardwise {command} runs on one process, and this job has {group.size}")
+        outcome[0] = ask()
 
     code = run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
     return code or int(not outcome[0])

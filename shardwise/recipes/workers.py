@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwise.config import (
-    EmbeddedRollout,
     EngineConfig,
     ExportError,
     FrozenEngineConfig,
@@ -20,7 +18,6 @@ from shardwise.config import (
     ModelConfig,
     ModelError,
     OptimizerConfig,
-    VllmRollout,
 )
 from shardwise.data import load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
@@ -29,7 +26,8 @@ from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, Ski
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
-from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
+from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.rollout import RolloutEngine
 from shardwise.transfer import Medium, pull_weights, push_weights, sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
 
@@ -135,28 +133,12 @@ class Worker:
     def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
         self._clear_device()
-        opened, config = ModelConfig.model_validate_json(model), GenerationConfig.model_validate_json(rollout)
-        shared: dict[str, Any] = {
-            "dtype": getattr(torch, param_dtype),
-            "max_rows": config.max_concurrent_sequences,
-            "device": self._device,
-            "stop_token_ids": config.stop_token_ids,
-            "bad_token_ids": config.bad_token_ids,
-        }
-        match config.engine:
-            case EmbeddedRollout():
-                decode = partial(load_tokenizer(opened).decode, skip_special_tokens=True) if config.stop else None
-                self._rollout = EmbeddedEngine.from_folder(
-                    Path(opened.path), decode=decode, compile_decode=config.engine.compile_decode, **shared
-                )
-            case VllmRollout():
-                self._rollout = VllmEngine.from_folder(
-                    Path(opened.path),
-                    config.engine,
-                    temperature=config.temperature,
-                    has_stop_strings=bool(config.stop),
-                    **shared,
-                )
+        self._rollout = build_rollout(
+            ModelConfig.model_validate_json(model),
+            GenerationConfig.model_validate_json(rollout),
+            dtype=getattr(torch, param_dtype),
+            device=self._device,
+        )
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""

@@ -1,8 +1,10 @@
 """What every rollout engine offers: tokens in, tokens with logprobs and a policy version out."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
+from shardwise.ops import ModuleTrace
 from shardwise.types import Completion, GenerateRequest, WeightReceiver
 
 
@@ -20,6 +22,10 @@ class RolloutEngine(WeightReceiver, Protocol):
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises RuntimeError as `generate`."""
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """Inside it what this engine's modules compute is kept, by the names that they have in transformers, as far as
+        it has the same modules."""
 
     def sleep(self) -> None:
         """Gives device memory to the trainer, as far as the engine is set up to, until `wake`. May be called again."""

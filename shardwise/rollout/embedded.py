@@ -6,6 +6,7 @@ One prefill serves all completions of a prompt; finished rows leave the batch at
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,9 +20,11 @@ from shardwise.config import ModelError, TrainingError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
+    ModuleTrace,
     project_float32,
     repeated_projection,
     rotary_limit,
+    traced,
     unsupported_reason,
 )
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
@@ -144,6 +147,10 @@ class EmbeddedEngine:
             scored = self.logits(hidden, projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
             results.append(scored[:, 0].tolist())
         return results
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """See RolloutEngine.trace."""
+        return traced(self._model.named_modules())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by Hugging Face name."""

@@ -7,6 +7,7 @@ import difflib
 import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.types import Completion, GenerateRequest
@@ -50,6 +52,10 @@ class WeightLoader:
             raise
         if config.hf_text_config.tie_word_embeddings:
             _repack_heads(model)
+
+
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
@@ -189,6 +195,27 @@ class VllmEngine:
             found = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
             scores.append([position[token].logprob for token, position in found if position is not None])
         return scores
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """See RolloutEngine.trace. vLLM has to run operation by operation (enforce_eager) and without its prefix cache
+        for all of it to be seen."""
+        from vllm.model_executor.layers import activation
+        from vllm.model_executor.layers.linear import LinearBase
+
+        (model,) = self._llm.apply_model(_itself)
+        layers = {layer for group in model.modules() if isinstance(group, torch.nn.ModuleList) for layer in group}
+
+        # Between its modules vLLM keeps apart what transformers adds up: the residual stream, and what the last module
+        # computed. Norms take both, layers return both. Its activations multiply too.
+        def read_input(module: torch.nn.Module, arguments: Any) -> Any:
+            return arguments if isinstance(module, LinearBase) else None
+
+        def read_output(module: torch.nn.Module, value: Any) -> Any:
+            if type(module).__module__ == activation.__name__:
+                return None
+            return sum(value) if module in layers and isinstance(value, tuple) else value
+
+        return traced(model.named_modules(), read_input=read_input, read_output=read_output)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by the names of the transformers class, and drops the prefix cache.

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from shardwise.config import ConfigError
+from shardwise.ops import Place, traced
 from shardwise.types import GenerateRequest
 
 EOS = 3
@@ -112,6 +113,30 @@ def test_first_tokens_are_distributed_as_the_softmax_of_the_logits(open_engine, 
     seen = torch.cat([counts[likeliest], counts.sum()[None] - counts[likeliest].sum()]).double()
     expected = 4000 * torch.cat([shares[likeliest], 1 - shares[likeliest].sum()[None]])
     assert ((seen - expected) ** 2 / expected.clamp(min=1)).sum() < 69.6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_has_what_the_modules_of_transformers_compute(open_engine, references, family):
+    (prompt,) = prompts(1, seed=5, longest=9)
+    engine, reference = open_engine(family), references[family]
+    with engine.trace() as tracing:
+        engine.logprobs([prompt])
+    with traced(reference.named_modules()) as expecting, torch.no_grad():
+        reference(torch.tensor([prompt]))
+    found, expected = tracing.of_positions(len(prompt)), expecting.of_positions(len(prompt))
+    compared = {place for place in found if place in expected and found[place].shape == expected[place].shape}
+    layer = [
+        Place("model.layers.1.input_layernorm", "output"),
+        Place("model.layers.1.self_attn.o_proj", "input"),
+        Place("model.layers.1.self_attn.o_proj", "output"),
+        Place("model.layers.1.mlp.down_proj", "input"),
+        Place("model.layers.1", "output"),
+    ]
+    assert {Place("model.embed_tokens", "output"), *layer, Place("model.norm", "output")} <= compared
+    for place in compared:
+        torch.testing.assert_close(found[place], expected[place], atol=1e-4, rtol=1e-4, msg=str(place))
+    engine.logprobs([prompt])
+    assert tracing.of_positions(len(prompt)).keys() == found.keys()  # nothing is kept after it
 
 
 def test_results_are_in_the_order_of_the_requests_with_the_number_asked_for(open_engine):

@@ -116,3 +116,17 @@ def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one
 def test_ranks_that_only_sample_need_others_that_train(capsys):
     assert run_rank(lambda group: None, timeout_seconds=7, num_apart=1) == 2
     assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])
+def test_parity_is_an_exit_code(monkeypatch, agrees, code):
+    asked = []
+
+    def parity(*args, **options):
+        asked.append((args[0], options))
+        return agrees
+
+    monkeypatch.setattr(entry, "parity", parity)
+    options = {"engine": "embedded", "dtype": "float32", "prompts": None, "max_tokens": 4}
+    assert entry.run_parity(model="m", **options) == code
+    assert asked == [("m", options)]

@@ -1,0 +1,91 @@
+"""What every module of a model takes and gives, by which two implementations of a model are compared."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Place(NamedTuple):
+    """The input or the output of a module."""
+
+    module: str
+    side: Literal["input", "output"]
+
+    def __str__(self) -> str:
+        return f"the {self.side} of {self.module}"
+
+
+class ModuleTrace:
+    """The tensors that went through a model, on the host, in the order in which each place was first reached."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Place, list[Tensor]] = {}
+
+    def note(self, place: Place, value: Any) -> None:
+        """Keeps a copy of the first tensor of numbers in what a module was given or returned."""
+        tensor = next((one for one in _flat(value) if one.is_floating_point()), None)
+        if tensor is not None:
+            self._parts.setdefault(place, []).append(tensor.detach().to("cpu", copy=True))
+
+    def of_positions(self, num_positions: int) -> dict[Place, Tensor]:
+        """What every place saw of each position, over all forward passes of one sequence: [num_positions, n] float32.
+
+        Places are left out that saw something else than as many numbers of every position: tokens sent to one of
+        several experts, for instance.
+        """
+        joined = {place: torch.cat([part.reshape(-1) for part in parts]) for place, parts in self._parts.items()}
+        return {
+            place: values.view(num_positions, -1).float()
+            for place, values in joined.items()
+            if len(values) and len(values) % num_positions == 0
+        }
+
+
+Reader = Callable[[nn.Module, Any], Any]
+
+
+def _as_it_is(_: nn.Module, value: Any) -> Any:
+    return value
+
+
+@contextmanager
+def traced(
+    modules: Iterable[tuple[str, nn.Module]], *, read_input: Reader = _as_it_is, read_output: Reader = _as_it_is
+) -> Iterator[ModuleTrace]:
+    """Inside it every tensor that goes into and comes out of these modules is kept, which waits for the device each
+    time. Compiled modules are computed operation by operation.
+
+    Args:
+        modules: by the names that the trace will have; one without a name is left out.
+        read_input: what of a module and its arguments stands for its input; None for nothing.
+        read_output: likewise of a module and its return value.
+    """
+    trace = ModuleTrace()
+
+    def note_input(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace.note(Place(name, "input"), read_input(module, [*args, *kwargs.values()]))
+
+    def note_output(name: str, module: nn.Module, _: tuple[Any, ...], value: Any) -> None:
+        trace.note(Place(name, "output"), read_output(module, value))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in modules:
+            if name:
+                stack.callback(module.register_forward_pre_hook(partial(note_input, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(note_output, name)).remove)
+        yield trace
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _flat(one)

@@ -1,0 +1,14 @@
+"""`shardwise parity` as a user calls it."""
+
+
+def test_a_model_is_compared_with_itself_in_the_rollout_engine(assets, shell):
+    done = shell("shardwise", "parity", str(assets.model), "-p", "47+85=", "--max-tokens", "5")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{assets.model}: trainer and embedded rollout engine in float32, 1 prompt\n")
+    assert done.out.endswith("the same: all of this is within the bound of float32, 0.001 on average\n")
+
+
+def test_two_processes_are_refused(assets, shell):
+    done = shell("shardwise", "parity", str(assets.model), "--nproc", "2")
+    assert done.code == 2
+    assert "unrecognized arguments: --nproc 2" in done.err
