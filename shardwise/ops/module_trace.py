@@ -59,12 +59,16 @@ def traced(
     """Inside it every tensor that goes into and comes out of these modules is kept, which waits for the device each
     time. Compiled modules are computed operation by operation.
 
+    Left out are the root, which has no name, and what lies within fused experts, which sort tokens by expert.
+
     Args:
-        modules: by the names that the trace will have; one without a name is left out.
+        modules: by the names that the trace will have.
         read_input: what of a module and its arguments stands for its input; None for nothing.
         read_output: likewise of a module and its return value.
     """
     trace = ModuleTrace()
+    named = {name: module for name, module in modules if name}
+    fused = tuple(f"{name}." for name, module in named.items() if _has_fused_weights(module))
 
     def note_input(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace.note(Place(name, "input"), read_input(module, [*args, *kwargs.values()]))
@@ -74,11 +78,15 @@ def traced(
 
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in modules:
-            if name:
+        for name, module in named.items():
+            if not name.startswith(fused):
                 stack.callback(module.register_forward_pre_hook(partial(note_input, name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(partial(note_output, name)).remove)
         yield trace
+
+
+def _has_fused_weights(module: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

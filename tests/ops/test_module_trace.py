@@ -68,6 +68,14 @@ def test_later_changes_and_later_passes_are_not_seen(model):
     assert torch.equal(trace.of_positions(3)[Place("last", "output")], expected)
 
 
+def test_what_fused_experts_hold_is_left_out_for_they_sort_tokens(model):
+    model.embed.weights, model.embed.inner = nn.Parameter(torch.zeros(2, 3, 4)), nn.Identity()
+    model.embed.register_forward_hook(lambda module, _, output: module.inner(output))
+    with traced(model.named_modules()) as trace:
+        model(torch.tensor([[3, 1, 6]]))
+    assert {place.module for place in trace.of_positions(3)} == {"embed", "halve", "last"}
+
+
 def test_readers_decide_what_stands_for_a_module(model):
     linear = lambda module, value: value if isinstance(module, nn.Linear) else None  # noqa: E731
     second = lambda module, value: value[1] if isinstance(module, Half) else value  # noqa: E731
