@@ -134,6 +134,7 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
             SFTConfig.parse({**config, "trainer": {"async_save": kind == "async"}}, origin="benchmark"),
             {"": policy},
             Reported(),
+            files={},
         )
         for kind in ("sync", "async")
     }

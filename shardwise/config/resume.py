@@ -23,7 +23,7 @@ _RUN_KEYS = (
     *("trainer.tensorboard", "trainer.resume", "trainer.resume_allow", "trainer.max_nonfinite_steps"),
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
-    *("rollout.environment.timeout_seconds", "reward.timeout_seconds", "rollout.placement"),
+    *("rollout.environment.timeout_seconds", "reward.timeout_seconds", "reward.memory_bytes", "rollout.placement"),
     *("rollout.probe_every_syncs", "rollout.engine.gpu_memory_utilization", "rollout.engine.max_num_batched_tokens"),
     *("rollout.engine.enable_chunked_prefill", "rollout.engine.enable_prefix_caching", "rollout.engine.sleep_level"),
     *("rollout.engine.compile_decode", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
@@ -47,11 +47,12 @@ def changes_that_matter(
     old, new = dict(_leaves(_with_new_defaults(before, config))), dict(_leaves(config.model_dump(mode="json")))
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
     pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
-    return {
-        key: pair
-        for key, pair in pairs.items()
-        if pair[0] != pair[1] and not any(_is_within(_without_places(key), name) for name in may_differ)
-    }
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not is_among(key, may_differ)}
+
+
+def is_among(key: str, names: Sequence[str]) -> bool:
+    """Whether a key, with the places in lists or without them, is one of the names or within a group of that name."""
+    return any(_is_within(_without_places(key), name) for name in names)
 
 
 def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:

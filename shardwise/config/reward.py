@@ -133,6 +133,9 @@ class RewardConfig(Config):
     """Processes that call the functions."""
     timeout_seconds: PositiveFloat = 30.0
     """A call that takes longer is ended, together with its process."""
+    memory_bytes: PositiveInt | None = None
+    """So much more memory (address space) than importing the functions took may each of the processes have; a call that
+    wants more fails with a MemoryError. null sets no limit: the kernel may then end any process of the machine."""
     on_failure: Literal["abort", "value", "mask"] = "abort"
     """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, use
     `failure_value` as its score and count it, or leave the completion out of training and of its group's statistics and

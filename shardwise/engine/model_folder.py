@@ -18,7 +18,7 @@ SINGLE_NAME = "model.safetensors"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-def resolve_folder(path: str) -> Path:
+def resolve_folder(path: str, *, may_download: bool = True) -> Path:
     """The local folder of a model; a hub name is downloaded (or found in the cache) first.
 
     Raises:
@@ -30,7 +30,7 @@ def resolve_folder(path: str) -> Path:
             raise ModelError(f"model.path={path} is not a folder; give a Hugging Face model folder or a hub name")
         try:
             patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-            folder = Path(snapshot_download(path, allow_patterns=patterns))
+            folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not may_download))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ModelError(
                 f"model.path={path} is neither a local folder nor a model that the hub or its cache could give "

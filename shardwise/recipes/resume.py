@@ -1,13 +1,21 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import ConfigError, ModelError, TrainingConfig, changes_that_matter, require_known_keys
+from shardwise.config import (
+    ConfigError,
+    ModelError,
+    TrainingConfig,
+    changes_that_matter,
+    is_among,
+    require_known_keys,
+)
 from shardwise.engine.verified_files import RESTORE, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
+from shardwise.recipes.fingerprints import fingerprints
 from shardwise.recipes.manifest import MANIFEST, Manifest
 
 STATE = "state"
@@ -37,8 +45,8 @@ def find_start(config: TrainingConfig, *, verify: Callable[[Path], None] = lambd
         verify: reads a whole checkpoint; raises ModelError if it is damaged. Without it only manifest.json and run.json
             are looked at.
     Raises:
-        ConfigError: there is no such checkpoint, or it was trained with another config; names the keys. ModelError: it
-            is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
+        ConfigError: there is no such checkpoint, or it was trained with another config, model or data; names the keys.
+            ModelError: it is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
     """
     trainer = config.trainer
     require_known_keys(trainer.resume_allow, config)
@@ -59,10 +67,29 @@ def find_start(config: TrainingConfig, *, verify: Callable[[Path], None] = lambd
     return Start(checkpoint, content["step"], content["parts"], in_place, damage)
 
 
-def write_run(checkpoint: Path, config: TrainingConfig, *, step: int, parts: dict[str, Any] | None) -> None:
-    """Writes what `find_start` reads. Raises OSError."""
+def write_run(
+    checkpoint: Path,
+    config: TrainingConfig,
+    *,
+    step: int,
+    parts: dict[str, Any] | None,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Writes what `find_start` reads.
+
+    Args:
+        files: the fingerprints of what the run reads; None where it has not begun.
+    Raises:
+        OSError
+    """
     (checkpoint / STATE).mkdir(exist_ok=True)
-    content = {"recipe": _recipe(config), "step": step, "config": config.model_dump(mode="json"), "parts": parts}
+    content = {
+        "recipe": _recipe(config),
+        "step": step,
+        "config": config.model_dump(mode="json"),
+        "parts": parts,
+        "files": dict(files or {}),
+    }
     write_sealed_json(checkpoint / STATE / RUN, content)
 
 
@@ -115,6 +142,14 @@ def _require_same(checkpoint: Path, content: dict[str, Any], config: TrainingCon
         raise ConfigError(
             f"{checkpoint} was trained with another config: {listed}; set it back, allow it with "
             f"trainer.resume_allow=[{keys}], {anew}"
+        )
+    before = content.get("files", {})
+    now = fingerprints(config) if before else {}
+    other = [key for key in before if now.get(key, before[key]) != before[key]]
+    if changed := [key for key in other if not is_among(key, config.trainer.resume_allow)]:
+        raise ConfigError(
+            f"{checkpoint} was trained with other files: those of {' and '.join(changed)} have changed since; put them "
+            f"back, allow it with trainer.resume_allow=[{', '.join(changed)}], {anew}"
         )
 
 

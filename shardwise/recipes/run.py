@@ -14,6 +14,7 @@ from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.fingerprints import fingerprints
 from shardwise.recipes.resume import find_start
 from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
@@ -77,7 +78,7 @@ class Run:
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
-        self._saver = Saver(self.output_dir, config, engines, self._reported)
+        self._saver = Saver(self.output_dir, config, engines, self._reported, files=fingerprints(config))
 
     @property
     def first_step(self) -> int:

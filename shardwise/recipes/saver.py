@@ -28,18 +28,26 @@ class Saver:
     """
 
     def __init__(
-        self, run: Path, config: TrainingConfig, engines: Mapping[str, RemoteEngine], reported: Reported
+        self,
+        run: Path,
+        config: TrainingConfig,
+        engines: Mapping[str, RemoteEngine],
+        reported: Reported,
+        *,
+        files: Mapping[str, str],
     ) -> None:
         """
         Args:
             run: its output folder.
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
             reported: the metrics of the run so far.
+            files: the fingerprints of what the run reads.
         """
         self._run = run
         self._config = config
         self._engines = engines
         self._reported = reported
+        self._files = files
         self._policy = SavePolicy(config.trainer)
         self._pending: Background[None] | None = None
         self.newest: Path | None = None
@@ -121,7 +129,7 @@ class Saver:
             else:
                 _write_staged(folder, background)
             if self._config.trainer.save_state:
-                write_run(folder, self._config, step=step, parts=dict(parts))
+                write_run(folder, self._config, step=step, parts=dict(parts), files=self._files)
             if background is None:
                 shares = self._group.call("hash_files", str(folder))
             else:

@@ -47,7 +47,12 @@ class Rewards:
         self._failures = FailurePolicy(config)
         self._judges = [Judge(entry) for entry in config.functions if isinstance(entry, JudgeReward)]
         self._pool = (
-            RewardPool(functions, num_workers=config.num_workers, timeout_seconds=config.timeout_seconds)
+            RewardPool(
+                functions,
+                num_workers=config.num_workers,
+                timeout_seconds=config.timeout_seconds,
+                memory_bytes=config.memory_bytes,
+            )
             if functions
             else None
         )

@@ -1,6 +1,7 @@
 """The main of a fork server: imports the reward functions once, then forks a process for each request.
 
-    {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}]}  ->  {"ready": true}
+    {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}], "memory_bytes": null}
+                                                  ->  {"ready": true}
     any byte, with the pipes of a worker  ->  a worker, and in its pipe of results {"exit": code} when it has ended
 
 The first line comes on standard input, requests on a socket. Where a function cannot be loaded it says
@@ -10,6 +11,7 @@ The first line comes on standard input, requests on a socket. Where a function c
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -17,7 +19,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from shardwise.config import ConfigError
 from shardwise.rewards.base import RewardFunction
@@ -42,18 +45,18 @@ def main(control_fd: int, lifeline_fd: int) -> None:
     os.set_inheritable(lifeline_fd, False)
     with socket.socket(fileno=control_fd) as control:
         control.set_inheritable(False)
+        setup = json.load(sys.stdin)
         try:
-            functions = _load_functions()
+            functions = _load_functions(setup)
         except ConfigError as error:
             control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         else:
             control.sendall(b'{"ready": true}\n')
-            _serve(control, functions)
+            _serve(control, functions, setup["memory_bytes"])
     os.killpg(0, signal.SIGKILL)  # with what importing has started
 
 
-def _load_functions() -> list[RewardFunction]:
-    setup = json.load(sys.stdin)
+def _load_functions(setup: dict[str, Any]) -> list[RewardFunction]:
     os.chdir(setup["folder"])
     sys.path[0] = setup["folder"]
     functions = [load_with_parameters(entry["function"], entry["parameters"]) for entry in setup["functions"]]
@@ -67,7 +70,7 @@ def _load_functions() -> list[RewardFunction]:
     return functions
 
 
-def _serve(control: socket.socket, functions: Sequence[RewardFunction]) -> None:
+def _serve(control: socket.socket, functions: Sequence[RewardFunction], memory_bytes: int | None) -> None:
     wakeup_read, wakeup_write = os.pipe()
     for fd in (wakeup_read, wakeup_write):
         os.set_blocking(fd, False)
@@ -92,7 +95,7 @@ def _serve(control: socket.socket, functions: Sequence[RewardFunction]) -> None:
         if pid == 0:
             for fd in (control.fileno(), wakeup_read, wakeup_write, *result_fds.values()):
                 os.close(fd)
-            _become_worker(functions, job_fd, result_fd, lifeline_fd)
+            _become_worker(functions, memory_bytes, job_fd, result_fd, lifeline_fd)
         result_fds[pid] = result_fd
         os.close(job_fd)
         os.close(lifeline_fd)
@@ -101,9 +104,13 @@ def _serve(control: socket.socket, functions: Sequence[RewardFunction]) -> None:
         os.waitpid(pid, 0)
 
 
-def _become_worker(functions: Sequence[RewardFunction], job_fd: int, result_fd: int, lifeline_fd: int) -> NoReturn:
+def _become_worker(
+    functions: Sequence[RewardFunction], memory_bytes: int | None, job_fd: int, result_fd: int, lifeline_fd: int
+) -> NoReturn:
     try:
         os.setsid()
+        if memory_bytes is not None:
+            _limit_memory(memory_bytes)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _die_with_parent(lifeline_fd)
@@ -111,6 +118,13 @@ def _become_worker(functions: Sequence[RewardFunction], job_fd: int, result_fd: 
         os._exit(0)
     finally:
         os._exit(1)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Lets this process have so much more address space than it has now. What it starts may ask for another limit."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 def _bury(result_fds: dict[int, int]) -> None:

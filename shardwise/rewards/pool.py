@@ -20,12 +20,20 @@ class RewardPool:
     Example: `for number, function, answer in pool.score(jobs): ...`
     """
 
-    def __init__(self, functions: Sequence[FunctionReward], *, num_workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        functions: Sequence[FunctionReward],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        memory_bytes: int | None = None,
+    ) -> None:
         """Returns at once; the functions are imported while the caller does other things."""
         self._functions = list(functions)
         self._timeout_seconds = timeout_seconds
+        self._memory_bytes = memory_bytes
         self._workers: list[RewardProcess] = []
-        self._server = ForkServer(self._functions)
+        self._server = ForkServer(self._functions, memory_bytes=memory_bytes)
         try:
             for _ in range(num_workers):
                 self._workers.append(self._start())
@@ -108,7 +116,7 @@ class RewardPool:
     def _start(self) -> RewardProcess:
         if self._server.is_gone and self._server.ready:  # one that has not been ready cannot import the functions
             self._server.close()
-            self._server = ForkServer(self._functions)
+            self._server = ForkServer(self._functions, memory_bytes=self._memory_bytes)
         return RewardProcess(self._server, timeout_seconds=self._timeout_seconds)
 
 

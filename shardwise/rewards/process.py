@@ -45,7 +45,11 @@ class ForkServer:
     No method blocks, apart from `close`, which takes milliseconds.
     """
 
-    def __init__(self, functions: Sequence[FunctionReward]) -> None:
+    def __init__(self, functions: Sequence[FunctionReward], *, memory_bytes: int | None = None) -> None:
+        """
+        Args:
+            memory_bytes: that each process may have beyond what importing takes; None sets no limit.
+        """
         self.ready = False
         """Whether the functions are loaded."""
         self._functions = functions
@@ -73,7 +77,7 @@ class ForkServer:
             theirs.close()
             os.close(lifeline_read)
         entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
-        setup = json.dumps({"folder": os.getcwd(), "functions": entries}).encode()
+        setup = json.dumps({"folder": os.getcwd(), "functions": entries, "memory_bytes": memory_bytes}).encode()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # its end shows on the socket too
             stdin.write(setup)

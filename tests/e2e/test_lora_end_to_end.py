@@ -1,6 +1,7 @@
 """Adapters as a user trains them: `shardwise sft` and `rl` with engine.lora, then `export`, `eval`, peft itself."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_only_the_adapter_is_saved_and_commands_say_how_to_merge_it(sft, assets,
     )
 
 
-def test_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shell, tmp_path):
+def test_f31_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shell, tmp_path):
     from peft import PeftModel
 
     done = shell("shardwise", "export", str(sft), str(tmp_path / "merged"), "--dtype", "float32", "--nproc", "2")
@@ -55,6 +56,30 @@ def test_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shel
     moved = [name for name in start if not torch.equal(start[name], merged[name])]
     assert all("_proj." in name for name in moved)
     assert len(moved) == 14, "seven linear layers in each of two layers"
+
+
+def test_f32_adapters_do_not_go_on_over_another_base(assets, command, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(assets.model, base)
+    options = [
+        *[f"model.path={base}", f"data.train_files={assets.sft}", "data.max_sequence_tokens=64"],
+        *["data.max_train_rows=8", "trainer.batch_size=4", "trainer.tensorboard=false"],
+        *["trainer.lr_schedule=constant", f"trainer.output_dir={tmp_path / 'run'}"],
+        *["engine.lora={rank: 2, save_merged: false}"],
+    ]
+    assert command("sft", *options, "trainer.total_steps=1").code == 0
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    model.save_pretrained(base)
+    done = command("sft", *options, "trainer.total_steps=2")
+    assert done.code == 2
+    assert done.err.startswith(
+        f"error: {tmp_path / 'run' / 'checkpoints' / 'step_1'} was trained with other files: those of model.path have "
+        "changed since; put them back, allow it with trainer.resume_allow=[model.path], or start a new run with "
+    )
+    shutil.copy(assets.model / "model.safetensors", base)
+    assert command("sft", *options, "trainer.total_steps=2").code == 0
 
 
 @pytest.fixture(scope="module")

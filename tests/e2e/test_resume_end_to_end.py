@@ -115,7 +115,7 @@ def ppo_run(assets, job, tmp_path_factory):
     return folder
 
 
-def test_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, job, tmp_path):
+def test_f25_trap_14_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, job, tmp_path):
     run = stop_after(sft_run, 2, tmp_path / "run")
     done = job(2, "sft", *rows_options(assets, run), timeout=240)
     assert done.code == 0, done.err
@@ -123,7 +123,7 @@ def test_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run, assets, job
     assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
 
 
-def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, job, tmp_path):
+def test_f25_trap_14_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, job, tmp_path):
     """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
     state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
     assert state["learner"]["kl_coef"] != 0.1
@@ -135,7 +135,7 @@ def test_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, 
     assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf", "state/policy", "state/critic"))
 
 
-def test_another_layout_goes_on_with_the_same_losses(sft_run, assets, command, metrics_of, tmp_path):
+def test_f24_trap_15_another_layout_goes_on_with_the_same_losses(sft_run, assets, command, metrics_of, tmp_path):
     """Two ranks stopped, one goes on, with activation checkpointing and other micro-batches."""
     run = stop_after(sft_run, 2, tmp_path / "run")
     layout = ["engine.activation_checkpointing=full", "engine.max_tokens_per_micro_batch=64"]
@@ -171,7 +171,7 @@ NAMES = ("rl", "kto", "dpo before training", "reward model", "distill", "lora sf
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_goes_on_bitwise(assets, command, tmp_path, name):
+def test_f25_trap_14_every_recipe_goes_on_bitwise(assets, command, tmp_path, name):
     recipe, more = other_recipes(assets)[name]
     options = rl_options if recipe == "rl" else rows_options
     done = command(recipe, *options(assets, tmp_path / "whole"), *more)
@@ -195,7 +195,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_a_changed_config_is_one_line_before_anything_starts(sft_run, assets, command, name):
+def test_f26_a_changed_config_is_one_line_before_anything_starts(sft_run, assets, command, name):
     """A cosine schedule depends on the number of steps. What is there stays as it was."""
     before = {path: path.stat().st_mtime_ns for path in sft_run.rglob("*")}
     options, expected = CHANGES[name]

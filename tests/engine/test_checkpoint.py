@@ -154,7 +154,7 @@ OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for opt
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [*((name, "adamw") for name in LAYOUTS), *OTHER_OPTIMIZERS])
-def test_another_layout_has_the_same_state_and_goes_on_within_1e_5(run_ranks, tmp_path, name, optimizer):
+def test_f24_trap_15_another_layout_has_the_same_state_and_goes_on_within_1e_5(run_ranks, tmp_path, name, optimizer):
     """llama's dimensions are odd: its key and value projections have fewer rows than there are ranks."""
     (size, engine), (other_size, other_engine) = LAYOUTS[name]
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32} if "ulysses" in name else {}
@@ -191,7 +191,7 @@ class Trap:
         return os.mkdir, (self.mark,)
 
 
-def test_a_pickle_beside_the_files_is_never_read(run_ranks, tmp_path):
+def test_trap_15_a_pickle_beside_the_files_is_never_read(run_ranks, tmp_path):
     folder, state = str(tiny_folder("llama", tmp_path / "model")), tmp_path / "state"
     _, saved, _, _ = run_ranks(uninterrupted, 1, folder, str(state), {}, {})[0]
     for name in (".metadata", "state.pt", "__0_0.distcp", "rng_state.pkl"):

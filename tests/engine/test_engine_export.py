@@ -37,7 +37,7 @@ def files_of(folder):
 @pytest.mark.parametrize(
     ("world_size", "dtype", "max_shard_size"), [(1, "float32", "1GB"), (2, "bfloat16", "1GB"), (4, "float32", 9000)]
 )
-def test_every_file_is_that_of_save_pretrained(run_ranks, tmp_path, family, world_size, dtype, max_shard_size):
+def test_f31_every_file_is_that_of_save_pretrained(run_ranks, tmp_path, family, world_size, dtype, max_shard_size):
     """Config, generation config, index and weights, byte for byte: tied, untied and fused; one file and many."""
     source, expected, out = (tmp_path / name for name in ("source", "expected", "out"))
     tiny_folder(family, source)

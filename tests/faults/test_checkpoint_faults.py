@@ -267,7 +267,7 @@ def small_disk(step, _worker, run):
 
 
 @pytest.mark.parametrize(("world_size", "async_save"), [(1, False), (2, False), (2, True)])
-def test_f20_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_older_checkpoints_and_the_run_goes_on(
+def test_f20_trap_17_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_older_checkpoints_and_the_run_goes_on(
     run_ranks, model_folder, disk, world_size, async_save
 ):
     run = disk / "run"

@@ -1,6 +1,7 @@
 import pytest
 
 from shardwise.config import ConfigError, ModelError, SFTConfig
+from shardwise.recipes.fingerprints import fingerprints
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import Start, find_start, write_run
 
@@ -53,7 +54,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
         find_start(config(tmp_path, resume=str(tmp_path / "nothing")))
 
 
-def test_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
+def test_f26_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
     folder = leave(tmp_path, 3)
     with pytest.raises(ConfigError) as error:
         find_start(config(tmp_path, seed=1, batch_size=8))
@@ -63,6 +64,38 @@ def test_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
         "trainer.resume=never, which moves what is in trainer.output_dir aside"
     )
     assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
+
+
+def test_f32_other_files_are_named_by_key_with_the_ways_out(tmp_path):
+    for path, text in (("base/config.json", "{}"), ("base/model.safetensors", "weights"), ("t.jsonl", "rows")):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def of(**trainer):
+        tree = {
+            "model": {"path": str(tmp_path / "base")},
+            "data": {"train_files": str(tmp_path / "t.jsonl")},
+            "trainer": {"output_dir": str(tmp_path / "run"), **trainer},
+        }
+        return SFTConfig.parse(tree, origin="test")
+
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, of(), step=3, parts={}, files=fingerprints(of()))
+    write_manifest(folder, [{}], step=3)
+    assert find_start(of()).step == 3
+    (tmp_path / "base" / "model.safetensors").write_text("Weights")
+    (tmp_path / "t.jsonl").write_text("Rows")
+    with pytest.raises(ConfigError) as error:
+        find_start(of())
+    assert str(error.value) == (
+        f"{folder} was trained with other files: those of model.path and data.train_files have changed since; put them "
+        "back, allow it with trainer.resume_allow=[model.path, data.train_files], or start a new run with "
+        "trainer.resume=never, which moves what is in trainer.output_dir aside"
+    )
+    with pytest.raises(ConfigError, match=r"other files: those of data\.train_files have changed"):
+        find_start(of(resume_allow=["model"]))
+    assert find_start(of(resume_allow=["model", "data.train_files"])).step == 3
 
 
 def test_a_changed_run_file_is_damage(tmp_path):

@@ -55,7 +55,7 @@ def test_what_the_config_names_stays(keys, kept):
     assert kept_steps(manifests(STEPS), trainer(**keys)) == kept
 
 
-def test_the_newest_and_the_newest_finite_one_always_stay():
+def test_trap_17_the_newest_and_the_newest_finite_one_always_stay():
     found = manifests(dict.fromkeys((1, 2, 3, 4)), not_finite=(3, 4))
     assert kept_steps(found, trainer(keep_last=1)) == {2, 4}
     assert kept_steps({}, trainer(keep_last=1)) == set()
@@ -76,7 +76,7 @@ def test_the_values_are_read_from_the_checkpoints_so_another_process_finds_the_s
     assert names(tmp_path) == {"step_40", "step_90"}
 
 
-def test_only_whole_checkpoints_are_removed_and_nothing_else(tmp_path):
+def test_trap_17_only_whole_checkpoints_are_removed_and_nothing_else(tmp_path):
     leave(tmp_path, dict.fromkeys((10, 20, 30, 40)))
     (tmp_path / "checkpoints" / "step_20" / MANIFEST).unlink()
     (tmp_path / "checkpoints" / "step_5.1" / "hf").mkdir(parents=True)

@@ -44,7 +44,7 @@ def make_saver(tmp_path, fake_group, remote, writers):
             "trainer": {"output_dir": "o", "save_retries": 0, **trainer},
         }
         engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
-        return Saver(tmp_path, SFTConfig.parse(tree, origin="test"), engines, Reported()), group
+        return Saver(tmp_path, SFTConfig.parse(tree, origin="test"), engines, Reported(), files={}), group
 
     return make
 
@@ -83,7 +83,7 @@ def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
     assert ("finish", str(folder.with_name(".step_3.tmp")), [{"rank": 0}, {"rank": 1}]) in group.background.calls
 
 
-def test_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
+def test_f30_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
     saver, _ = make_saver()
     writers.may_write.clear()
     saver.save(1, {})
@@ -94,7 +94,7 @@ def test_there_is_one_save_at_a_time(tmp_path, make_saver, writers):
     assert steps_in(tmp_path) == {"step_1", "step_2"}
 
 
-def test_a_failure_is_reported_at_the_next_step_and_leaves_nothing(tmp_path, make_saver, writers):
+def test_f30_trap_16_a_failure_is_reported_at_the_next_step_and_leaves_nothing(tmp_path, make_saver, writers):
     saver, _ = make_saver()
     saver.save(1, {})
     saver.wait()
@@ -128,7 +128,7 @@ def test_a_save_that_hangs_ends_the_run_at_its_deadline_whatever_becomes_of_fail
     writers.may_write.set()
 
 
-def test_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
+def test_trap_16_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
     saver, group = make_saver(async_save=False, save_state=False)
     group._answers["hash_files"] = lambda *_: {}
     saver.save(1, {})
@@ -149,7 +149,7 @@ def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, ma
     assert group.background.methods == ["clear", *attempts, "finish", "hash_files"]
 
 
-def test_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
+def test_f30_where_the_run_goes_on_a_failure_counts_and_the_last_one_ends_it(tmp_path, make_saver, writers, capsys):
     saver, _ = make_saver(on_save_error="continue")
     saver.save(1, {})
     saver.wait()

@@ -10,7 +10,7 @@ def names(run):
     return {path.relative_to(run / "checkpoints").as_posix() for path in (run / "checkpoints").rglob("*")}
 
 
-def test_nobody_sees_a_checkpoint_before_it_is_whole(tmp_path):
+def test_trap_15_nobody_sees_a_checkpoint_before_it_is_whole(tmp_path):
     with new_checkpoint(tmp_path, 3) as folder:
         (folder / "hf").mkdir()
         (folder / "hf" / "config.json").write_text("{}")

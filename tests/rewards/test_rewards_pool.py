@@ -50,6 +50,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "sleep":
             time.sleep(float(action[1]))
             return 1
+        case "allocate":
+            return len(bytearray(int(action[1])))
         case "stdin":
             return input()
         case "timed":
@@ -128,13 +130,21 @@ def test_trap_22_every_failure_is_named_and_costs_only_its_own_job():
         "kill": "ended its process by SIGKILL (out of memory?)",
         "nan": 'returned nan, expected a finite number or a dict with a finite "score"',
         "segfault": "ended its process by SIGSEGV",
-        "stdin": "EOFError: EOF when reading a line (rules.py line 43)",
+        "stdin": "EOFError: EOF when reading a line (rules.py line 45)",
     }
     actions = [*expected] * 2
     results = score(actions)
     failures = [result.failure for result in results]
     assert failures == [expected[action] for action in actions]
     assert [result.score for result in results] == [1.0 if expected[action] is None else -1.0 for action in actions]
+
+
+def test_f13_a_call_that_wants_too_much_memory_fails_alone():
+    """16 GiB with a limit of 1: the call hears of it, and the process goes on."""
+    actions = ["number 1", f"allocate {1 << 34}", "number 2", f"allocate {1 << 20}"]
+    results = score(actions, num_workers=1, memory_bytes=1 << 30)
+    assert [result.failure for result in results] == [None, "MemoryError (rules.py line 43)", None, None]
+    assert [result.score for result in results] == [1.0, -1.0, 2.0, 1 << 20]
 
 
 def test_a_dict_gives_score_and_parts():
