@@ -27,6 +27,12 @@ class Split(Choice):
     """So many ranks sample."""
     timeout_seconds: PositiveInt = 3600
     """How long a sampling rank may take for one batch of requests."""
+    medium: Literal["process_group", "shared_memory"] = "process_group"
+    """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), or host memory that all of
+    them have mapped, which needs them on the host of rank 0."""
+    delta: bool = False
+    """Send only the elements whose value in engine.param_dtype a step has changed. Rank 0 keeps a copy of the weights
+    in that dtype. Changes no number; sync/bytes tells what it saves."""
 
 
 Placement = Annotated[Colocated | Split, Field(discriminator="type"), by_type("split")]

@@ -98,7 +98,7 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _staleness_needs_ranks(self) -> Self:
-        if self.max_staleness and self.num_rollout_ranks == 0:
+        if self.max_staleness and self.apart is None:
             raise ValueError(
                 f"max_staleness={self.max_staleness} samples while training goes on, which ranks that do both in turn "
                 "cannot; set rollout.placement=split, or max_staleness=0"
@@ -107,7 +107,7 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _engine_can_stand_there(self) -> Self:
-        if isinstance(self.engine, VllmRollout) and self.num_rollout_ranks:
+        if isinstance(self.engine, VllmRollout) and self.apart is not None:
             raise ValueError(
                 "placement=split with engine=vllm: vLLM forms its groups over all ranks of the job, and only some of "
                 "them would; set placement=colocated, or engine=embedded"
@@ -115,9 +115,9 @@ class RolloutConfig(GenerationConfig):
         return self
 
     @property
-    def num_rollout_ranks(self) -> int:
-        """Ranks that only sample."""
-        return self.placement.num_ranks if isinstance(self.placement, Split) else 0
+    def apart(self) -> Split | None:
+        """The ranks that only sample; None where all ranks train and sample in turn."""
+        return self.placement if isinstance(self.placement, Split) else None
 
     def generation(self) -> GenerationConfig:
         """The part that a rollout engine needs."""

@@ -21,6 +21,7 @@ from shardwise.config import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    Split,
     TrainingConfig,
 )
 from shardwise.controller.failures import is_lost_peer, note_failure
@@ -46,7 +47,7 @@ from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
 from shardwise.recipes.stopping import Stopped
 from shardwise.recipes.workers import Worker
-from shardwise.transfer import Medium, ProcessGroupMedium
+from shardwise.transfer import Medium, ProcessGroupMedium, SharedMemoryMedium
 
 
 def run_recipe(config: RecipeConfig) -> int:
@@ -70,7 +71,7 @@ def run_recipe(config: RecipeConfig) -> int:
     return run_rank(
         recipe,
         timeout_seconds=config.engine.collective_timeout_seconds,
-        num_apart=config.rollout.num_rollout_ranks if isinstance(config, RLConfig) else 0,
+        apart=config.rollout.apart if isinstance(config, RLConfig) else None,
         faults=() if isinstance(config, EvalConfig) else config.trainer.faults,
         output_dir=config.eval.output_dir if isinstance(config, EvalConfig) else config.trainer.output_dir,
     )
@@ -143,14 +144,14 @@ def run_rank(
     recipe: Callable[[RankGroup], None],
     *,
     timeout_seconds: int,
-    num_apart: int = 0,
+    apart: Split | None = None,
     faults: Sequence[str] = (),
     output_dir: str | None = None,
 ) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
     Args:
-        num_apart: so many ranks, the last ones, only sample, and are no part of the default process group.
+        apart: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
         faults: to rehearse, beside those of the environment variable.
         output_dir: where a job without our launcher leaves what every rank did when one of them hung.
     Returns:
@@ -164,7 +165,7 @@ def run_rank(
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
-            _require_trainers(rank, num_apart)
+            num_together = _num_together(rank, apart)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
             if rank.world_size > 1 and not is_launched():
@@ -175,14 +176,14 @@ def run_rank(
                     rank,
                     device_type=device.type,
                     timeout_seconds=timeout_seconds,
-                    num_together=rank.world_size - num_apart,
+                    num_together=num_together,
                     store=store,
                 )
             )
             links = connect("background", rank, store, timeout=timedelta(seconds=timeout_seconds))
             writer = CheckpointWriter(rank.rank, links)
-            medium = _medium_of(rank, num_apart, store, device, timeout_seconds=timeout_seconds)
-            worker = Worker(device, join_medium=medium, writer=writer)
+            join = None if apart is None else _medium_of(rank, apart, store, device, timeout_seconds=timeout_seconds)
+            worker = Worker(device, join_medium=join, writer=writer)
             if rank.rank == 0:
                 background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
                 return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
@@ -224,28 +225,32 @@ def _begin_plan(faults: Sequence[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _require_trainers(rank: Rank, num_apart: int) -> None:
+def _num_together(rank: Rank, apart: Split | None) -> int:
+    """The ranks of the default process group. Raises ConfigError: there would be none."""
+    num_apart = 0 if apart is None else apart.num_ranks
     if num_apart >= rank.world_size:
         raise ConfigError(
             f"rollout.placement.num_ranks={num_apart} leaves none of the job's {rank.world_size} ranks to train; start "
             f"at least {num_apart + 1} (--nproc {num_apart + 1}), or lower it"
         )
+    return rank.world_size - num_apart
 
 
 def _medium_of(
-    rank: Rank, num_apart: int, store: dist.Store, device: torch.device, *, timeout_seconds: int
+    rank: Rank, apart: Split, store: dist.Store, device: torch.device, *, timeout_seconds: int
 ) -> Callable[[], Medium] | None:
     """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
-    num_together = rank.world_size - num_apart
-    if num_apart == 0 or 0 < rank.rank < num_together:
+    num_together = rank.world_size - apart.num_ranks
+    if 0 < rank.rank < num_together:
         return None
+    join: Callable[..., Medium] = SharedMemoryMedium.join
+    if apart.medium == "process_group":
+        join = partial(ProcessGroupMedium.join, backend="gloo" if device.type == "cpu" else "nccl", device=device)
     return partial(
-        ProcessGroupMedium.join,
+        join,
         dist.PrefixStore("weights", store),
         0 if rank.rank == 0 else rank.rank - num_together + 1,
-        1 + num_apart,
-        backend="gloo" if device.type == "cpu" else "nccl",
+        1 + apart.num_ranks,
         # Shorter than a collective: the trainers that wait for rank 0 must not be the first to give up.
         timeout=timedelta(seconds=timeout_seconds / 2),
-        device=device,
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardwise.config import GenerationConfig, ModelConfig, RLConfig, Split
+from shardwise.config import GenerationConfig, ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.recipes.background import Background
 
@@ -15,14 +15,16 @@ class Ranks:
     trainers: WorkerGroup
     rollouts: WorkerGroup
     """The trainers themselves, or others."""
+    sends_delta: bool = False
+    """Others get only what has changed."""
 
     @classmethod
     def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
         """Divides the ranks of a job as rollout.placement says."""
-        placement = config.rollout.placement
-        if not isinstance(placement, Split):
+        apart = config.rollout.apart
+        if apart is None:
             return cls(group, group)
-        num_trainers = group.size - placement.num_ranks
+        num_trainers = group.size - apart.num_ranks
         return cls(
             group.part(
                 0,
@@ -33,9 +35,10 @@ class Ranks:
             group.part(
                 num_trainers,
                 group.size,
-                timeout_seconds=placement.timeout_seconds,
+                timeout_seconds=apart.timeout_seconds,
                 timeout_key="rollout.placement.timeout_seconds",
             ),
+            apart.delta,
         )
 
     @property
@@ -50,6 +53,6 @@ class Ranks:
         """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""
         if not self.are_split:
             return self.trainers.call("sync_weights", version)
-        receive = Background(lambda: self.rollouts.call("pull_weights", version))
-        self.trainers.call("push_weights", version)
+        receive = Background(lambda: self.rollouts.call("pull_weights", version, self.sends_delta))
+        self.trainers.call("push_weights", version, self.sends_delta)
         return receive.result()

@@ -28,7 +28,7 @@ from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import RolloutEngine
-from shardwise.transfer import Medium, pull_weights, push_weights, sync_local
+from shardwise.transfer import DeltaDecoder, DeltaEncoder, Medium, pull_weights, push_weights, sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
 
 POLICY = "policy"
@@ -94,6 +94,7 @@ class Worker:
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
+        self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
         self._num_bundles = 0
 
     def build_engine(
@@ -224,21 +225,27 @@ class Worker:
         dtype = getattr(torch, seat.config.param_dtype)
         return asdict(sync_local(seat.engine, self._rollout, version=version, dtype=dtype))
 
-    def push_weights(self, version: int) -> dict[str, Any] | None:
-        """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends."""
+    def push_weights(self, version: int, delta: bool) -> dict[str, Any] | None:
+        """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.
+
+        Args:
+            delta: only what has changed, where they hold the version before.
+        """
         fault_point("sync")
         seat = self._take_device(POLICY, "params")
         dtype = getattr(torch, seat.config.param_dtype)
-        receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype)
+        encoder = self._encoder if delta else None
+        receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype, delta=encoder)
         return None if receipt is None else asdict(receipt)
 
-    def pull_weights(self, version: int) -> dict[str, Any]:
-        """Takes over the weights that `push_weights` sends, verified. Returns the SyncReceipt."""
+    def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
+        """Takes over what `push_weights` sends with the same `delta`, verified. Returns the SyncReceipt."""
         fault_point("sync")
         medium = self._joined_medium()
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"
-        return asdict(pull_weights(self._rollout, medium, version=version))
+        decoder = self._decoder if delta else None
+        return asdict(pull_weights(self._rollout, medium, version=version, delta=decoder))
 
     def nonfinite_tensors(self, role: str) -> list[str]:
         """The weights and optimizer states of which this rank's part holds NaN or an infinity."""

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -40,6 +40,19 @@ def writer_lock(run: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def require_no_writer(run: Path) -> None:
+    """A first look, before anything is built; `writer_lock` decides.
+
+    Raises:
+        ConfigError: another process holds the run's folder, which is named.
+    """
+    with suppress(OSError), (run / LOCK).open(encoding="utf-8") as file:  # no such file, or no locks here
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refusal(file, run) from None
+
+
 def _lock(path: Path) -> IO[str]:
     """The file, open and locked, under its name. Raises ConfigError: somebody has it. Raises OSError."""
     while True:
@@ -61,10 +74,7 @@ def _take(file: IO[str], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(
-            f"trainer.output_dir={path.parent} is written to by {_holder(file)}; wait until it is done or end it, or "
-            "give this run another trainer.output_dir"
-        ) from None
+        raise _refusal(file, path.parent) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
@@ -74,6 +84,13 @@ def _take(file: IO[str], path: Path) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _refusal(file: IO[str], run: Path) -> ConfigError:
+    return ConfigError(
+        f"trainer.output_dir={run} is written to by {_holder(file)}; wait until it is done or end it, or give this run "
+        "another trainer.output_dir"
+    )
 
 
 def _self() -> dict[str, str | int]:

@@ -11,8 +11,8 @@ def test_the_name_alone_stands_for_the_defaults_and_keys_alone_mean_split():
     assert rollout().placement == rollout(placement="colocated").placement == Colocated()
     assert rollout(placement="split").placement == Split(num_ranks=1)
     assert rollout(placement={"num_ranks": 2}).placement == Split(num_ranks=2)
-    assert rollout(placement={"num_ranks": 2}).num_rollout_ranks == 2
-    assert rollout().num_rollout_ranks == 0
+    assert rollout(placement={"num_ranks": 2}).apart == Split(num_ranks=2)
+    assert rollout().apart is None
 
 
 def test_staleness_needs_ranks_that_only_sample():

@@ -94,6 +94,22 @@ def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, 
     assert_same_run(run, ahead)
 
 
+def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tmp_path):
+    """Of frozen weights nothing travels again. What resumes begins with all of them."""
+    frozen = "engine.freeze_module_prefix=[model.embed_tokens, model.layers.0]"
+    placements = {"whole": "{num_ranks: 1}", "changes": "{num_ranks: 1, medium: shared_memory, delta: true}"}
+    moved = {}
+    for name, placement in placements.items():
+        overrides = [frozen, f"rollout.placement={placement}", "rollout.max_staleness=1"]
+        done = job(2, "rl", *options(assets, tmp_path / name), *overrides, timeout=240)
+        assert done.code == 0, done.err
+        rows = lines(tmp_path / name / "metrics.jsonl")
+        moved[name] = [row.pop("sync/bytes") for row in rows]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same_run(tmp_path / "changes", tmp_path / "whole")
+    assert max(moved["changes"]) < 0.6 * min(moved["whole"])
+
+
 @pytest.mark.slow
 def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, job, metrics_of, tmp_path):
     placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]

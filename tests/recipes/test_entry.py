@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.cli import RECIPES
-from shardwise.config import DataError
+from shardwise.config import DataError, Split
 from shardwise.fault_plan import plan
 from shardwise.recipes import entry
 from shardwise.recipes.entry import run_rank
@@ -98,7 +98,7 @@ def test_the_ranks_that_only_sample_are_no_part_of_the_default_group(monkeypatch
     monkeypatch.setattr(entry, "run_rank", lambda recipe, **numbers: seen.update(numbers) or 0)
     keys = ["model.path=m", "data.train_files=t", "reward.functions=a:b", "rollout.placement={num_ranks: 3}"]
     entry.run_recipe(RECIPES["rl"].load(None, [*keys, "trainer.faults=[phase=optim]"]))
-    assert seen["num_apart"] == 3
+    assert seen["apart"] == Split(num_ranks=3)
     assert seen["faults"] == ["phase=optim"]
 
 
@@ -114,7 +114,7 @@ def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one
 
 
 def test_ranks_that_only_sample_need_others_that_train(capsys):
-    assert run_rank(lambda group: None, timeout_seconds=7, num_apart=1) == 2
+    assert run_rank(lambda group: None, timeout_seconds=7, apart=Split()) == 2
     assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
 
 

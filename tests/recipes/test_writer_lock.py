@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import ConfigError
-from shardwise.recipes.writer_lock import LOCK, writer_lock
+from shardwise.recipes.writer_lock import LOCK, require_no_writer, writer_lock
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -59,6 +59,19 @@ def test_f23_a_second_writer_is_told_who_the_first_one_is(holder, tmp_path):
     holder.wait()
     assert (tmp_path / LOCK).read_text()  # what it said of itself is still there
     assert take(tmp_path)
+
+
+def test_f23_a_first_look_tells_the_same_and_takes_nothing(holder, tmp_path):
+    with pytest.raises(ConfigError) as decided:
+        take(tmp_path)
+    with pytest.raises(ConfigError) as looked:
+        require_no_writer(tmp_path)
+    assert str(looked.value) == str(decided.value)
+    holder.kill()
+    holder.wait()
+    require_no_writer(tmp_path)
+    assert take(tmp_path)
+    require_no_writer(tmp_path / "nothing")
 
 
 def test_the_file_is_there_while_the_lock_is_held(tmp_path):
