@@ -1,12 +1,13 @@
-"""Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its
-host."""
+"""Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its host,
+and rank 0 hears of a signal to any."""
 
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,18 +21,27 @@ from shardwise.controller.watchdog import Activity, be_watched, collect, wait_un
 from shardwise.scratch import scratch_folder
 
 _ASKED = "asked"
+_STOP = "stop"
+"""In the store: the signal that a rank other than 0 was sent."""
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Peers:
     """The ranks of this host, seen by one of them."""
 
-    def __init__(self, folder: Path, rank: int, reports: Path | None) -> None:
+    def __init__(self, folder: Path, rank: int, reports: Path | None, store: dist.Store) -> None:
         """
         Args:
             folder: where they keep their activity.
             reports: the folder for what every rank did when one hung; None keeps nothing.
+            store: that of all ranks.
         """
-        self._folder, self._rank, self._reports = folder, rank, reports
+        self._folder, self._rank, self._reports, self._store = folder, rank, reports, store
+
+    def pass_on(self, number: int) -> None:
+        """Lets rank 0, on whatever host, have the signal too: a host alone may be taken away."""
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            self._store.set(_STOP, str(number))
 
     def note_failure(self, error: BaseException) -> int:
         """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks."""
@@ -83,7 +93,8 @@ class Peers:
 
 @contextmanager
 def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None) -> Iterator[Peers]:
-    """Every rank of a host keeps its activity in one folder, which the first of them makes.
+    """Every rank of a host keeps its activity in one folder, which the first of them makes. Rank 0 is sent what others
+    pass on.
 
     Waits for: that one. Unblocked by: the timeout of the store.
     """
@@ -91,12 +102,33 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
     if rank.local_rank > 0:
         folder = Path(store.get(host).decode())
         be_watched(rank.rank, folder)
-        yield Peers(folder, rank.rank, reports)
+        yield Peers(folder, rank.rank, reports, store)
         return
-    with scratch_folder() as folder:
+    with scratch_folder() as folder, _hearing(store) if rank.rank == 0 else nullcontext():
         store.set(host, str(folder))
         be_watched(rank.rank, folder)
-        yield Peers(folder, rank.rank, reports)
+        yield Peers(folder, rank.rank, reports, store)
+
+
+@contextmanager
+def _hearing(store: dist.Store) -> Iterator[None]:
+    """Inside, this process is sent the first signal that a rank passes on."""
+    is_over = threading.Event()
+
+    def listen() -> None:
+        with suppress(RuntimeError):  # the store is gone: the job ends
+            while not store.check([_STOP]):
+                if is_over.wait(_SECONDS_BETWEEN_LOOKS):
+                    return
+            os.kill(os.getpid(), int(store.get(_STOP)))
+
+    thread = threading.Thread(target=listen, name="signals of peers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_SECONDS_BETWEEN_LOOKS)
 
 
 def _is_alive(pid: int) -> bool:

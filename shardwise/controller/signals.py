@@ -32,7 +32,7 @@ def stop_signals(react: Callable[[int], None]) -> Iterator[None]:
 
 
 def pass_on(number: int) -> None:
-    """What ranks other than 0 do with a signal. Under torchrun nothing: it sends signals to every rank itself."""
+    """What ranks other than 0 do with a signal where `launch` started them; under torchrun see `Peers.pass_on`."""
     if RANK_0_VARIABLE in os.environ:
         with suppress(ProcessLookupError):
             os.kill(int(os.environ[RANK_0_VARIABLE]), number)

@@ -162,6 +162,7 @@ def run_rank(
     rank = Rank.from_environment()
     be_watched(rank.rank)
     note: Callable[[Exception], int] = partial(note_failure, rank=rank.rank)
+    react: Callable[[int], None] = pass_on
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
@@ -170,7 +171,8 @@ def run_rank(
             store = open_store(rank, timeout_seconds=timeout_seconds)
             if rank.world_size > 1 and not is_launched():
                 reports = None if output_dir is None else Path(output_dir) / REPORTS
-                note = stack.enter_context(watched_by_peers(rank, store, reports)).note_failure
+                peers = stack.enter_context(watched_by_peers(rank, store, reports))
+                note, react = peers.note_failure, peers.pass_on
             control = stack.enter_context(
                 process_group(
                     rank,
@@ -188,7 +190,7 @@ def run_rank(
                 background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
                 return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
             writing = serve_in_background(writer, links, partial(_end, note))
-            with stop_signals(pass_on):
+            with stop_signals(react):
                 serve(worker, control)
                 writing.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code

@@ -1,7 +1,9 @@
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ def _quick(monkeypatch):
 
 def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, capsys):
     reports = tmp_path / "run" / "faults"
-    assert Peers(tmp_path, 0, reports).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    assert Peers(tmp_path, 0, reports, dist.HashStore()).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
     assert re.fullmatch(
         r"error: rank 1 hangs in `train policy`: rank 0 waited in vain \(Timed out waiting 9 ms\); stacks of the ranks "
         rf"on .+: {reports}/1\n",
@@ -56,7 +58,7 @@ def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, 
 
 
 def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
-    first, second = Peers(tmp_path, 0, None), Peers(tmp_path, 2, None)
+    first, second = Peers(tmp_path, 0, None, dist.HashStore()), Peers(tmp_path, 2, None, dist.HashStore())
     assert first.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
     told = capsys.readouterr().err
     assert told == "error: rank 1 hangs in `train policy`: rank 0 waited in vain (Timed out waiting 9 ms)\n"
@@ -65,7 +67,7 @@ def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
 
 
 def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path, capsys):
-    assert Peers(tmp_path, 0, None).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
     assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
     assert hanging.poll() is None
 
@@ -77,7 +79,7 @@ def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp
     try:
         while not (Activity.read(tmp_path, 1) or Activity()).is_idle:
             assert process.poll() is None
-        assert Peers(tmp_path, 0, None).note_failure(RuntimeError("rank 9: timed out")) == 1
+        assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(RuntimeError("rank 9: timed out")) == 1
         assert capsys.readouterr().err.splitlines()[-1] == "error: rank 0 failed: rank 9: timed out"
         assert process.poll() is None
     finally:
@@ -87,17 +89,33 @@ def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp
 
 def test_without_the_folder_of_the_host_an_error_is_told_all_the_same(tmp_path, capsys):
     gone = tmp_path / "gone"
-    assert Peers(gone, 0, None).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert Peers(gone, 0, None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
     assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
-    assert Peers(gone, 1, None).note_failure(RuntimeError("Connection closed by peer")) == 1
+    assert Peers(gone, 1, None, dist.HashStore()).note_failure(RuntimeError("Connection closed by peer")) == 1
     assert capsys.readouterr().err == "rank 1: another rank ended or hangs; its own message tells why\n"
 
 
 def test_reports_that_cannot_be_written_do_not_hide_who_hangs(hanging, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert Peers(tmp_path, 0, tmp_path / "file").note_failure(RuntimeError("Timed out")) == 1
+    assert Peers(tmp_path, 0, tmp_path / "file", dist.HashStore()).note_failure(RuntimeError("Timed out")) == 1
     assert "rank 1 hangs in `train policy`" in (told := capsys.readouterr().err)
     assert f"stacks could not be written to {tmp_path / 'file'}: " in told
+
+
+def test_a_signal_to_any_rank_reaches_rank_0(monkeypatch):
+    heard, store = threading.Event(), dist.HashStore()
+    monkeypatch.setattr(peers, "be_watched", lambda rank, folder: None)
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.set())
+    try:
+        with watched_by_peers(Rank(0, 4, 0), store, None), watched_by_peers(Rank(2, 4, 0), store, None) as other:
+            assert not heard.wait(0.2)
+            other.pass_on(signal.SIGTERM)
+            assert heard.wait(5)
+        heard.clear()
+        with watched_by_peers(Rank(2, 4, 0), store, None):  # hears of nothing, whoever was sent it
+            assert not heard.wait(1.5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("group", [None, "3"])

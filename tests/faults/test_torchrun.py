@@ -1,11 +1,17 @@
 """Ranks under torchrun, where no launcher of ours watches."""
 
 import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from runs import MARK, ROOT
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -64,6 +70,40 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert done.code == 0, done.err
     assert f"goes on from {run}/checkpoints/step_2" in done.out
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("victim", ["torchrun", "1"])
+def test_f11_a_signal_to_torchrun_or_to_one_rank_saves_and_stops(assets, marked, tmp_path, victim):
+    """A host that is taken away is told so alone; rank 0, which decides, may be on another."""
+    run, mark = tmp_path / "run", str(tmp_path)
+    command = [sys.executable, "-m", *TORCHRUN, "-m", "shardwise", "sft", *options(assets, run)]
+    overrides = ["trainer.total_steps=100000", "trainer.save_every_steps=0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([*command, *overrides], env=environment, stdout=out, stderr=out)
+    try:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None, (tmp_path / "out").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = {"torchrun": process.pid, **{rank_of(pid): pid for pid in marked(mark)}}
+        os.kill(pids[victim], signal.SIGTERM)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    told = (tmp_path / "out").read_text()
+    last = len(metrics.read_text().splitlines())
+    assert "SIGTERM: saves and stops after this step" in told
+    assert f"stopped by SIGTERM; resumable: the same command goes on after step {last}" in told
+    assert (run / "checkpoints" / f"step_{last}" / "manifest.json").is_file()
+
+
+def rank_of(pid):
+    """As torchrun has numbered it; None of other processes."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((one.removeprefix(b"RANK=").decode() for one in variables if one.startswith(b"RANK=")), None)
 
 
 def test_a_mistake_found_in_the_recipe_is_one_line_and_the_other_rank_leaves_quietly(assets, shell, tmp_path):
