@@ -1,6 +1,6 @@
 """What every module of a model takes and gives, by which two implementations of a model are compared."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,18 +31,15 @@ class ModuleTrace:
         if tensor is not None:
             self._parts.setdefault(place, []).append(tensor.detach().to("cpu", copy=True))
 
-    def of_positions(self, num_positions: int) -> dict[Place, Tensor]:
-        """What every place saw of each position, over all forward passes of one sequence: [num_positions, n] float32.
+    def of_passes(self, lengths: Sequence[int]) -> dict[Place, Tensor]:
+        """What every place saw of each position of one sequence, which went through the model in passes of these
+        lengths: [sum(lengths), n] float32.
 
-        Places are left out that saw something else than as many numbers of every position: tokens sent to one of
-        several experts, for instance.
+        Places are left out that were not reached once in each pass, or saw something else than as many numbers of every
+        position: tokens sent to one of several experts, for instance.
         """
-        joined = {place: torch.cat([part.reshape(-1) for part in parts]) for place, parts in self._parts.items()}
-        return {
-            place: values.view(num_positions, -1).float()
-            for place, values in joined.items()
-            if len(values) and len(values) % num_positions == 0
-        }
+        found = {place: _by_position(parts, lengths) for place, parts in self._parts.items()}
+        return {place: values for place, values in found.items() if values is not None}
 
 
 Reader = Callable[[nn.Module, Any], Any]
@@ -83,6 +80,17 @@ def traced(
                 stack.callback(module.register_forward_pre_hook(partial(note_input, name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(partial(note_output, name)).remove)
         yield trace
+
+
+def _by_position(parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
+    """Positions are along the first axis, counted from the last, that has the length of the pass in all of them."""
+    if len(parts) != len(lengths):
+        return None
+    for axis in range(-max(part.dim() for part in parts), 0):
+        if all(-axis <= part.dim() and part.shape[axis] == n for part, n in zip(parts, lengths, strict=True)):
+            rows = [part.movedim(axis, 0).reshape(n, -1).float() for part, n in zip(parts, lengths, strict=True)]
+            return torch.cat(rows) if len({row.shape[1] for row in rows}) == 1 else None
+    return None
 
 
 def _has_fused_weights(module: nn.Module) -> bool:

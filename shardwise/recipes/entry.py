@@ -24,6 +24,7 @@ from shardwise.config import (
     Split,
     TrainingConfig,
 )
+from shardwise.config.engine import DtypeName
 from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
@@ -114,7 +115,9 @@ def run_import(
     return run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
 
 
-def run_parity(*, model: str, engine: EngineName, dtype: str, prompts: Sequence[str] | None, max_tokens: int) -> int:
+def run_parity(
+    *, model: str, engine: EngineName, dtype: DtypeName, prompts: Sequence[str] | None, max_tokens: int
+) -> int:
     """Compares trainer and rollout engine on this rank. Returns the exit code of this process: 0 if they agree."""
     return _run_alone(
         "parity",

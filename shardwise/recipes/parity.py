@@ -1,7 +1,7 @@
 """Compares what the trainer and a rollout engine compute with the same weights, module by module and token by token."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import AutoConfig
 
 from shardwise.config import (
     ConfigError,
@@ -18,10 +19,11 @@ from shardwise.config import (
     ModelConfig,
     VllmRollout,
 )
+from shardwise.config.engine import DtypeName
 from shardwise.data import pack, render_prompt
 from shardwise.engine import TrainEngine
 from shardwise.ops import ModuleTrace, Place
-from shardwise.recipes.build import open_model
+from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import RolloutEngine
@@ -32,37 +34,60 @@ DEFAULT_PROMPTS = ["What is 12 + 30?", "Name three rivers, and the seas that the
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 """A whole sequence in one pass; its last tokens one after the other, from the cache of what was before."""
-
 EngineName = Literal["embedded", "vllm"]
 
-OTHERS = "; the rollout engine has others in place of the rest"
-
+LARGEST_OF_MEAN = 10
+"""The bound of a single token is so many times that of the mean."""
 _TINY = 1e-30
-_CACHE_BYTES = 1 << 28
-"""Of vLLM: room for a few hundred tokens of any model."""
+_LEAST_CACHE_BYTES = 1 << 28
+_WIDTH = 160
 
 
 @dataclass(slots=True)
-class Differences:
-    """Between a trainer and a rollout engine, over all prompts so far."""
+class Comparison:
+    """Of one phase, over all prompts."""
 
-    modules: dict[Place, dict[Phase, list[Tensor]]] = field(default_factory=dict)
+    modules: dict[Place, list[Tensor]] = field(default_factory=dict)
     """[positions of a prompt], in the trainer's order of execution: the length of the difference of the two vectors, as
-    a share of the trainer's root mean square length."""
-    logprobs: dict[Phase, list[Tensor]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    a share of that of the trainer's, or of the median of its lengths, whichever is longer."""
+    logprobs: list[Tensor] = field(default_factory=list)
     """[tokens of a prompt] in nats."""
-    num_modules: int = 0
-    """Of the trainer, that computed something."""
+    computed: set[str] = field(default_factory=set)
+    """The trainer's modules."""
 
-    def first_above(self, bound: float) -> tuple[Place, Phase] | None:
-        """The first place whose mean is above the bound."""
-        above = (
-            (place, phase)
-            for place, by_phase in self.modules.items()
-            for phase in PHASES
-            if phase in by_phase and _mean(by_phase[phase]) > bound
-        )
-        return next(above, None)
+    def add(self, ours: Mapping[Place, Tensor], theirs: Mapping[Place, Tensor], *, first: int) -> None:
+        """Compares the positions from `first` on of every place that both sides have."""
+        self.computed |= {place.module for place in ours}
+        for place, values in ours.items():
+            other = theirs.get(place)
+            if other is not None and first < len(other) and other.shape[1] == values.shape[1]:
+                lengths = values.norm(dim=1)
+                apart = (values[: len(other)] - other).norm(dim=1) / lengths.clamp_min(lengths.median() + _TINY)[
+                    : len(other)
+                ]
+                self.modules.setdefault(place, []).append(apart[first:].nan_to_num(nan=torch.inf))
+
+    @property
+    def missing_layers(self) -> list[str]:
+        """The trainer's layers that could not be compared, though something was computed."""
+        compared = {place.module for place in self.modules}
+        return sorted(name for name in self.computed - compared if _is_layer(name)) if self.logprobs else []
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the mean over tokens, and of a single one; None where a rounding may send a token to another expert."""
+
+    mean: float
+    largest: float | None
+
+    def hold(self, parts: Sequence[Tensor]) -> bool:
+        """Whether differences are within both."""
+        return _mean(parts) <= self.mean and (self.largest is None or _largest(parts) <= self.largest)
+
+    def __str__(self) -> str:
+        largest = "" if self.largest is None else f" and {self.largest:g} for a token"
+        return f"{self.mean:g} on average{largest}"
 
 
 def parity(
@@ -70,7 +95,7 @@ def parity(
     device: torch.device,
     *,
     engine: EngineName,
-    dtype: str,
+    dtype: DtypeName,
     prompts: Sequence[str] | None,
     max_tokens: int,
 ) -> bool:
@@ -85,7 +110,7 @@ def parity(
         prompts: None for two of our own.
         max_tokens: of a completion.
     Returns:
-        Whether every module and every logprob agrees within the bounds of the dtype.
+        Whether all that matters agrees within the bounds of the dtype.
     Raises:
         ConfigError: numbers out of range, or what the engine refuses. ModelError: the model cannot be loaded.
     """
@@ -97,50 +122,47 @@ def parity(
         render_prompt(tokenizer, text, apply_chat_template=has_template, system_prompt=None, origin="the prompt")
         for text in prompts or DEFAULT_PROMPTS
     ]
-    num_tokens = max(map(len, rendered)) + max_tokens
+    num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it draws one after what it scores
     model.require_context("the prompt + --max-tokens", num_tokens)
     generation = GenerationConfig(
-        engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(num_tokens), max_concurrent_sequences=1
+        engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(model, num_tokens),
+        max_concurrent_sequences=1,
     )
     compute_dtype: torch.dtype = getattr(torch, dtype)
     # vLLM takes its share of the device's memory as it finds it, so it comes first.
     rollout = build_rollout(model.config, generation, dtype=compute_dtype, device=device)
-    trainer = TrainEngine.build(model.folder, FrozenEngineConfig.model_validate({"param_dtype": dtype}), device=device)
-    found = Differences()
-    for number, prompt_ids in enumerate(rendered):
-        request = GenerateRequest(
-            uid=f"prompt {number}", prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=0.0, num_completions=1
-        )
-        compare(trainer, rollout, request, found)
-    rollout.close()
-    bound = MEAN_DIFFERENCE_BOUNDS[dtype]
-    print(
-        f"{path}: trainer and {engine} rollout engine in {dtype}, {len(rendered)} prompt{'s'[: len(rendered) > 1]}",
-        flush=True,
-    )
-    Console(file=sys.stdout).print(_table(found))
-    compared = len({place.module for place in found.modules})
-    print(f"modules compared: {compared} of {found.num_modules}{'' if compared == found.num_modules else OTHERS}")
-    verdict = _verdict(found, bound)
-    print(verdict or f"the same: all of this is within the bound of {dtype}, {bound:g} on average", flush=True)
-    return verdict is None
+    trainer = TrainEngine.build(model.folder, FrozenEngineConfig(param_dtype=dtype), device=device)
+    found: dict[Phase, Comparison] = {phase: Comparison() for phase in PHASES}
+    try:
+        for number, prompt_ids in enumerate(rendered):
+            request = GenerateRequest(
+                uid=f"prompt {number}", prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=0.0
+            )
+            _compare(found, trainer, rollout, request)
+    finally:
+        rollout.close()
+    return _report(found, f"{path}: trainer and {engine} rollout engine in {dtype}, prompts: {len(rendered)}", dtype)
 
 
-def _traceable_vllm(num_tokens: int) -> VllmRollout:
+def _traceable_vllm(model: OpenedModel, num_tokens: int) -> VllmRollout:
     """For sequences of so many tokens. All of it has to be seen: no graphs, and no prompt that is remembered."""
+    config = AutoConfig.from_pretrained(model.folder).get_text_config()
+    token_bytes = 16 * config.num_hidden_layers * config.hidden_size  # keys and values in float32, and as much again
     args = {
         "enforce_eager": True,
-        "max_model_len": num_tokens + 1,  # it draws one after what it scores
-        "kv_cache_memory_bytes": _CACHE_BYTES,
+        "max_model_len": num_tokens,
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, num_tokens * token_bytes),
     }
     return VllmRollout(enable_prefix_caching=False, args=args)
 
 
-def compare(trainer: TrainEngine, rollout: RolloutEngine, request: GenerateRequest, found: Differences) -> None:
-    """Adds what the two sides compute of one prompt and its completion."""
+def _compare(
+    found: Mapping[Phase, Comparison], trainer: TrainEngine, rollout: RolloutEngine, request: GenerateRequest
+) -> None:
+    """Adds to `found` what the two sides compute of one prompt and its completion."""
     with rollout.trace() as decoding:
         ((completion,),) = rollout.generate([request])
-    num_prompt = len(request.prompt_ids)
+    num_prompt, num_drawn = len(request.prompt_ids), len(completion.token_ids)
     tokens = [*request.prompt_ids, *completion.token_ids]
     with rollout.trace() as prefilling:
         (scored,) = rollout.logprobs([tokens])
@@ -148,74 +170,99 @@ def compare(trainer: TrainEngine, rollout: RolloutEngine, request: GenerateReque
     with trainer.trace() as training:
         (outputs,) = trainer.forward(pack([sample], num_shards=1, max_tokens=len(tokens)).shards[0])
     assert outputs.logprobs is not None
-    expected = outputs.logprobs
-    found.logprobs["prefill"].append(_apart(expected[1:], scored))
-    found.logprobs["decode"].append(_apart(expected[num_prompt:], completion.logprobs))
-    ours = training.of_positions(len(tokens))
-    found.num_modules = len({place.module for place in ours})
+    expected, ours = outputs.logprobs, training.of_passes([len(tokens)])
     # The last token is drawn and goes through no module.
-    passes: list[tuple[Phase, ModuleTrace, int, int]] = [
-        ("prefill", prefilling, 0, len(tokens)),
-        ("decode", decoding, num_prompt, len(tokens) - 1),
-    ]
-    for phase, trace, first, num_positions in passes:
-        for place, values in _differences(ours, trace, num_positions):
-            if first < num_positions:
-                found.modules.setdefault(place, {}).setdefault(phase, []).append(values[first:])
+    passes: dict[Phase, tuple[ModuleTrace, list[int], Tensor, Sequence[float]]] = {
+        "prefill": (prefilling, [len(tokens)], expected[1:], scored),
+        "decode": (decoding, [num_prompt] + [1] * (num_drawn - 1), expected[num_prompt:], completion.logprobs),
+    }
+    for phase, (trace, lengths, wanted, logprobs) in passes.items():
+        found[phase].add(ours, trace.of_passes(lengths), first=num_prompt if phase == "decode" else 0)
+        if phase == "prefill" or num_drawn > 1:
+            apart = (wanted - torch.tensor(logprobs)).abs()
+            found[phase].logprobs.append(apart.nan_to_num(nan=torch.inf))
 
 
-def _differences(
-    ours: Mapping[Place, Tensor], trace: ModuleTrace, num_positions: int
-) -> Iterator[tuple[Place, Tensor]]:
-    """[num_positions] of every place that both sides have."""
-    theirs = trace.of_positions(num_positions)
-    for place, values in ours.items():
-        if place in theirs and theirs[place].shape[1] == values.shape[1]:
-            own = values[:num_positions]
-            apart = (own - theirs[place]).norm(dim=1) / own.norm(dim=1).square().mean().sqrt().clamp_min(_TINY)
-            yield place, apart.nan_to_num(nan=torch.inf)
-
-
-def _apart(expected: Tensor, found: Sequence[float]) -> Tensor:
-    return (expected - torch.tensor(found)).abs().nan_to_num(nan=torch.inf)
-
-
-def _verdict(found: Differences, bound: float) -> str | None:
-    """What differs first; None for nothing."""
-    first = found.first_above(bound)
-    if first is not None:
-        place, phase = first
-        parts = found.modules[place][phase]
-        module = place.module.rpartition(".")[0] if place.side == "input" else place.module
-        before = list(found.modules)[: list(found.modules).index(place)]
-        agreed = f"; the last place that agrees is {before[-1]}" if before else ""
-        return (
-            f"{module} is the first module that differs: {place}, in {phase}, by {_mean(parts):.2g} of its size on "
-            f"average (bound {bound:g}), most ({_largest(parts):.2g}) at {_worst(parts, phase)}{agreed}"
-        )
+def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName) -> bool:
+    """Prints it. Returns whether the two sides agree."""
+    first = found[PHASES[0]]
+    has_experts = any("expert" in name for name in first.computed)
+    mean = MEAN_DIFFERENCE_BOUNDS[dtype]
+    bounds = Bounds(mean, None if has_experts and dtype != "float32" else LARGEST_OF_MEAN * mean)
+    print(title, flush=True)
+    Console(file=sys.stdout, width=_WIDTH).print(_table(found))
+    compared = {phase: len({place.module for place in found[phase].modules}) for phase in PHASES}
+    numbers = ", ".join(f"{compared[phase]} in {phase}" for phase in PHASES if found[phase].logprobs)
+    print(f"modules compared: {numbers} of the trainer's {len(first.computed)}")
     for phase in PHASES:
-        parts = found.logprobs[phase]
-        if _mean(parts) > bound:
-            return (
-                f"the logprobs differ in {phase}, by {_mean(parts):.2g} nats on average (bound {bound:g}), and no "
-                "module that both sides have does: look at the output projection and at what is done to logits"
-            )
-    return None
+        if verdict := _verdict(found[phase], phase, bounds):
+            print(verdict, flush=True)
+            return False
+    print(f"the same: within the bounds of {dtype}, {bounds}", flush=True)
+    return True
 
 
-def _table(found: Differences) -> Table:
+def _verdict(found: Comparison, phase: Phase, bounds: Bounds) -> str | None:
+    """What differs first; None for nothing that matters.
+
+    A difference that is gone again behind a later layer is none of what is computed, but of where: vLLM scales
+    embeddings outside the module that transformers scales them in.
+    """
+    if missing := found.missing_layers:
+        return (
+            f"{len(missing)} layers could not be compared in {phase}, {missing[0]} the first: the rollout engine has "
+            "no such module, or went through it otherwise than once for each token or prompt"
+        )
+    places = [place for place in found.modules if "rotary" not in place.module]  # those see positions alone
+    agree = [bounds.hold(found.modules[place]) for place in places]
+    if found.logprobs and not bounds.hold(found.logprobs) and all(agree[-1:]):
+        return (
+            f"the logprobs differ in {phase}, by {_mean(found.logprobs):.2g} nats on average and "
+            f"{_largest(found.logprobs):.2g} at most (bounds: {bounds}), and no module that both sides have does: look "
+            "at the output projection and at what is done to logits"
+        )
+    if all(agree[-1:]):
+        return None
+    healed = max((n for n, is_same in enumerate(agree) if is_same and _is_of_the_stream(places[n])), default=-1)
+    first = next(n for n, is_same in enumerate(agree) if not is_same and n > healed)
+    place, parts = places[first], found.modules[places[first]]
+    agreed = f"; the last place before it, which agrees, is {places[first - 1]}" if first else ""
+    return (
+        f"{_module_of(place, found.computed)} is the first module that differs: {place}, in {phase}, by "
+        f"{_mean(parts):.2g} of its size on average and {_largest(parts):.2g} at {_worst(parts, phase)} (bounds: "
+        f"{bounds}){agreed}"
+    )
+
+
+def _module_of(place: Place, computed: set[str]) -> str:
+    """What computes it: the module itself, or for its input the one around it."""
+    name = place.module
+    if place.side == "input":
+        name = name.rpartition(".")[0]
+        while name and name not in computed:
+            name = name.rpartition(".")[0]
+    return name or "the model"
+
+
+def _table(found: Mapping[Phase, Comparison]) -> Table:
     table = Table("mean (largest) difference", *PHASES, box=None, pad_edge=False, header_style="")
-    shown = [place for place in found.modules if place.side == "output" and _is_of_the_stream(place.module)]
-    for place in shown:
-        table.add_row(place.module, *(_cell(found.modules[place].get(phase)) for phase in PHASES))
-    table.add_row("logprobs, in nats", *(_cell(found.logprobs[phase]) for phase in PHASES))
+    for place in found[PHASES[0]].modules:
+        if _is_of_the_stream(place):
+            table.add_row(place.module, *(_cell(found[phase].modules.get(place)) for phase in PHASES))
+    table.add_row("logprobs, in nats", *(_cell(found[phase].logprobs) for phase in PHASES))
     return table
 
 
-def _is_of_the_stream(module: str) -> bool:
-    """Whether it is a layer, or lies in none."""
-    parts = module.split(".")
-    return not any(part.isdecimal() for part in parts[:-1])
+def _is_of_the_stream(place: Place) -> bool:
+    """Whether it is what a layer gives, or a module that lies in none."""
+    is_outside = not any(map(str.isdecimal, place.module.split(".")))
+    return place.side == "output" and (is_outside or _is_layer(place.module))
+
+
+def _is_layer(module: str) -> bool:
+    """Whether it is one of a list of modules, and in no other."""
+    *outer, last = module.split(".")
+    return last.isdecimal() and not any(map(str.isdecimal, outer))
 
 
 def _cell(parts: Sequence[Tensor] | None) -> str:

@@ -123,7 +123,7 @@ def test_a_trace_has_what_the_modules_of_transformers_compute(open_engine, refer
         engine.logprobs([prompt])
     with traced(reference.named_modules()) as expecting, torch.no_grad():
         reference(torch.tensor([prompt]))
-    found, expected = tracing.of_positions(len(prompt)), expecting.of_positions(len(prompt))
+    found, expected = tracing.of_passes([len(prompt)]), expecting.of_passes([len(prompt)])
     compared = {place for place in found if place in expected and found[place].shape == expected[place].shape}
     layer = [
         Place("model.layers.1.input_layernorm", "output"),
@@ -136,7 +136,7 @@ def test_a_trace_has_what_the_modules_of_transformers_compute(open_engine, refer
     for place in compared:
         torch.testing.assert_close(found[place], expected[place], atol=1e-4, rtol=1e-4, msg=str(place))
     engine.logprobs([prompt])
-    assert tracing.of_positions(len(prompt)).keys() == found.keys()  # nothing is kept after it
+    assert tracing.of_passes([len(prompt)]).keys() == found.keys()  # nothing is kept after it
 
 
 def test_results_are_in_the_order_of_the_requests_with_the_number_asked_for(open_engine):
