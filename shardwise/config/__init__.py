@@ -58,7 +58,7 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainingConfig,
 )
-from shardwise.config.resume import changes_that_matter, is_among, require_known_keys
+from shardwise.config.resume import changes_that_matter, is_among, require_known_keys, without_places
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig

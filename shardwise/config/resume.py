@@ -51,8 +51,8 @@ def changes_that_matter(
 
 
 def is_among(key: str, names: Sequence[str]) -> bool:
-    """Whether a key, with the places in lists or without them, is one of the names or within a group of that name."""
-    return any(_is_within(_without_places(key), name) for name in names)
+    """Whether a key, with places in lists, is one of the names or within a group of that name; these have none."""
+    return any(_is_within(without_places(key), name) for name in names)
 
 
 def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
@@ -93,7 +93,8 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(child, f"{path}.{key}" if path else str(key))
 
 
-def _without_places(key: str) -> str:
+def without_places(key: str) -> str:
+    """The key as trainer.resume_allow takes it: `teachers.model.path` for `teachers.0.model.path`."""
     return ".".join(part for part in key.split(".") if not part.isdigit())
 
 

@@ -120,6 +120,10 @@ class EnvironmentReward(Choice):
 RewardEntry = Annotated[FunctionReward | JudgeReward | ModelReward | EnvironmentReward, Field(discriminator="type")]
 
 
+MIN_MEMORY_BYTES = 1 << 26
+"""With less a process of reward functions can neither start a thread nor read a long completion."""
+
+
 class RewardConfig(Config):
     """How a completion is judged."""
 
@@ -133,9 +137,10 @@ class RewardConfig(Config):
     """Processes that call the functions."""
     timeout_seconds: PositiveFloat = 30.0
     """A call that takes longer is ended, together with its process."""
-    memory_bytes: PositiveInt | None = None
-    """So much more memory (address space) than importing the functions took may each of the processes have; a call that
-    wants more fails with a MemoryError. null sets no limit: the kernel may then end any process of the machine."""
+    memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] | None = None
+    """So much more memory (address space) than importing the functions took may each of the processes have, and each of
+    those that it starts; a call that wants more fails, as a rule with a MemoryError. null sets no limit: the kernel may
+    then end any process of the machine."""
     on_failure: Literal["abort", "value", "mask"] = "abort"
     """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, use
     `failure_value` as its score and count it, or leave the completion out of training and of its group's statistics and
@@ -176,6 +181,11 @@ class RewardConfig(Config):
             raise ValueError(
                 f"failure_value={self.failure_value} has no effect with on_failure={self.on_failure}; "
                 "remove it or set on_failure=value"
+            )
+        if self.memory_bytes is not None and not any(isinstance(entry, FunctionReward) for entry in self.functions):
+            raise ValueError(
+                f"memory_bytes={self.memory_bytes} bounds the processes of reward functions, and there are none; "
+                "remove it"
             )
         repeated = [name for name, count in Counter(entry.name for entry in self.functions).items() if count > 1]
         if repeated:

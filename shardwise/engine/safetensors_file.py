@@ -119,6 +119,11 @@ class SafetensorsReader:
     def specs(self) -> dict[str, TensorSpec]:
         return {name: spec for name, (spec, _) in self._entries.items()}
 
+    @property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Of every tensor, where its bytes begin in the file, and how many they are."""
+        return {name: (self._data_start + start, spec.nbytes) for name, (spec, start) in self._entries.items()}
+
     def read(self, name: str, box: Box) -> Tensor:
         """The part of a tensor inside `box`, on the host, in the dtype of the file; nothing else is read.
 

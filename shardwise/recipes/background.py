@@ -28,17 +28,14 @@ class Background(Generic[T]):
         """Since it began."""
         return time.monotonic() - self._started
 
-    def result(self, *, within_seconds: float | None = None) -> T:
-        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised.
+    def wait(self, within_seconds: float) -> bool:
+        """Waits for: the call. Unblocked by: the deadline, counted from its beginning. Returns whether it is done."""
+        self._thread.join(max(0.0, within_seconds - self.seconds))
+        return self.is_done
 
-        Args:
-            within_seconds: of its beginning.
-        Raises:
-            TimeoutError: it is not done by then.
-        """
-        self._thread.join(None if within_seconds is None else max(0.0, within_seconds - self.seconds))
-        if not self.is_done:
-            raise TimeoutError
+    def result(self) -> T:
+        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised."""
+        self._thread.join()
         if self._failure is not None:
             raise self._failure
         return self._results[0]

@@ -1,72 +1,124 @@
 """By what a run knows the files again that it reads and does not keep: its models and its training data."""
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from shardwise.config import ModelConfig, ModelError, TrainingConfig
+from shardwise.config import ConfigError, ModelConfig, ModelError, TrainingConfig
+from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
+from shardwise.engine.safetensors_file import SafetensorsReader
 from shardwise.recipes.checkpoints import latest_hf_folder
 
-MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
-"""Of a model folder: weights, configs, tokenizer."""
+Fingerprints = dict[str, list[list[str]]]
+"""By config key the name and the xxh3 of every file.
+
+Example: `{"model.path": [["config.json", "5d41402abc4b2a76"], ["model.safetensors", "9c56cc51b374c3ba"]]}`
+"""
+
+_WEIGHTS = ".safetensors"
+_CONFIGS = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+)
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 1 << 16
+_TENSOR_BYTES = 1 << 12
+"""That are looked at where a tensor begins, and in its middle."""
 
 
-def fingerprints(config: TrainingConfig) -> dict[str, str]:
-    """By config key, of every model and of the training data, as far as they are on this machine.
+def fingerprints(config: TrainingConfig) -> Fingerprints:
+    """Of every model and of the training data, as far as they are on this machine.
 
-    Of large files the size and 16 blocks spread over them are looked at: another model, or one that was trained on, is
-    noticed at once; a few numbers changed by hand may not be.
+    Of weights the beginning and the middle of every tensor are looked at, of other files above 1 MiB 16 blocks. What
+    was trained on is noticed whichever part of it was trained; a few numbers changed by hand may not be.
 
-    Example: `{"model.path": "5d41402abc4b2a76", "data.train_files": "9c56cc51b374c3ba"}`
+    Raises:
+        ConfigError: a file cannot be read. ModelError: one with weights is damaged.
     """
-    data = [path for name in config.data.train_files for path in _within(Path(name))]
-    files = {**dict(_model_files(config)), "data.train_files": data}
-    return {key: _of(paths) for key, paths in files.items() if paths}
+    files = dict(_model_files(config))
+    files["data.train_files"] = [file for name in config.data.train_files for file in _rows(Path(name))]
+    return {key: [[path.name, _digest(path, key)] for path in paths] for key, paths in files.items() if paths}
 
 
-def _model_files(config: Any, key: str = "") -> Iterator[tuple[str, list[Path]]]:
+def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprints) -> dict[str, str]:
+    """By config key the name of the first file that differs; keys of which there is nothing now are left out."""
+    changed = {}
+    for key, files in before.items():
+        if key in now and files != now[key]:
+            either = (one for one in [*files, *now[key]] if one not in files or one not in now[key])
+            changed[key] = next(either, files[0])[0]
+    return changed
+
+
+def _model_files(config: object, key: str = "") -> Iterator[tuple[str, list[Path]]]:
     """Of every ModelConfig in a config, by the keys of its paths."""
     if isinstance(config, ModelConfig):
-        yield f"{key}.path", _files_of_model(config.path)
-        for name, path in (("tokenizer_path", config.tokenizer_path), ("chat_template", config.chat_template)):
-            yield f"{key}.{name}", [] if path is None else _within(Path(path))
+        own_tokenizer = _TOKENIZER if config.tokenizer_path is None else ()
+        yield f"{key}.path", _of_folder(_model_folder(config.path), (*_CONFIGS, *own_tokenizer), weights=True)
+        if config.tokenizer_path is not None:
+            yield f"{key}.tokenizer_path", _of_folder(Path(config.tokenizer_path), _TOKENIZER, weights=False)
+        if config.chat_template is not None and Path(config.chat_template).is_file():
+            yield f"{key}.chat_template", [Path(config.chat_template)]
+    elif isinstance(config, Config):
+        for name in type(config).model_fields:
+            yield from _model_files(getattr(config, name), f"{key}.{name}" if key else name)
     elif isinstance(config, list):
         for place, one in enumerate(config):
             yield from _model_files(one, f"{key}.{place}")
-    else:
-        for name in getattr(type(config), "model_fields", ()):
-            yield from _model_files(getattr(config, name), f"{key}.{name}" if key else name)
 
 
-def _files_of_model(path: str) -> list[Path]:
+def _model_folder(path: str) -> Path | None:
     try:
-        folder = resolve_folder(latest_hf_folder(path), may_download=False)
+        return resolve_folder(latest_hf_folder(path), may_download=False)
     except ModelError:
-        return []  # whoever opens it says what is wrong
-    return [file for file in _within(folder) if file.suffix in MODEL_FILES]
+        return None  # whoever opens it says what is wrong
 
 
-def _within(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder that are no hidden ones; none where there is neither."""
-    if path.is_dir():
-        return sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
-    return [path] if path.is_file() else []
+def _of_folder(folder: Path | None, names: Sequence[str], *, weights: bool) -> list[Path]:
+    if folder is None or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name in names or (weights and path.suffix == _WEIGHTS))
 
 
-def _of(files: Iterable[Path]) -> str:
+def _rows(path: Path) -> list[Path]:
+    """The file itself, or those of a folder that datasets wrote: it leaves others beside them."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    state = path / "state.json"
+    if not state.is_file():
+        return sorted(one for one in path.iterdir() if one.is_file())
+    return [state, *(path / one["filename"] for one in json.loads(state.read_text())["_data_files"])]
+
+
+def _digest(path: Path, key: str) -> str:
     digest = xxhash.xxh3_64()
-    for path in files:
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name}:{num_bytes}\n".encode())
+    try:
         with path.open("rb") as file:
-            if num_bytes <= _NUM_BLOCKS * _BLOCK_BYTES:
-                digest.update(file.read())
-                continue
-            for block in range(_NUM_BLOCKS):
-                file.seek(block * (num_bytes - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
+            for start, num_bytes in _parts(path):
+                file.seek(start)
+                digest.update(file.read(num_bytes))
+            digest.update(str(path.stat().st_size).encode())
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read ({error})") from None
     return digest.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of what is looked at."""
+    size = path.stat().st_size
+    if size <= _NUM_BLOCKS * _BLOCK_BYTES:
+        yield 0, size
+    elif path.suffix == _WEIGHTS:
+        with closing(SafetensorsReader(path)) as reader:
+            yield 0, len(reader.header)
+            spans = reader.spans.values()
+        for start, num_bytes in spans:
+            yield start, min(num_bytes, _TENSOR_BYTES)
+            yield start + num_bytes // 2, min(num_bytes - num_bytes // 2, _TENSOR_BYTES)
+    else:
+        for block in range(_NUM_BLOCKS):
+            yield block * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1), _BLOCK_BYTES

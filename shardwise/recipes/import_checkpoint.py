@@ -77,7 +77,7 @@ def import_checkpoint(
         with new_checkpoint(Path(target), step) as checkpoint:
             write(checkpoint / "hf")
             states.write(checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights))
-            write_run(checkpoint, run, step=step, parts=None)
+            write_run(checkpoint, run, step=step, parts=None, files={})
             write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step)
         hf = step_folder(Path(target), step) / "hf"
         print(f"{TITLE}: AdamW after {states.num_updates:,} updates; go on with trainer.resume={hf.parent}", flush=True)

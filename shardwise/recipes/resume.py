@@ -1,6 +1,6 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from shardwise.config import (
     changes_that_matter,
     is_among,
     require_known_keys,
+    without_places,
 )
 from shardwise.engine.verified_files import RESTORE, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
-from shardwise.recipes.fingerprints import fingerprints
+from shardwise.recipes.fingerprints import Fingerprints, changed_files, fingerprints
 from shardwise.recipes.manifest import MANIFEST, Manifest
 
 STATE = "state"
@@ -38,10 +39,16 @@ class Start:
     """What is wrong with the newer ones that were passed over, the newest first."""
 
 
-def find_start(config: TrainingConfig, *, verify: Callable[[Path], None] = lambda _: None) -> Start | None:
+def find_start(
+    config: TrainingConfig,
+    *,
+    files: Fingerprints | None = None,
+    verify: Callable[[Path], None] = lambda _: None,
+) -> Start | None:
     """What trainer.resume says: None for a run that starts at its beginning.
 
     Args:
+        files: what the run reads; None looks at it here, if there is a checkpoint.
         verify: reads a whole checkpoint; raises ModelError if it is damaged. Without it only manifest.json and run.json
             are looked at.
     Raises:
@@ -62,7 +69,7 @@ def find_start(config: TrainingConfig, *, verify: Callable[[Path], None] = lambd
     if checkpoint is None:
         return None
     content = read_sealed_json(checkpoint / STATE / RUN)
-    _require_same(checkpoint, content, config)
+    _require_same(checkpoint, content, config, files)
     in_place = checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve()
     return Start(checkpoint, content["step"], content["parts"], in_place, damage)
 
@@ -73,12 +80,12 @@ def write_run(
     *,
     step: int,
     parts: dict[str, Any] | None,
-    files: Mapping[str, str] | None = None,
+    files: Fingerprints,
 ) -> None:
     """Writes what `find_start` reads.
 
     Args:
-        files: the fingerprints of what the run reads; None where it has not begun.
+        files: what the run reads; nothing where it has not begun.
     Raises:
         OSError
     """
@@ -88,7 +95,7 @@ def write_run(
         "step": step,
         "config": config.model_dump(mode="json"),
         "parts": parts,
-        "files": dict(files or {}),
+        "files": files,
     }
     write_sealed_json(checkpoint / STATE / RUN, content)
 
@@ -129,28 +136,37 @@ def _named(path: Path, verify: Callable[[Path], None]) -> Path:
     return found
 
 
-def _require_same(checkpoint: Path, content: dict[str, Any], config: TrainingConfig) -> None:
+def _require_same(
+    checkpoint: Path, content: dict[str, Any], config: TrainingConfig, files: Fingerprints | None
+) -> None:
     anew = "or start a new run with trainer.resume=never, which moves what is in trainer.output_dir aside"
     if content["recipe"] != _recipe(config):
         raise ConfigError(
             f"{checkpoint} is of a run of another recipe ({content['recipe']}, this is {_recipe(config)}); give "
             f"another trainer.output_dir, {anew}"
         )
-    if changes := changes_that_matter(content["config"], config, allowed=config.trainer.resume_allow):
+    allowed, before = config.trainer.resume_allow, content.get("files", {})
+    if before and files is None:
+        files = fingerprints(config)
+    moved = {key for key in before if files and files.get(key) == before[key]}
+    changes = changes_that_matter(content["config"], config, allowed=[*allowed, *map(without_places, moved)])
+    if changes:
         listed = ", ".join(f"{key} was {before!r} and is {now!r}" for key, (before, now) in changes.items())
-        keys = ", ".join(changes)
         raise ConfigError(
             f"{checkpoint} was trained with another config: {listed}; set it back, allow it with "
-            f"trainer.resume_allow=[{keys}], {anew}"
+            f"trainer.resume_allow=[{_allowing(changes)}], {anew}"
         )
-    before = content.get("files", {})
-    now = fingerprints(config) if before else {}
-    other = [key for key in before if now.get(key, before[key]) != before[key]]
-    if changed := [key for key in other if not is_among(key, config.trainer.resume_allow)]:
+    changed = {key: name for key, name in changed_files(before, files or {}).items() if not is_among(key, allowed)}
+    if changed:
+        listed = " and ".join(f"those of {key} ({name})" for key, name in changed.items())
         raise ConfigError(
-            f"{checkpoint} was trained with other files: those of {' and '.join(changed)} have changed since; put them "
-            f"back, allow it with trainer.resume_allow=[{', '.join(changed)}], {anew}"
+            f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
+            f"trainer.resume_allow=[{_allowing(changed)}], {anew}"
         )
+
+
+def _allowing(keys: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(map(without_places, keys)))
 
 
 def _recipe(config: TrainingConfig) -> str:

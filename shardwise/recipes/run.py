@@ -70,7 +70,8 @@ class Run:
         self._total_steps = total_steps
         self._title = title
         self._config = config
-        self._start = find_start(config)
+        self._files = fingerprints(config)
+        self._start = find_start(config, files=self._files)
         if self._is_finished and self.last_logged_step is None:
             raise ConfigError(f"trainer.resume={self._trainer.resume} leaves nothing to do: {self._how_to_go_on()}")
         self.output_dir = Path(self._trainer.output_dir)
@@ -78,7 +79,7 @@ class Run:
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
-        self._saver = Saver(self.output_dir, config, engines, self._reported, files=fingerprints(config))
+        self._saver = Saver(self.output_dir, config, engines, self._reported, files=self._files)
 
     @property
     def first_step(self) -> int:
@@ -101,7 +102,7 @@ class Run:
             return self
         with ExitStack() as stack:
             stack.enter_context(writer_lock(self.output_dir))
-            self._start = find_start(self._config, verify=self._verify)
+            self._start = find_start(self._config, files=self._files, verify=self._verify)
             self._restore()
             self._prepare_folder()
             log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)

@@ -12,6 +12,7 @@ from shardwise.controller.base import RankSilentError, WorkerGroup
 from shardwise.recipes.background import Background
 from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.fingerprints import Fingerprints
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, write_run
 from shardwise.recipes.retention import Reported, after_saving
@@ -34,14 +35,14 @@ class Saver:
         engines: Mapping[str, RemoteEngine],
         reported: Reported,
         *,
-        files: Mapping[str, str],
+        files: Fingerprints,
     ) -> None:
         """
         Args:
             run: its output folder.
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
             reported: the metrics of the run so far.
-            files: the fingerprints of what the run reads.
+            files: what the run reads.
         """
         self._run = run
         self._config = config
@@ -94,15 +95,12 @@ class Saver:
             return
         deadline = self._config.trainer.save_timeout_seconds
         with self._policy.tolerate():
-            try:
-                pending.result(within_seconds=deadline)
-            except TimeoutError:
-                if pending.is_done:
-                    raise  # the save's own
+            if not pending.wait(deadline):
                 raise RankSilentError(
                     f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
                     f"file system of {self._run} hangs or is slower than that"
-                ) from None
+                )
+            pending.result()
 
     def finish(self) -> None:
         """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""

@@ -117,7 +117,7 @@ class RewardPool:
         if self._server.is_gone and self._server.ready:  # one that has not been ready cannot import the functions
             self._server.close()
             self._server = ForkServer(self._functions, memory_bytes=self._memory_bytes)
-        return RewardProcess(self._server, timeout_seconds=self._timeout_seconds)
+        return RewardProcess(self._server, timeout_seconds=self._timeout_seconds, memory_bytes=self._memory_bytes)
 
 
 def check_functions(functions: Sequence[FunctionReward]) -> None:

@@ -160,7 +160,11 @@ class RewardProcess:
     No method blocks, apart from `kill`, which takes milliseconds.
     """
 
-    def __init__(self, server: ForkServer, *, timeout_seconds: float) -> None:
+    def __init__(self, server: ForkServer, *, timeout_seconds: float, memory_bytes: int | None = None) -> None:
+        """
+        Args:
+            memory_bytes: what the server lets its processes have, for errors.
+        """
         self.jobs: deque[int] = deque()
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
         self.pid: int | None = None
@@ -171,6 +175,7 @@ class RewardProcess:
         self._next_ticket = 0
         self._taken_back: set[int] = set()
         self._timeout_seconds = timeout_seconds
+        self._limit = "" if memory_bytes is None else f" under reward.memory_bytes={memory_bytes}"
         self._head_since = time.monotonic()
         self._unsent = b""
         self._unread = b""
@@ -295,7 +300,7 @@ class RewardProcess:
                 return None
             if "exit" in message:
                 self.pid = None  # the number may belong to another process by now; the server has ended the group
-                raise WorkerLost(_end(message["exit"]))
+                raise WorkerLost(_end(message["exit"]) + self._limit)
             if message["job"] in self._taken_back:
                 return None
             expected = bool(self.jobs) and message["job"] == self._tickets[0]

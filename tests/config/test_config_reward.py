@@ -29,6 +29,10 @@ def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
     assert "failure_value=3.0 has no effect with on_failure=abort" in error_of(functions="a:b", failure_value=3)
     assert "has no effect with on_failure=mask" in error_of(functions="a:b", failure_value=3, on_failure="mask")
     assert RewardConfig(functions="a:b", failure_value=3, on_failure="value").failure_value == 3
+    assert "memory_bytes=67108864 bounds the processes of reward functions, and there are none" in error_of(
+        functions=[JUDGE], memory_bytes=1 << 26
+    )
+    assert "67108864" in error_of(functions="a:b", memory_bytes=1)
 
 
 @pytest.mark.parametrize(

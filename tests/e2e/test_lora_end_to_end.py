@@ -75,8 +75,9 @@ def test_f32_adapters_do_not_go_on_over_another_base(assets, command, tmp_path):
     done = command("sft", *options, "trainer.total_steps=2")
     assert done.code == 2
     assert done.err.startswith(
-        f"error: {tmp_path / 'run' / 'checkpoints' / 'step_1'} was trained with other files: those of model.path have "
-        "changed since; put them back, allow it with trainer.resume_allow=[model.path], or start a new run with "
+        f"error: {tmp_path / 'run' / 'checkpoints' / 'step_1'} was trained with other files: those of model.path "
+        "(model.safetensors) have changed since; put them back, allow it with trainer.resume_allow=[model.path], or "
+        "start a new run with "
     )
     shutil.copy(assets.model / "model.safetensors", base)
     assert command("sft", *options, "trainer.total_steps=2").code == 0

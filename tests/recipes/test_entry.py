@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.cli import RECIPES
-from shardwise.config import DataError, Split
+from shardwise.config import ConfigError, DataError, Split
 from shardwise.fault_plan import plan
 from shardwise.recipes import entry
 from shardwise.recipes.entry import run_rank
@@ -116,6 +116,12 @@ def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one
 def test_ranks_that_only_sample_need_others_that_train(capsys):
     assert run_rank(lambda group: None, timeout_seconds=7, apart=Split()) == 2
     assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
+
+
+def test_what_takes_one_process_is_refused_in_a_job_of_two(monkeypatch, fake_group):
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, **_: recipe(fake_group(size=2)))
+    with pytest.raises(ConfigError, match="shardwise replay runs on one process, and this job has 2"):
+        entry.run_replay(bundle="b", micro_batch=None)
 
 
 @pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])

@@ -1,11 +1,12 @@
+import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from shardwise.config import DistillConfig, RLConfig, SFTConfig
-from shardwise.recipes.fingerprints import fingerprints
-
-MIB = 1 << 20
+from shardwise.config import ConfigError, DistillConfig, RLConfig, SFTConfig
+from shardwise.recipes.fingerprints import changed_files, fingerprints
 
 
 def tree_of(model, rows="gone.jsonl"):
@@ -18,22 +19,26 @@ def sft(folder):
 
 @pytest.fixture
 def files(tmp_path):
-    """A model of 3 MiB, too large to be read whole, and rows."""
+    """A model of 4 MB, too large to be read whole, and rows."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
-    (tmp_path / "base" / "model.safetensors").write_bytes(bytes(range(256)) * (3 * MIB // 256))
+    weights = {f"layers.{layer}.{kind}": torch.rand(3000 if kind == "norm" else 90_000) for layer in range(12)
+               for kind in ("norm", "proj")}  # fmt: skip
+    save_file(weights, tmp_path / "base" / "model.safetensors")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     return tmp_path
 
 
-def test_the_same_files_elsewhere_have_the_same_fingerprints(files, tmp_path_factory):
+def test_the_same_files_elsewhere_have_the_same_fingerprints_whatever_lies_beside_them(files, tmp_path_factory):
     found = fingerprints(sft(files))
-    assert list(found) == ["model.path", "data.train_files"]
+    assert {key: [name for name, _ in names] for key, names in found.items()} == {
+        "model.path": ["config.json", "model.safetensors"],
+        "data.train_files": ["rows.jsonl"],
+    }
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(files, copy, dirs_exist_ok=True)
-    (copy / "base" / ".cache").mkdir()
-    (copy / "base" / ".gitattributes").write_text("x")
-    (copy / "base" / "README.md").write_text("what nobody computes with")
+    for name in (".gitattributes", "README.md", "trainer_state.json", "LICENSE.txt"):
+        (copy / "base" / name).write_text("what nobody computes with")
     assert fingerprints(sft(copy)) == found
 
 
@@ -41,46 +46,73 @@ def test_the_same_files_elsewhere_have_the_same_fingerprints(files, tmp_path_fac
     ("path", "change", "key"),
     [
         ("base/config.json", lambda content: b"{ }", "model.path"),
-        ("base/model.safetensors", lambda content: content + b"x", "model.path"),
-        ("base/model.safetensors", lambda content: bytes(len(content)), "model.path"),
-        ("base/model.safetensors", lambda content: b"x" + content[1:], "model.path"),
-        ("base/model.safetensors", lambda content: content[:-1] + b"x", "model.path"),
         ("base/tokenizer.json", lambda content: b"{}", "model.path"),
+        ("base/chat_template.jinja", lambda content: b"{}", "model.path"),
         ("rows.jsonl", lambda content: content.replace(b"1+1", b"1+2"), "data.train_files"),
     ],
 )
-def test_what_changed_is_seen(files, path, change, key):
+def test_a_file_that_changed_or_came_is_named(files, path, change, key):
     before = fingerprints(sft(files))
     content = (files / path).read_bytes() if (files / path).exists() else b""
     (files / path).write_bytes(change(content))
-    after = fingerprints(sft(files))
-    assert {name for name in before if before[name] != after[name]} == {key}
+    assert changed_files(before, fingerprints(sft(files))) == {key: path.rpartition("/")[2]}
+
+
+@pytest.mark.parametrize("trained", ["layers.0.norm", "layers.7.norm", "layers.3.proj", "layers.11.proj"])
+def test_f32_training_of_any_part_of_a_model_is_noticed(files, trained):
+    before = fingerprints(sft(files))
+    path = files / "base" / "model.safetensors"
+    weights = load_file(path)
+    weights[trained] *= 1.01
+    save_file(weights, path)
+    assert path.stat().st_size > 1 << 20
+    assert changed_files(before, fingerprints(sft(files))) == {"model.path": "model.safetensors"}
 
 
 def test_every_model_of_a_config_is_looked_at_and_what_is_not_here_is_left_out(files):
     (files / "template.jinja").write_text("{{ messages }}")
     shutil.copytree(files / "base", files / "critic")
+    (files / "words").mkdir()
+    (files / "words" / "tokenizer.json").write_text("{}")
+    (files / "words" / "README.md").write_text("of nobody's concern")
     tree = {
-        "model": {"path": str(files / "base"), "chat_template": str(files / "template.jinja")},
+        "model": {
+            "path": str(files / "base"),
+            "tokenizer_path": str(files / "words"),
+            "chat_template": str(files / "template.jinja"),
+        },
         "critic": {"model": {"path": str(files / "critic")}},
         "algorithm": {"advantage": "gae"},
         "data": {"train_files": [str(files / "rows.jsonl"), str(files / "gone.jsonl")]},
         "reward": {"functions": [{"function": "rules.py"}]},
     }
     found = fingerprints(RLConfig.parse(tree, origin="test"))
-    assert set(found) == {"model.path", "model.chat_template", "critic.model.path", "data.train_files"}
+    keys = ("model.path", "model.tokenizer_path", "model.chat_template", "critic.model.path", "data.train_files")
+    assert tuple(found) == keys
     assert found["critic.model.path"] == found["model.path"]
+    assert [name for name, _ in found["model.tokenizer_path"]] == ["tokenizer.json"]
     tree = {**tree_of("org/none"), "teacher": {"model": {"path": str(files / "base")}}}
     assert list(fingerprints(DistillConfig.parse(tree, origin="test"))) == ["teacher.model.path"]
 
 
-def test_folders_of_rows_count_with_all_their_files(files):
-    (files / "rows").mkdir()
-    for name in ("a.arrow", "b.arrow"):
-        (files / "rows" / name).write_text(name)
-    tree = tree_of("org/none", files / "rows")
-    before = fingerprints(SFTConfig.parse(tree, origin="test"))
-    (files / "rows" / "b.arrow").rename(files / "rows" / "c.arrow")
-    after = fingerprints(SFTConfig.parse(tree, origin="test"))
-    assert before.keys() == after.keys() == {"data.train_files"}
-    assert before != after
+def test_of_a_folder_of_rows_only_the_files_that_hold_them_count(files):
+    import datasets
+
+    config = SFTConfig.parse(tree_of("org/none", files / "rows"), origin="test")
+    datasets.Dataset.from_list([{"prompt": "1+1="}] * 4).save_to_disk(files / "rows")
+    before = fingerprints(config)
+    datasets.load_from_disk(files / "rows").filter(lambda row: True)  # leaves a cache there
+    assert fingerprints(config) == before
+    (data,) = (one["filename"] for one in json.loads((files / "rows" / "state.json").read_text())["_data_files"])
+    (files / "rows" / data).write_bytes((files / "rows" / data).read_bytes() + b"x")
+    assert changed_files(before, fingerprints(config)) == {"data.train_files": data}
+
+
+def test_a_file_that_cannot_be_opened_is_named(files, monkeypatch):
+    def denied(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    config = sft(files)
+    monkeypatch.setattr("pathlib.Path.open", denied)
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be read \(.*Permission denied"):
+        fingerprints(config)

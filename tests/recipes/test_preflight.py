@@ -163,7 +163,7 @@ def test_a_run_that_was_trained_with_another_config_is_named(data, recipe, tmp_p
     before = configs(data)[recipe]()
     folder = tmp_path / before.trainer.output_dir / "checkpoints" / "step_1"
     folder.mkdir(parents=True)
-    write_run(folder, before, step=1, parts={})
+    write_run(folder, before, step=1, parts={}, files={})
     write_manifest(folder, [{}], step=1)
     check_inputs(before)
     changed = before.model_copy(update={"trainer": before.trainer.model_copy(update={"seed": 9})})

@@ -1,6 +1,8 @@
+import re
+
 import pytest
 
-from shardwise.config import ConfigError, ModelError, SFTConfig
+from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
 from shardwise.recipes.fingerprints import fingerprints
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import Start, find_start, write_run
@@ -19,7 +21,7 @@ def leave(run, step, **trainer):
     """A whole checkpoint of a run."""
     folder = run / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
-    write_run(folder, config(run, **trainer), step=step, parts={"rows": {"num_rows": step}})
+    write_run(folder, config(run, **trainer), step=step, parts={"rows": {"num_rows": step}}, files={})
     write_manifest(folder, [{}], step=step)
     return folder
 
@@ -89,13 +91,48 @@ def test_f32_other_files_are_named_by_key_with_the_ways_out(tmp_path):
     with pytest.raises(ConfigError) as error:
         find_start(of())
     assert str(error.value) == (
-        f"{folder} was trained with other files: those of model.path and data.train_files have changed since; put them "
-        "back, allow it with trainer.resume_allow=[model.path, data.train_files], or start a new run with "
-        "trainer.resume=never, which moves what is in trainer.output_dir aside"
+        f"{folder} was trained with other files: those of model.path (model.safetensors) and those of data.train_files "
+        "(t.jsonl) have changed since; put them back, allow it with trainer.resume_allow=[model.path, "
+        "data.train_files], or start a new run with trainer.resume=never, which moves what is in trainer.output_dir "
+        "aside"
     )
-    with pytest.raises(ConfigError, match=r"other files: those of data\.train_files have changed"):
+    with pytest.raises(ConfigError, match=r"other files: those of data\.train_files \(t\.jsonl\) have"):
         find_start(of(resume_allow=["model"]))
     assert find_start(of(resume_allow=["model", "data.train_files"])).step == 3
+
+
+def test_files_that_have_moved_need_no_permission_and_what_an_error_suggests_is_taken(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text(name)
+
+    def of(first, second, **trainer):
+        teachers = [{"model": {"path": str(path)}, "data_source": path.name} for path in (first, second)]
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train_files": "t.jsonl"},
+            "algorithm": {"advantage": "distill"},
+            "teachers": teachers,
+            "trainer": {"output_dir": str(tmp_path / "run"), **trainer},
+        }
+        return RLConfig.parse(tree, origin="test")
+
+    before = of(tmp_path / "a", tmp_path / "b")
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, before, step=3, parts={}, files=fingerprints(before))
+    write_manifest(folder, [{}], step=3)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    moved = [tmp_path / "elsewhere" / name for name in ("a", "b")]
+    assert find_start(of(*moved)).step == 3
+    (moved[1] / "model.safetensors").write_text("trained")
+    with pytest.raises(ConfigError) as error:
+        find_start(of(*moved))
+    suggestion = re.search(r"trainer\.resume_allow=\[([^]]+)\]", str(error.value))[1]
+    assert find_start(of(*moved, resume_allow=suggestion.split(", "))).step == 3
 
 
 def test_a_changed_run_file_is_damage(tmp_path):

@@ -147,6 +147,11 @@ def test_f13_a_call_that_wants_too_much_memory_fails_alone():
     assert [result.score for result in results] == [1.0, -1.0, 2.0, 1 << 20]
 
 
+def test_f13_a_process_that_ends_under_a_limit_of_memory_is_told_with_it():
+    (result,) = score(["exit"], num_workers=1, memory_bytes=1 << 30)
+    assert result.failure == "ended its process with exit code 3 under reward.memory_bytes=1073741824"
+
+
 def test_a_dict_gives_score_and_parts():
     (result,) = score(["dict"])
     assert (result.score, result.parts, result.failure) == (0.5, {"acc": 1.0, "compute_score": 0.5}, None)

@@ -1,5 +1,6 @@
 """push_weights and pull_weights: from the shards of two trainer ranks into an engine of a third process."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -130,6 +131,45 @@ def test_an_engine_that_does_other_than_it_was_told_is_found_out(tmp_path, make,
     assert str(at_sender) == f"weight sync 1 failed at receiver 1: {at_receiver}"
     assert version is None
     assert gathered == list(random_weights(1))  # to the end: other trainer ranks wait in the same collectives
+
+
+class FlippingMedium:
+    """One bit of the second bucket arrives otherwise than it was sent."""
+
+    def __init__(self, medium):
+        self._medium, self._num_received = medium, 0
+
+    def __getattr__(self, name):
+        return getattr(self._medium, name)
+
+    def receive(self):
+        header, data = self._medium.receive()
+        self._num_received += 1
+        if self._num_received == 2:
+            data[3] ^= 1
+        return header, data
+
+
+def pull_flipped(readable, join):
+    receiver = DictReceiver(random_weights(0), readable=readable)
+    try:
+        return pull_weights(receiver, FlippingMedium(join(ProcessGroupMedium))), receiver.version
+    except WeightSyncError as error:
+        return error, receiver.version
+
+
+@pytest.mark.parametrize(
+    ("readable", "message"),
+    [
+        (True, r"the engine serves other values of \w+ than were sent"),
+        (False, r"other values of \w+ arrived than were sent"),
+    ],
+)
+def test_what_was_altered_on_its_way_is_named_and_not_committed(tmp_path, readable, message):
+    (at_sender, _), (at_receiver, version) = run_ends([push, partial(pull_flipped, readable)], tmp_path)
+    assert re.fullmatch(f"weight sync 1: {message}", str(at_receiver))
+    assert str(at_sender) == f"weight sync 1 failed at receiver 1: {at_receiver}"
+    assert version is None
 
 
 def test_of_an_engine_that_cannot_read_back_only_the_arrival_is_proven(tmp_path):
