@@ -36,13 +36,14 @@ def test_colocated_ranks_do_both():
     assert log == [("all", "sync_weights", (7,))]
 
 
-def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_same_time():
-    found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5})
+@pytest.mark.parametrize("delta", [False, True])
+def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_same_time(delta):
+    found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5, "delta": delta})
     assert (found.trainers.size, found.rollouts.size) == (1, 3)
     assert found.sync_weights(7) == ["receipt of pull_weights"] * 3
     assert sorted(log) == [
-        ("0-1 in 600 s of engine.collective_timeout_seconds", "push_weights", (7,)),
-        ("1-4 in 5 s of rollout.placement.timeout_seconds", "pull_weights", (7,)),
+        ("0-1 in 600 s of engine.collective_timeout_seconds", "push_weights", (7, delta)),
+        ("1-4 in 5 s of rollout.placement.timeout_seconds", "pull_weights", (7, delta)),
     ]
 
 

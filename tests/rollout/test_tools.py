@@ -90,12 +90,12 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_made():
         (call("add", a=1, c=1), "error: add: c: Unexpected keyword argument"),
         (call("fails"), "error: fails: RuntimeError: the tool is away"),
         ("<tool_call>{</tool_call>", "error: the tool call is not valid JSON"),
-        (call("nap", seconds=9), "error: nap: TimeoutError: no answer within 0.2 s"),
-        (call("slow_echo", text="", seconds=9), "error: slow_echo: TimeoutError: no answer within 0.2 s"),
+        (call("nap", seconds=9), "error: nap: TimeoutError: no answer within 2 s"),
+        (call("slow_echo", text="", seconds=9), "error: slow_echo: TimeoutError: no answer within 2 s"),
     ],
 )
 def test_a_call_that_cannot_be_answered_tells_the_policy_why(asked, answer):
-    made = environment(tool_timeout_seconds=0.2, max_result_chars=1000)
+    made = environment(tool_timeout_seconds=2, max_result_chars=1000)
     first, second = answers(made, asked, call("add", a="1"))
     assert first.startswith(answer)
     assert second == "2"  # the others are answered; a number may be text, as some models write it

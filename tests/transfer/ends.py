@@ -64,7 +64,10 @@ def _result(process: Any, connection: Any, deadline: float, rank: int) -> Any:
 
 
 def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:  # gone since it was last heard: its pipe ends, and tells it
+        return False
 
 
 def _run(function: Callable[..., Any], store: str, rank: int, size: int, connection: Any) -> None:
