@@ -84,7 +84,7 @@ def run(durations: Durations, *, max_staleness: int | None) -> tuple[float, floa
             staleness.append(step - 1 - pipeline.take(step).oldest_version)
             time.sleep(durations.training[step - 1])
             if pipeline.takes_weights():
-                with pipeline.serving(step):
+                with pipeline.serving(step, samples=False):
                     sampler.version = step
     return num_steps / (time.perf_counter() - start), statistics.mean(staleness)
 

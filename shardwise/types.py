@@ -58,11 +58,20 @@ class GenerateRequest:
     stop: list[str] = field(default_factory=list)
     """A completion ends where its text holds one of these, which it keeps."""
     seed: int = 0
+    first_index: int = 0
+    """Of the first completion in its group."""
+    begun: list[int] = field(default_factory=list)
+    """Tokens that a single completion has already, which the engine goes on from; `max_tokens` counts the others. The
+    draws are those of a completion that was never interrupted."""
 
     @property
     def restricts(self) -> bool:
         """Whether some tokens may not be drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+FinishReason = Literal["stop", "length", "interrupted"]
+"""length: cut off by a limit on tokens or turns. interrupted: the engine can go on with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +84,43 @@ class Completion:
     logprobs: list[float]
     """Of each sampled token, in nats, under the distribution it was drawn from (temperature applied; greedy: at 1); 0
     for an environment's."""
-    finish_reason: Literal["stop", "length"]
-    """length: cut off by a limit on tokens or turns."""
+    finish_reason: FinishReason
     policy_version: int
-    """The version of the weights that sampled it."""
+    """The version of the weights that sampled its first token: no token is older."""
+    token_versions: list[int] | None = None
+    """The version that sampled each token, an environment's as the one before; None: policy_version sampled all."""
     is_sampled: list[bool] | None = None
     """Which tokens the policy sampled; None: all."""
     num_turns: int = 1
     """Of the policy."""
+
+    @property
+    def versions(self) -> list[int]:
+        """That sampled each token."""
+        return self.token_versions or [self.policy_version] * len(self.token_ids)
+
+    @property
+    def newest_version(self) -> int:
+        """Among those that sampled a token."""
+        return self.token_versions[-1] if self.token_versions else self.policy_version
+
+    def then(self, more: Self) -> Self:
+        """This completion with more tokens, which end it as they ended; its turns stay as many."""
+        versions = self.versions + more.versions
+        sampled = [
+            flag
+            for part in (self, more)
+            for flag in ([True] * len(part.token_ids) if part.is_sampled is None else part.is_sampled)
+        ]
+        return replace(
+            self,
+            token_ids=self.token_ids + more.token_ids,
+            logprobs=self.logprobs + more.logprobs,
+            finish_reason=more.finish_reason,
+            policy_version=self.policy_version if self.token_ids else more.policy_version,
+            token_versions=versions if len(set(versions)) > 1 else None,
+            is_sampled=None if self.is_sampled is None and more.is_sampled is None else sampled,
+        )
 
     @property
     def num_sampled(self) -> int:

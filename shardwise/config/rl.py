@@ -95,6 +95,10 @@ class RolloutConfig(GenerationConfig):
     """How many updates of the policy may lie between the weights that sampled a completion and those that are trained
     on it. 0 samples after each step; 1 samples for the next step during this one; more lets sampling run further ahead.
     Needs placement=split."""
+    partial: bool = False
+    """New weights do not wait for completions that are being sampled: those are interrupted, and gone on with under the
+    new weights. Each token carries the version that sampled it; max_staleness bounds the oldest. Needs max_staleness of
+    1 or more; what is sampled then depends on timing, so a run does not repeat bit for bit."""
 
     @model_validator(mode="after")
     def _staleness_needs_ranks(self) -> Self:
@@ -102,6 +106,16 @@ class RolloutConfig(GenerationConfig):
             raise ValueError(
                 f"max_staleness={self.max_staleness} samples while training goes on, which ranks that do both in turn "
                 "cannot; set rollout.placement=split, or max_staleness=0"
+            )
+        if self.partial and not self.max_staleness:
+            raise ValueError(
+                "partial=true interrupts what is sampled while training goes on, and with max_staleness=0 nothing is; "
+                "set rollout.max_staleness to 1 or more, or partial=false"
+            )
+        if self.partial and not isinstance(self.engine, EmbeddedRollout):
+            raise ValueError(
+                f"partial=true with engine={self.engine.type}: it cannot go on with what was interrupted; set "
+                "engine=embedded, or partial=false"
             )
         return self
 

@@ -34,7 +34,7 @@ from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import begin_plan
-from shardwise.recipes.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.background_worker import BackgroundWorker
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
@@ -186,16 +186,16 @@ def run_rank(
                 )
             )
             links = connect("background", rank, store, timeout=timedelta(seconds=timeout_seconds))
-            writer = CheckpointWriter(rank.rank, links)
+            beside = BackgroundWorker(rank.rank, links)
             join = None if apart is None else _medium_of(rank, apart, store, device, timeout_seconds=timeout_seconds)
-            worker = Worker(device, join_medium=join, writer=writer)
+            worker = Worker(device, join_medium=join, writer=beside, interruption=beside.interruption)
             if rank.rank == 0:
-                background = RankGroup(writer, links, timeout_seconds=timeout_seconds)
+                background = RankGroup(beside, links, timeout_seconds=timeout_seconds)
                 return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
-            writing = serve_in_background(writer, links, partial(_end, note))
+            working = serve_in_background(beside, links, partial(_end, note))
             with stop_signals(react):
                 serve(worker, control)
-                writing.join()
+                working.join()
         except Exception as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
             code = note(error)

@@ -146,15 +146,7 @@ class Episodes:
 
     def _take_turn(self, game: _Game, turn: Completion) -> None:
         episode, before = game.episode, game.episode.completion
-        assert before.is_sampled is not None
-        episode.completion = Completion(
-            token_ids=before.token_ids + turn.token_ids,
-            logprobs=before.logprobs + turn.logprobs,
-            finish_reason=turn.finish_reason,
-            policy_version=turn.policy_version,
-            is_sampled=before.is_sampled + [True] * len(turn.token_ids),
-            num_turns=before.num_turns + 1,
-        )
+        episode.completion = replace(before.then(turn), num_turns=before.num_turns + 1)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         episode.turns.append(text)
         episode.said.append({"role": "assistant", "content": text})
@@ -187,12 +179,15 @@ class Episodes:
             game.episode.completion = replace(before, finish_reason="length")
             game.is_over = True
             return
-        assert before.is_sampled is not None
-        game.episode.completion = replace(
-            before,
-            token_ids=before.token_ids + token_ids,
-            logprobs=before.logprobs + [0.0] * len(token_ids),
-            is_sampled=before.is_sampled + [False] * len(token_ids),
+        game.episode.completion = before.then(
+            replace(
+                before,
+                token_ids=token_ids,
+                logprobs=[0.0] * len(token_ids),
+                policy_version=before.newest_version,
+                token_versions=None,
+                is_sampled=[False] * len(token_ids),
+            )
         )
         game.episode.said += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from shardwise.config import TrainingError
 from shardwise.data import PromptStream
+from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.sampler import Rollout, Sampler
 
 
@@ -19,20 +20,29 @@ class Pipeline:
     staleness allows: those of step s may begin once the engines serve version s - 1 - max_staleness. With max_staleness
     0 or 1, new weights wait for all rollouts that may begin. That leaves one order of events, whatever takes how long,
     and costs no time, since training needs those rollouts next; so runs repeat bit for bit. With more, new weights wait
-    for rollouts that have begun alone, and what samples a step depends on timing, within the bound.
+    for rollouts that have begun alone, and what samples a step depends on timing, within the bound. With `turns` they
+    interrupt rollouts that have begun, which go on under them.
     """
 
     def __init__(
-        self, sampler: Sampler, stream: PromptStream, *, total_steps: int, max_staleness: int | None = None
+        self,
+        sampler: Sampler,
+        stream: PromptStream,
+        *,
+        total_steps: int,
+        max_staleness: int | None = None,
+        turns: EngineTurns | None = None,
     ) -> None:
         """
         Args:
             max_staleness: versions of the policy; None samples in turn.
+            turns: those of the sampler, where new weights interrupt it.
         """
         self._sampler = sampler
         self._stream = stream
         self._total_steps = total_steps
         self._max_staleness = max_staleness
+        self._turns = turns
         self._changed = threading.Condition()
         # What follows is read and written under the condition.
         self._ready: deque[Rollout] = deque()
@@ -79,17 +89,23 @@ class Pipeline:
         return rollout
 
     def takes_weights(self) -> bool:
-        """Whether the engines should serve new weights now: always, unless they are busy and training has what to go on
-        with."""
+        """Whether the engines should serve new weights now: always, unless they are busy, cannot be interrupted, and
+        training has what to go on with."""
         with self._changed:
-            return not (self._is_sampling and self._ready)
+            return self._turns is not None or not (self._is_sampling and self._ready)
 
     @contextmanager
-    def serving(self, version: int) -> Iterator[None]:
-        """Inside nothing is sampled ahead; the body makes the engines serve `version`."""
-        with self._at_rest():
+    def serving(self, version: int, *, samples: bool) -> Iterator[None]:
+        """Inside nothing is sampled ahead; the body makes the engines serve `version`.
+
+        Args:
+            samples: the body samples too, and waits until rollouts that have begun are whole.
+        """
+        with self._at_rest() if samples or self._turns is None else self._turns.weights():
             yield
-            self._version = version
+            with self._changed:
+                self._version = version
+                self._changed.notify_all()
 
     def take_idle_seconds(self) -> float:
         """How long nothing was sampled ahead, since the last call; 0 where sampling has no ranks of its own."""

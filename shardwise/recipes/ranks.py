@@ -45,6 +45,11 @@ class Ranks:
     def are_split(self) -> bool:
         return self.rollouts is not self.trainers
 
+    def interrupt_sampling(self) -> None:
+        """Lets the rollout engines return what they have so far, while another thread calls them."""
+        assert self.rollouts.background is not None, "ranks that sample work in the background too"
+        self.rollouts.background.call("interrupt")
+
     def build_rollout(self, model: ModelConfig, config: GenerationConfig, *, dtype: str) -> None:
         """Builds the rollout engines, which wait for the policy's weights."""
         self.rollouts.call("build_rollout", model.model_dump_json(), config.model_dump_json(), dtype)

@@ -9,6 +9,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.observability import SampleLog, Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
+from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.engines import build_engine, load_metrics
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
@@ -49,15 +50,17 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
+    turns = EngineTurns(ranks.interrupt_sampling) if config.rollout.partial else None
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
-        Rollouter(ranks.rollouts, model.tokenizer, config.rollout, rewards) as rollouter,
+        Rollouter(ranks.rollouts, model.tokenizer, config.rollout, rewards, turns) as rollouter,
         Pipeline(
             Sampler(rollouter, stream, examples.rows, config),
             stream,
             total_steps=total_steps,
             max_staleness=config.rollout.max_staleness if ranks.are_split else None,
+            turns=turns,
         ) as pipeline,
         Run(
             "rl",
@@ -78,7 +81,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
             validates = bool(held_out) and run.should_validate(step)
             if validates or pipeline.takes_weights():
-                with _serving(pipeline, step, run.spans):
+                with _serving(pipeline, step, run.spans, samples=validates):
                     with run.spans("sync"):
                         metrics |= weights.sync(step)
                     with run.spans("probe"):
@@ -97,11 +100,11 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
 
 
 @contextmanager
-def _serving(pipeline: Pipeline, step: int, spans: Spans) -> Iterator[None]:
+def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> Iterator[None]:
     """The pipeline's `serving`. Waiting for what is being sampled counts as waiting for rollouts, not for weights."""
     with ExitStack() as stack:
         with spans("rollout"):
-            stack.enter_context(pipeline.serving(step))
+            stack.enter_context(pipeline.serving(step, samples=samples))
         yield
 
 

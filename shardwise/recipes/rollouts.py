@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import GenerationConfig, RewardConfig, TrainingError
 from shardwise.controller.base import WorkerGroup
 from shardwise.fault_plan import fault_point
+from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.environment import load_environment
 from shardwise.recipes.episodes import Episode, Episodes
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
@@ -24,10 +26,12 @@ class Rollouter:
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
         rewards: Rewards | CustomRewards | None,
+        turns: EngineTurns | None = None,
     ) -> None:
         """
         Args:
             rewards: None judges nothing; every reward is 0.
+            turns: new weights may come between two calls of the engines, and interrupt them; None: nothing interrupts.
         Raises:
             ConfigError: rollout.environment cannot be used.
         """
@@ -35,6 +39,7 @@ class Rollouter:
         self._tokenizer = tokenizer
         self._config = config
         self._rewards = rewards
+        self._turns = turns
         self._episodes = None
         if config.environment is not None:
             environment = load_environment(config.environment)
@@ -108,9 +113,21 @@ class Rollouter:
         return nullcontext() if self._rewards is None else self._rewards.counting_failures(min_completions)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        """Goes on with completions that new weights have interrupted until all have an end."""
+        groups = self._call_engines(requests)
+        while rest := [
+            (place, part) for place, request in enumerate(requests) for part in rest_of(request, groups[place])
+        ]:
+            for (place, part), more in zip(rest, self._call_engines([part for _, part in rest]), strict=True):
+                for index, completion in enumerate(more, start=part.first_index):
+                    groups[place][index] = groups[place][index].then(completion)
+        return groups
+
+    def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Every rank takes each size-th request, so that neighbours of one length spread evenly."""
         size = self._group.size
-        shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
+        with nullcontext() if self._turns is None else self._turns.sampling():
+            shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
         return [shards[index % size][index // size] for index in range(len(requests))]
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
@@ -135,6 +152,28 @@ class Rollouter:
             extra_info=extra_info if episode.outcome is None else extra_info | {"turns": episode.turns},
             outcome=episode.outcome,
         )
+
+
+def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list[GenerateRequest]:
+    """What goes on with the completions of a request that were interrupted. Those without a token still share their
+    prompt: they are the last ones."""
+    interrupted = [index for index, one in enumerate(completions) if one.finish_reason == "interrupted"]
+    begun = [index for index in interrupted if completions[index].token_ids]
+    parts = [
+        replace(
+            request,
+            num_completions=1,
+            first_index=index,
+            begun=completions[index].token_ids,
+            max_tokens=request.max_tokens - len(completions[index].token_ids),
+        )
+        for index in begun
+    ]
+    num_waiting = len(interrupted) - len(begun)
+    if num_waiting:
+        assert interrupted[-num_waiting:] == list(range(request.num_completions - num_waiting, request.num_completions))
+        parts.append(replace(request, num_completions=num_waiting, first_index=len(completions) - num_waiting))
+    return parts
 
 
 def _require_whole(episodes: Sequence[Episode]) -> None:

@@ -38,7 +38,7 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
                     reward=reward,
                     group=number,
                     min_policy_version=completion.policy_version,
-                    max_policy_version=completion.policy_version,
+                    max_policy_version=completion.newest_version,
                 )
             )
     return samples
@@ -65,12 +65,19 @@ def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
 
 def staleness_metrics(groups: list[RolloutGroup], *, version: int) -> Metrics:
     """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
-    maximum, and the share of completions at each number."""
-    ages = [version - completion.policy_version for group in groups for completion in group.completions]
+    maximum, and the share of completions at each number, by their oldest tokens. And of tokens the mean, and the share
+    of completions that new weights went on with."""
+    completions = [completion for group in groups for completion in group.completions]
+    ages = [version - completion.policy_version for completion in completions]
+    of_tokens = [version - sampled for completion in completions for sampled in completion.versions]
     shares = {f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(max(ages) + 1)}
     return {
         "staleness/mean": MetricValue.mean(sum(ages), len(ages)),
         "staleness/max": MetricValue.max(max(ages)),
+        "staleness/token_mean": MetricValue.mean(sum(of_tokens), len(of_tokens)),
+        "staleness/interrupted": MetricValue.mean(
+            sum(completion.token_versions is not None for completion in completions), len(completions)
+        ),
         **shares,
     }
 
@@ -116,6 +123,7 @@ def sample_rows(groups: list[RolloutGroup], step: int, *, judged: bool = True) -
             **({"reward": reward, "reward_parts": parts, "reward_failed": failed} if judged else {}),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            "token_versions": completion.token_versions,
             "num_turns": completion.num_turns,
             "token_ids": completion.token_ids,
             "is_sampled": completion.is_sampled,

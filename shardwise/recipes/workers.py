@@ -1,6 +1,7 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,15 +83,18 @@ class Worker:
         *,
         join_medium: Callable[[], Medium] | None = None,
         writer: CheckpointWriter | None = None,
+        interruption: threading.Event | None = None,
     ) -> None:
         """
         Args:
             join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
             writer: of what is staged here.
+            interruption: set in another thread, it lets `generate` return with what it has, until weights have come.
         """
         self._device = device
         self._writer = writer
         self._join_medium = join_medium
+        self._interruption = interruption or threading.Event()
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
@@ -202,12 +206,12 @@ class Worker:
         return scores
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Completions of this rank's share of the requests."""
+        """Completions of this rank's share of the requests; some are interrupted where `interruption` is set."""
         assert self._rollout is not None
         fault_point("rollout")
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
-        return self._rollout.generate(requests)
+        return self._rollout.generate(requests, is_interrupted=self._interruption.is_set)
 
     def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
@@ -241,6 +245,7 @@ class Worker:
     def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
         """Takes over what `push_weights` sends with the same `delta`, verified. Returns the SyncReceipt."""
         fault_point("sync")
+        self._interruption.clear()
         medium = self._joined_medium()
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"

@@ -1,6 +1,6 @@
 """What every rollout engine offers: tokens in, tokens with logprobs and a policy version out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -11,11 +11,16 @@ from shardwise.types import Completion, GenerateRequest, WeightReceiver
 class RolloutEngine(WeightReceiver, Protocol):
     """Samples completions from the weights it was last given. Text never goes in: tokens are the interface."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> list[list[Completion]]:
         """`num_completions` completions for each request, in the order of the requests.
 
         The tokens drawn for a request depend on its seed, uid and the completion's index, not on the rest of the batch.
 
+        Args:
+            is_interrupted: is asked again and again; once it is true, completions return as they are, and those that
+                have no end are `interrupted`. An engine may take no notice of it.
         Raises:
             RuntimeError: weights were loaded and never committed.
         """

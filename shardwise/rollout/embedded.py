@@ -30,7 +30,7 @@ from shardwise.ops import (
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
-from shardwise.types import Completion, GenerateRequest
+from shardwise.types import Completion, FinishReason, GenerateRequest
 
 
 @dataclass(slots=True)
@@ -39,9 +39,15 @@ class _Row:
 
     request: int
     index: int
-    max_tokens: int
+    """Among the request's completions."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def completion(self, finish_reason: FinishReason, version: int) -> Completion:
+        """What has been sampled by the weights of `version`."""
+        return Completion(
+            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=finish_reason, policy_version=version
+        )
 
 
 Decode = Callable[[list[int]], str]
@@ -111,7 +117,9 @@ class EmbeddedEngine:
         return cls(model.to(device).eval(), max_rows=max_rows, device=device, **options)
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> list[list[Completion]]:
         """Completes every request; see RolloutEngine.generate.
 
         Raises:
@@ -121,17 +129,17 @@ class EmbeddedEngine:
         version = self._require_version()
         if self._rotary_limit and (reason := self._rotary_limit.refusal(_longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
-        results: list[list[Completion | None]] = [[None] * request.num_completions for request in requests]
+        results = [
+            [_Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
+            for number, request in enumerate(requests)
+        ]
         decoding = _Decoding(self, requests)
-        while decoding.is_unfinished():
+        while decoding.is_unfinished() and not is_interrupted():
             for row, finish_reason in decoding.advance():
-                results[row.request][row.index] = Completion(
-                    token_ids=row.token_ids,
-                    logprobs=row.logprobs,
-                    finish_reason="stop" if finish_reason == "stop" else "length",
-                    policy_version=version,
-                )
-        return [[completion for completion in group if completion is not None] for group in results]
+                results[row.request][row.index] = row.completion(finish_reason, version)
+        for row in decoding.rows:
+            results[row.request][row.index] = row.completion("interrupted", version)
+        return results
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -245,7 +253,8 @@ class _Decoding:
             for index, request in enumerate(requests)
             for first in range(0, request.num_completions, engine.max_rows)
         )
-        self._rows: list[_Row] = []
+        self.rows: list[_Row] = []
+        """Being decoded."""
         self._projection = engine.projection()
         needed = sum(request.num_completions for request in requests)
         self._cache = KVCache(
@@ -259,36 +268,39 @@ class _Decoding:
         self._settings = Settings.of([], engine.device)
 
     def is_unfinished(self) -> bool:
-        return bool(self._waiting or self._rows)
+        return bool(self._waiting or self.rows)
 
-    def advance(self) -> list[tuple[_Row, str]]:
+    def advance(self) -> list[tuple[_Row, FinishReason]]:
         """Admits what fits, then samples one more token for every row. Returns the rows that finished, and why."""
-        finished = []
-        if self._waiting and len(self._waiting[0][1]) <= self._capacity - len(self._rows):
+        finished: list[tuple[_Row, FinishReason]] = []
+        if self._waiting and len(self._waiting[0][1]) <= self._capacity - len(self.rows):
             finished += self._admit()
-        if self._rows:
+        if self.rows:
             finished += self._decode()
         return finished
 
-    def _admit(self) -> list[tuple[_Row, str]]:
+    def _admit(self) -> list[tuple[_Row, FinishReason]]:
         """Prefills as many waiting prompts as have room, each once, and samples the first token of their rows."""
         admitted: list[tuple[int, range]] = []
-        room = self._capacity - len(self._rows)
+        room = self._capacity - len(self.rows)
         while self._waiting and len(self._waiting[0][1]) <= room:
             admitted.append(self._waiting.popleft())
             room -= len(admitted[-1][1])
-        prompts = [torch.tensor(self._requests[index].prompt_ids) for index, _ in admitted]
+        prompts = [
+            torch.tensor(request.prompt_ids + request.begun)
+            for request in (self._requests[index] for index, _ in admitted)
+        ]
         device = self._engine.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         counts = torch.tensor([len(members) for _, members in admitted], device=device)
         prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(counts)
-        self._cache.begin_prefill(prompt_of_row=prompt_of_row, first_row=len(self._rows))
+        self._cache.begin_prefill(prompt_of_row=prompt_of_row, first_row=len(self.rows))
         positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
         hidden = self._engine.hidden_states(padded, positions, self._cache)
         last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
         logits = self._engine.logits(last, self._projection)[prompt_of_row]
-        first_row = len(self._rows)
+        first_row = len(self.rows)
         self._append_rows(admitted, lengths[prompt_of_row])
         return self._sample(logits, first_row)
 
@@ -298,22 +310,22 @@ class _Decoding:
         for request_index, members in admitted:
             request = self._requests[request_index]
             for index in members:
-                self._rows.append(_Row(request_index, index, request.max_tokens))
-                keys.append(stream_key(request.seed, request.uid, index))
+                self.rows.append(_Row(request_index, index))
+                keys.append(stream_key(request.seed, request.uid, request.first_index + index))
                 of_rows.append(request)
         self._keys = torch.cat([self._keys, torch.tensor(keys, dtype=torch.int64, device=device)])
         self._settings = self._settings.then(Settings.of(of_rows, device))
         self._positions = torch.cat([self._positions, positions])
         self._tokens = torch.cat([self._tokens, torch.zeros_like(positions)])
 
-    def _decode(self) -> list[tuple[_Row, str]]:
-        span = max(len(self._requests[row.request].prompt_ids) + len(row.token_ids) for row in self._rows)
+    def _decode(self) -> list[tuple[_Row, FinishReason]]:
+        span = max(_num_given(self._requests[row.request]) + len(row.token_ids) for row in self.rows)
         self._cache.begin_decode(self._positions, span=span)
         hidden = self._engine.hidden_states(self._tokens[:, None], self._positions[:, None], self._cache)
         self._positions = self._positions + 1
         return self._sample(self._engine.logits(hidden[:, 0], self._projection), 0)
 
-    def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, str]]:
+    def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, FinishReason]]:
         """Samples for rows from `first_row` on; takes finished rows out."""
         positions, keys = self._positions[first_row:], self._keys[first_row:]
         tokens, logprobs = sample(
@@ -323,32 +335,34 @@ class _Decoding:
             banned=self._engine.banned,
         )
         self._tokens[first_row:] = tokens
-        finished: dict[int, str] = {}
+        finished: dict[int, FinishReason] = {}
         steps = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for slot, (token, logprob) in enumerate(steps, start=first_row):
-            row = self._rows[slot]
+            row = self.rows[slot]
+            request = self._requests[row.request]
             if math.isnan(logprob):
                 raise TrainingError(
                     f"the policy gives no distribution for token {len(row.token_ids)} of a completion of "
-                    f"{self._requests[row.request].uid}: logits that are no numbers; weights or activations have "
+                    f"{request.uid}: logits that are no numbers; weights or activations have "
                     "overflowed (engine.param_dtype=float16 does so first; bfloat16 and float32 reach further)"
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            stop = self._engine.is_stopped(row.token_ids, self._requests[row.request].stop)
-            if stop or len(row.token_ids) == row.max_tokens:
+            said = request.begun + row.token_ids if request.begun and request.stop else row.token_ids
+            stop = self._engine.is_stopped(said, request.stop)
+            if stop or len(row.token_ids) == request.max_tokens:
                 finished[slot] = "stop" if stop else "length"
-        rows = [(self._rows[slot], reason) for slot, reason in finished.items()]
+        rows = [(self.rows[slot], reason) for slot, reason in finished.items()]
         if finished:
             self._remove(sorted(finished))
         return rows
 
     def _remove(self, slots: list[int]) -> None:
         """Fills the gaps with the last rows, so that active rows stay 0 .. B - 1."""
-        remaining = len(self._rows) - len(slots)
+        remaining = len(self.rows) - len(slots)
         gaps = [slot for slot in slots if slot < remaining]
         gone = set(slots)
-        movers = [slot for slot in range(remaining, len(self._rows)) if slot not in gone]
+        movers = [slot for slot in range(remaining, len(self.rows)) if slot not in gone]
         if gaps:
             source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
             self._cache.move_rows(source, target)
@@ -356,12 +370,17 @@ class _Decoding:
                 per_row[target] = per_row[source]
             self._settings = self._settings.moved(source, target)
             for mover, gap in zip(movers, gaps, strict=True):
-                self._rows[gap] = self._rows[mover]
-        del self._rows[remaining:]
+                self.rows[gap] = self.rows[mover]
+        del self.rows[remaining:]
         self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
         self._keys, self._settings = self._keys[:remaining], self._settings[:remaining]
 
 
+def _num_given(request: GenerateRequest) -> int:
+    """Tokens that new ones follow."""
+    return len(request.prompt_ids) + len(request.begun)
+
+
 def _longest(requests: Sequence[GenerateRequest]) -> int:
     """Tokens of a prompt and the longest completion that it may get."""
-    return max((len(request.prompt_ids) + request.max_tokens for request in requests), default=0)
+    return max((_num_given(request) + request.max_tokens for request in requests), default=0)

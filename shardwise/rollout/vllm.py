@@ -6,7 +6,7 @@ vLLM is imported when an engine is built, so that this file can be read without 
 import difflib
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -165,8 +165,10 @@ class VllmEngine:
             has_raw_logprobs=has_raw_logprobs,
         )
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Completes every request; see RolloutEngine.generate.
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> list[list[Completion]]:
+        """Completes every request, whatever `is_interrupted` says; see RolloutEngine.generate.
 
         Each completion is a request of its own to vLLM, with its own seed; they share their prompt's blocks in the
         prefix cache.

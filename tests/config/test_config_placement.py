@@ -21,6 +21,14 @@ def test_staleness_needs_ranks_that_only_sample():
         rollout(max_staleness=1)
 
 
+def test_partial_rollouts_need_something_to_interrupt_and_an_engine_that_goes_on():
+    assert rollout(placement="split", max_staleness=1, partial=True).partial
+    with pytest.raises(ConfigError, match=r"partial=true .* set rollout\.max_staleness to 1 or more, or partial=false"):
+        rollout(placement="split", partial=True)
+    with pytest.raises(ConfigError, match=r"engine"):
+        rollout(placement="split", max_staleness=1, partial=True, engine="vllm")
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

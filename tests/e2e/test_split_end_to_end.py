@@ -110,6 +110,23 @@ def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tm
     assert max(moved["changes"]) < 0.6 * min(moved["whole"])
 
 
+def test_partial_rollouts_go_on_under_new_weights(assets, job, tmp_path):
+    run, slow = tmp_path / "run", ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1"]
+    seldom = ["trainer.save_every_steps=0", "trainer.validate_every_steps=0"]  # they wait for whole completions
+    done = job(2, "rl", *options(assets, run), *AHEAD, "rollout.partial=true", *slow, *seldom, timeout=240)
+    assert done.code == 0, done.err
+    rows = lines(run / "metrics.jsonl")
+    assert max(row["staleness/max"] for row in rows) <= 1
+    assert max(row["staleness/interrupted"] for row in rows) == 1 / 16  # of those that are sampled one by one
+    assert max(row["staleness/token_mean"] for row in rows) < 0.9  # without partial=true all but the first step's are 1
+    assert {row["token_versions"] is None for row in lines(run / "samples.jsonl")} == {True, False}
+    for row in lines(run / "samples.jsonl"):
+        versions = row["token_versions"] or [row["policy_version"]] * len(row["token_ids"])
+        assert len(versions) == len(row["token_ids"]) == len(row["logprobs"])
+        assert versions == sorted(versions)
+        assert row["step"] - 2 <= versions[0] <= versions[-1] <= row["step"] - 1
+
+
 @pytest.mark.slow
 def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, job, metrics_of, tmp_path):
     placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]

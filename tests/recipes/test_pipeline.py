@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.config import PromptDataConfig, TrainingError
 from shardwise.data import PromptStream
+from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.pipeline import Pipeline
 from shardwise.recipes.sampler import Rollout
 from shardwise.types import Completion, Example, MetricValue, RolloutGroup
@@ -66,7 +67,7 @@ def play(*, max_staleness, sample_seconds=0.0, train_seconds=0.0, total_steps=6,
             taken.append((step, rollout.oldest_version, rollout.groups[0].example.uid))
             time.sleep(train_seconds)
             if pipeline.takes_weights():
-                with pipeline.serving(step):
+                with pipeline.serving(step, samples=False):
                     assert not engines.is_sampling
                     engines.version = step
             if step == 3:
@@ -144,7 +145,7 @@ def test_what_ends_sampling_ends_training():
         pipeline.take(1)
         with pytest.raises(ValueError, match="the moon is full"):
             pipeline.take(2)
-        with pytest.raises(ValueError, match="the moon is full"), pipeline.serving(1):
+        with pytest.raises(ValueError, match="the moon is full"), pipeline.serving(1, samples=False):
             pytest.fail("weights were served after sampling failed")
 
 
@@ -168,3 +169,38 @@ def test_a_completion_older_than_the_bound_never_reaches_training():
         pipeline.start(5)  # says that version 4 is served
         with pytest.raises(TrainingError, match=r"step 5 was sampled 2 versions ago, and rollout\.max_staleness=1"):
             pipeline.take(5)
+
+
+class InterruptedEngines(Engines):
+    """Samples each step in calls of 10 ms, between which new weights come; never done before they came once."""
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.interrupted = threading.Event()
+        self.turns = EngineTurns(self.interrupted.set)
+
+    def collect(self, step):
+        begun = self.version
+        while step > 1 and self.version == begun and begun < 5:
+            with self.turns.sampling():
+                version = self.version
+                self.interrupted.wait(0.01)
+                assert self.version == version, "the weights changed inside a call"
+        return super().collect(step)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_with_turns_new_weights_do_not_wait_for_rollouts_that_have_begun(max_staleness):
+    """They would wait for ever: rollouts end after new weights came."""
+    stream = new_stream()
+    engines = InterruptedEngines(stream)
+    staleness = []
+    with Pipeline(engines, stream, total_steps=6, max_staleness=max_staleness, turns=engines.turns) as pipeline:
+        pipeline.start(1)
+        for step in range(1, 7):
+            assert pipeline.takes_weights()
+            staleness.append(step - 1 - pipeline.take(step).oldest_version)
+            with pipeline.serving(step, samples=False):
+                engines.version = step
+                engines.interrupted.clear()
+    assert max(staleness) <= max_staleness

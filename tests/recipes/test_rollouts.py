@@ -1,10 +1,17 @@
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import reference_logprobs, tiny_folder
+from transformers import AutoModelForCausalLM
 
 from shardwise.config import RewardConfig, RolloutConfig, TrainingError
+from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import RewardResult
+from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Completion, Example
 
 
@@ -132,3 +139,87 @@ def test_without_rewards_an_environment_that_fails_stops_the_run(fake_group, tmp
         pytest.raises(TrainingError, match=failure),
     ):
         rollouter.collect([example], num_completions=1, temperature=1.0, seed=0, stream="step 1")
+
+
+class Interruptions:
+    """Two ranks with an embedded engine each, whose calls are interrupted after so many looks at whether they are."""
+
+    def __init__(self, folder, looks, *, between=lambda engines: None):
+        open_engine = partial(EmbeddedEngine.from_folder, folder, dtype=torch.float32, device=torch.device("cpu"))
+        self.engines = [open_engine(max_rows=3, decode=Letters().decode) for _ in range(2)]
+        self.looks, self.between, self.num_calls = looks, between, 0
+
+    def generate(self, rank, requests):
+        if rank == 0:
+            if self.num_calls:
+                self.between(self.engines)
+            self.num_calls += 1
+        looks = count()
+        return self.engines[rank].generate(requests, is_interrupted=lambda: next(looks) >= self.looks)
+
+
+class Letters:
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def sampled(fake_group, ranks, *, stop=()):
+    """Five prompts, four completions each, of up to 15 tokens."""
+    config = RolloutConfig(max_response_tokens=15, stop=list(stop))
+    rollouter = Rollouter(fake_group(2, generate=ranks.generate), Letters(), config, None, EngineTurns(lambda: None))
+    examples = [
+        Example(uid=f"row {p}", prompt_ids=list(range(10, 10 + p)), prompt="", data_source="s", ground_truth="")
+        for p in (4, 9, 2, 7, 5)
+    ]
+    groups = rollouter.collect(examples, num_completions=4, temperature=0.9, seed=8, stream="step 2")
+    return examples, [group.completions for group in groups]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("looks", [1, 4])
+def test_completions_that_were_interrupted_are_those_that_were_not(fake_group, tmp_path, family, looks):
+    folder = tiny_folder(family, tmp_path / family)
+    _, whole = sampled(fake_group, Interruptions(folder, 10_000))
+    text = Letters().decode(whole[0][0].token_ids)
+    for stop in ([], [text[2:5]]):  # the stop string is begun in one call and ended in another
+        ranks = Interruptions(folder, looks)
+        _, whole = sampled(fake_group, Interruptions(folder, 10_000), stop=stop)
+        _, found = sampled(fake_group, ranks, stop=stop)
+        assert ranks.num_calls > 4
+        for group, expected in zip(found, whole, strict=True):
+            for one, other in zip(group, expected, strict=True):
+                assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+                assert (one.num_turns, one.is_sampled, one.token_versions) == (1, None, None)
+    assert whole[0][0].finish_reason == "stop"
+
+
+def test_each_token_carries_the_version_that_sampled_it_and_its_logprob(fake_group, tmp_path):
+    """The weights are scaled between the calls; every token's logprob is that of the model at its version."""
+    folder, scales = tiny_folder("qwen3", tmp_path / "qwen3"), [1.0]
+
+    def serve_new_weights(engines):
+        scales.append(scales[-1] * 0.8)
+        for engine in engines:
+            engine.load_weights([(name, tensor * 0.8) for name, tensor in engine.served_weights() if "mlp" in name])
+            engine.commit_weights(len(scales) - 1)
+
+    ranks = Interruptions(folder, 5, between=serve_new_weights)
+    examples, groups = sampled(fake_group, ranks)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in scales]
+    for model, scale in zip(models, scales, strict=True):
+        for name, weight in model.named_parameters():
+            weight.data *= scale if "mlp" in name else 1.0
+    several = 0
+    for example, group in zip(examples, groups, strict=True):
+        for completion in group:
+            versions = completion.versions
+            assert versions == sorted(versions)
+            assert (completion.policy_version, completion.newest_version) == (versions[0], versions[-1])
+            tokens = torch.tensor(example.prompt_ids + completion.token_ids)
+            with torch.no_grad():
+                by_version = {v: reference_logprobs(models[v], tokens, temperature=0.9) for v in set(versions)}
+            expected = [by_version[v][len(example.prompt_ids) + place] for place, v in enumerate(versions)]
+            assert completion.logprobs == pytest.approx(torch.stack(expected).tolist(), abs=1e-4)
+            several += completion.token_versions is not None
+    assert several > 5

@@ -89,6 +89,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "reward_failed": False,
         "finish_reason": "stop",
         "policy_version": 4,
+        "token_versions": None,
         "num_turns": 1,
         "token_ids": [110, 111],
         "is_sampled": None,

@@ -1,0 +1,47 @@
+"""Whose turn it is with the rollout engines: sampling's, or new weights'."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class EngineTurns:
+    """Lets new weights in between two calls of the engines, and interrupts the one that goes on."""
+
+    def __init__(self, interrupt: Callable[[], Any]) -> None:
+        """`interrupt` makes the engines return what they have so far; it is called from the thread that brings
+        weights."""
+        self._interrupt = interrupt
+        self._changed = threading.Condition()
+        # What follows is read and written under the condition.
+        self._is_sampling = self._are_weights_due = False
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Waits for: new weights that are due. Inside none come."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._are_weights_due)
+            self._is_sampling = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_sampling = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Waits for: the engines' current call, which is interrupted. Inside nothing is sampled."""
+        with self._changed:
+            self._are_weights_due, is_sampling = True, self._is_sampling
+        try:
+            if is_sampling:
+                self._interrupt()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_sampling)
+            yield
+        finally:
+            with self._changed:
+                self._are_weights_due = False
+                self._changed.notify_all()

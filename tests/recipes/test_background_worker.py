@@ -1,0 +1,36 @@
+import threading
+
+import torch
+
+from shardwise.recipes.background_worker import BackgroundWorker
+from shardwise.recipes.workers import Worker
+
+
+class Engine:
+    """Samples until it is interrupted."""
+
+    def wake(self, *parts):
+        pass
+
+    def generate(self, requests, *, is_interrupted):
+        while not is_interrupted():
+            began.wait(0.001)
+            began.set()
+        return requests
+
+
+began = threading.Event()
+
+
+def test_it_interrupts_what_the_worker_samples():
+    beside = BackgroundWorker(0, links=None)
+    worker = Worker(torch.device("cpu"), writer=beside, interruption=beside.interruption)
+    worker._rollout = Engine()
+    found = []
+    sampling = threading.Thread(target=lambda: found.append(worker.generate(["request"])), daemon=True)
+    sampling.start()
+    assert began.wait(20)
+    assert not found
+    beside.interrupt()
+    sampling.join(20)
+    assert found == [["request"]]
