@@ -80,7 +80,7 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
     ranks = Ranks.of(group, config)
     engines = build_engines(config, model, ranks.trainers, 1_000_000)
-    ranks.build_rollout(model.config, config.rollout.generation(), dtype=config.engine.param_dtype)
+    ranks.build_rollout(model.config, config)
     assert config.reward is not None
     with make_rewards(config.reward) as rewards:
         sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)

@@ -341,6 +341,10 @@ class RLConfig(Config):
                 "read; remove it"
             )
         lora = self.engine.lora
+        if lora is None and self.rollout.sync_adapter_only:
+            raise ValueError(
+                "rollout.sync_adapter_only=true needs an adapter: set engine.lora, or rollout.sync_adapter_only=false"
+            )
         if lora is not None and lora.adapter_path is not None and self.algorithm.kl_coef > 0:
             raise ValueError(_started_adapter("algorithm.kl_coef"))
         if lora is not None and lora.dropout:

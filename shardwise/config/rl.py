@@ -86,6 +86,10 @@ class RolloutConfig(GenerationConfig):
     """After the first weight sync and every n-th, the rollout engine and the trainer have to give two dozen known
     tokens the same logprobs, or the run stops; 0 never compares them."""
 
+    sync_adapter_only: bool = False
+    """With engine.lora: only the adapter's weights travel in a weight sync, and the rollout engine computes with them
+    beside the base model, as training does; false merges them first. Needs engine=embedded."""
+
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups that teach nothing (DAPO); null keeps them."""
 
@@ -111,6 +115,11 @@ class RolloutConfig(GenerationConfig):
             raise ValueError(
                 "partial=true interrupts what is sampled while training goes on, and with max_staleness=0 nothing is; "
                 "set rollout.max_staleness to 1 or more, or partial=false"
+            )
+        if self.sync_adapter_only and not isinstance(self.engine, EmbeddedRollout):
+            raise ValueError(
+                f"sync_adapter_only=true with engine={self.engine.type}, which takes whole models; set "
+                "engine=embedded, or sync_adapter_only=false"
             )
         if self.partial and not isinstance(self.engine, EmbeddedRollout):
             raise ValueError(

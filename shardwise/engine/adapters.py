@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.config import ExportError, ModelError
+from shardwise.config import ExportError, LoraConfig, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.gathering import gathered_in_order
-from shardwise.engine.lora import ADAPTER, adapter_names, lora_layers, trained_copies
+from shardwise.engine.lora import ADAPTER, adapter_names, inject_lora, lora_layers, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
@@ -74,6 +74,23 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
             local_shard(magnitude).copy_(torch.linalg.vector_norm(base.float(), dim=1))
     for original, trained in trained_copies(model).items():
         local_shard(state[trained]).copy_(local_shard(state[original]))
+
+
+def attach_adapter(model: PreTrainedModel, config: LoraConfig) -> dict[str, str]:
+    """Puts an adapter of zeros into a whole model, to compute with what is copied over it.
+
+    Returns:
+        Name in an adapter file -> name in `model.state_dict()`.
+    Raises:
+        ConfigError: as `inject_lora`.
+    """
+    inject_lora(model, config)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                zeros = torch.zeros(parameter.shape, dtype=model.dtype, device=model.device)
+                setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+    return {in_file: name for name, in_file in adapter_names(model).items()}
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardwise.config import GenerationConfig, ModelConfig, RLConfig
+from shardwise.config import ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.recipes.background import Background
 
@@ -50,9 +50,18 @@ class Ranks:
         assert self.rollouts.background is not None, "ranks that sample work in the background too"
         self.rollouts.background.call("interrupt")
 
-    def build_rollout(self, model: ModelConfig, config: GenerationConfig, *, dtype: str) -> None:
+    def build_rollout(self, model: ModelConfig, config: RLConfig) -> None:
         """Builds the rollout engines, which wait for the policy's weights."""
-        self.rollouts.call("build_rollout", model.model_dump_json(), config.model_dump_json(), dtype)
+        lora = config.engine.lora if config.rollout.sync_adapter_only else None
+        if lora is not None:
+            self.trainers.call("sync_adapter_only")
+        self.rollouts.call(
+            "build_rollout",
+            model.model_dump_json(),
+            config.rollout.generation().model_dump_json(),
+            config.engine.param_dtype,
+            "" if lora is None else lora.model_dump_json(),
+        )
 
     def sync_weights(self, version: int) -> list[dict[str, Any]]:
         """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""

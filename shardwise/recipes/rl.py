@@ -46,7 +46,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
     total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
     engines = build_engines(config, model, ranks.trainers, total_steps)
-    ranks.build_rollout(model.config, config.rollout.generation(), dtype=config.engine.param_dtype)
+    ranks.build_rollout(model.config, config)
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))

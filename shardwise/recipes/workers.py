@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shardwise.config import (
     ExportError,
     FrozenEngineConfig,
     GenerationConfig,
+    LoraConfig,
     ModelConfig,
     ModelError,
     OptimizerConfig,
@@ -30,7 +31,7 @@ from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import RolloutEngine
 from shardwise.transfer import DeltaDecoder, DeltaEncoder, Medium, pull_weights, push_weights, sync_local
-from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, WeightSender
 
 POLICY = "policy"
 """The role of the engine whose weights the rollout engine serves."""
@@ -69,6 +70,17 @@ class Seat:
         return parts
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSender:
+    """Sends what an adapter file of the engine would hold, under peft's names."""
+
+    engine: TrainEngine
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See WeightSender."""
+        return self.engine.adapter_weights(dtype)
+
+
 class Worker:
     """One rank's engines, each with a role: policy, critic, reference and so on. Configs arrive as the JSON of their
     pydantic classes, because commands are plain data.
@@ -98,6 +110,7 @@ class Worker:
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
+        self._syncs_adapter_only = False
         self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
         self._num_bundles = 0
 
@@ -135,15 +148,21 @@ class Worker:
         self._seats[role] = Seat(built, source)
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
-    def build_rollout(self, model: str, rollout: str, param_dtype: str) -> None:
-        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says."""
+    def build_rollout(self, model: str, rollout: str, param_dtype: str, lora: str = "") -> None:
+        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says; with a LoraConfig one
+        that takes an adapter alone."""
         self._clear_device()
         self._rollout = build_rollout(
             ModelConfig.model_validate_json(model),
             GenerationConfig.model_validate_json(rollout),
             dtype=getattr(torch, param_dtype),
             device=self._device,
+            lora=LoraConfig.model_validate_json(lora) if lora else None,
         )
+
+    def sync_adapter_only(self) -> None:
+        """From here on weight syncs bring the policy's adapter alone."""
+        self._syncs_adapter_only = True
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""
@@ -227,7 +246,7 @@ class Worker:
         seat = self._take_device(POLICY, "params")
         self._rollout.wake("weights")
         dtype = getattr(torch, seat.config.param_dtype)
-        return asdict(sync_local(seat.engine, self._rollout, version=version, dtype=dtype))
+        return asdict(sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype))
 
     def push_weights(self, version: int, delta: bool) -> dict[str, Any] | None:
         """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.
@@ -239,7 +258,7 @@ class Worker:
         seat = self._take_device(POLICY, "params")
         dtype = getattr(torch, seat.config.param_dtype)
         encoder = self._encoder if delta else None
-        receipt = push_weights(seat.engine, self._joined_medium(), version=version, dtype=dtype, delta=encoder)
+        receipt = push_weights(self._sender(seat), self._joined_medium(), version=version, dtype=dtype, delta=encoder)
         return None if receipt is None else asdict(receipt)
 
     def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
@@ -358,6 +377,9 @@ class Worker:
         if self._medium is None and self._join_medium is not None:
             self._medium = self._join_medium()
         return self._medium
+
+    def _sender(self, seat: Seat) -> WeightSender:
+        return AdapterSender(seat.engine) if self._syncs_adapter_only else seat.engine
 
     def _lessons(self, batches: list[TokenBatch], role: str, teacher: str) -> list[Lesson]:
         divergence = self._seats[role].loss.divergence

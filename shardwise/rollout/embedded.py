@@ -5,7 +5,7 @@ One prefill serves all completions of a prompt; finished rows leave the batch at
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,7 @@ class EmbeddedEngine:
         bad_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
         compile_decode: bool = False,
+        adapter: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +78,8 @@ class EmbeddedEngine:
             bad_token_ids: are never drawn.
             decode: token ids to text, for requests with stop strings.
             compile_decode: torch.compile the forward pass of a decode step.
+            adapter: all that syncs bring, by the names that they bring it under -> names in the model's state_dict;
+                None: the whole model, by its own names.
         """
         self._model = model
         self._decode_forward = torch.compile(model.base_model, dynamic=True) if compile_decode else model.base_model
@@ -90,15 +93,26 @@ class EmbeddedEngine:
         self._stop_ids = frozenset([*ends, *stop_token_ids])
         self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
         self._decode = decode
+        self._adapter = adapter
         self._version: int | None = 0
         require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
 
     @classmethod
     def from_folder(
-        cls, folder: Path, *, dtype: torch.dtype, max_rows: int, device: torch.device, **options: Any
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        max_rows: int,
+        device: torch.device,
+        attach_adapter: Callable[[PreTrainedModel], Mapping[str, str]] | None = None,
+        **options: Any,
     ) -> Self:
-        """Loads a model folder; `options` as in `__init__`. Raises ModelError where transformers cannot or would make
-        up weights, and for families that cached attention cannot compute."""
+        """Loads a model folder; `options` as in `__init__`, whose `adapter` is what `attach_adapter` gives.
+
+        Raises:
+            ModelError: transformers cannot load it or would make up weights; cached attention cannot compute it.
+        """
         register_cached_attention()
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -114,7 +128,8 @@ class EmbeddedEngine:
         if missing := sorted(report["missing_keys"]):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
-        return cls(model.to(device).eval(), max_rows=max_rows, device=device, **options)
+        adapter = None if attach_adapter is None else attach_adapter(model)
+        return cls(model.to(device).eval(), adapter=adapter, max_rows=max_rows, device=device, **options)
 
     @torch.inference_mode()
     def generate(
@@ -169,7 +184,10 @@ class EmbeddedEngine:
                 served[name].copy_(tensor)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the next token will be computed with; tied copies left out."""
+        """What the next token will be computed with, tied copies left out; of a model with an adapter the adapter."""
+        if self._adapter is not None:
+            state = self._model.state_dict()
+            return ((in_file, state[name]) for in_file, name in self._adapter.items())
         tied = set(self._model.get_expanded_tied_weights_keys())
         return ((name, tensor) for name, tensor in self._model.state_dict().items() if name not in tied)
 

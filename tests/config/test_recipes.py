@@ -293,6 +293,15 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "(`shardwise export`) and start from the result",
         ),
         (
+            [*RL, "rollout.sync_adapter_only=true"],
+            "rollout.sync_adapter_only=true needs an adapter: set engine.lora, or rollout.sync_adapter_only=false",
+        ),
+        (
+            [*RL, "rollout.sync_adapter_only=true", "engine.lora={rank: 2}", "rollout.engine=vllm"],
+            "rollout: sync_adapter_only=true with engine=vllm, which takes whole models; set engine=embedded, or "
+            "sync_adapter_only=false",
+        ),
+        (
             [*RL, "engine.optimizer_offload=true", "trainer.optimizer=adamw_cpu"],
             "trainer.optimizer=adamw_cpu already keeps its states in host memory, so engine.optimizer_offload=true has "
             "no effect; remove one of them",

@@ -131,6 +131,23 @@ def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_o
         assert offloaded["policy/ref_kl"] == pytest.approx(kept["policy/ref_kl"], rel=1e-3, abs=1e-6)
 
 
+def test_an_adapter_synced_alone_to_other_ranks_trains_the_same(rl, assets, job, metrics_of, tmp_path):
+    done = job(
+        *[2, "rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
+        *["data.max_prompt_tokens=40", "engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4"],
+        *["rollout.group_size=4", "rollout.max_response_tokens=8", f"reward.functions={assets.reward}"],
+        *[f"trainer.total_steps={RL_STEPS}", "trainer.learning_rate=1e-2", "trainer.tensorboard=false"],
+        *[f"trainer.output_dir={tmp_path}", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"],
+        *["engine.lora={rank: 4}", "rollout.sync_adapter_only=true", "rollout.placement={num_ranks: 1, delta: true}"],
+    )
+    assert done.code == 0, done.err
+    for alone, merged in zip(metrics_of(tmp_path), metrics_of(rl), strict=True):
+        assert alone["reward/mean"] == merged["reward/mean"]
+        assert alone["train/loss"] == pytest.approx(merged["train/loss"], abs=1e-5)
+        assert alone["rollout/logprob_abs_diff_max"] < 1e-4
+        assert 0 < alone["sync/bytes"] < merged["sync/bytes"] / 5
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -59,9 +59,9 @@ def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", 
     )
 
 
-def build(family, folder, *, param_dtype="float32", temperature=0.8) -> Worker:
+def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None) -> Worker:
     path = tiny_folder(family, folder / family)
-    layout = EngineConfig(param_dtype=param_dtype)
+    layout = EngineConfig(param_dtype=param_dtype, lora=lora)
     worker = Worker(torch.device("cpu"))
     build_one(worker, "policy", path, layout, optimizer=OPTIMIZER, temperature=temperature)
     build_one(worker, "reference", path, layout.frozen(), temperature=temperature)
@@ -69,6 +69,7 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8) -> Worker:
         ModelConfig(path=str(path)).model_dump_json(),
         GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
         param_dtype,
+        "" if layout.lora is None else layout.lora.model_dump_json(),
     )
     worker.use_loss(
         "policy", "policy", AlgorithmConfig(policy_loss={"clip_low": 0.5}).model_dump_json(), {"kl_coef": 0}
@@ -115,6 +116,37 @@ def train(worker: Worker, samples: list[Sample], role="policy"):
 def largest_difference(worker: Worker, samples: list[Sample]) -> float:
     pairs = zip(trainer_logprobs(worker, samples), samples, strict=True)
     return max(float((values - sample.rollout_logprobs).abs().max()) for values, sample in pairs)
+
+
+ADAPTERS = {
+    "plain": {"rank": 4},
+    "dora": {"rank": 4, "use_dora": True},
+    "with modules": {"rank": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(("param_dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_training_did(
+    kind, param_dtype, bound, tmp_path
+):
+    lora = dict(ADAPTERS[kind])
+    if kind == "with modules":
+        lora["modules_to_save"] = ["lm_head", "norm"]
+    worker = build("llama", tmp_path, param_dtype=param_dtype, lora=lora)
+    worker.sync_adapter_only()
+    worker.sync_weights(1)
+    before = roll_out(worker)
+    assert largest_difference(worker, before) < bound
+    train(worker, before)
+    assert largest_difference(worker, roll_out(worker)) > 1e-2
+    receipt = worker.sync_weights(2)
+    assert largest_difference(worker, roll_out(worker)) < bound
+    engine = engine_of(worker)
+    bytes_per_weight = {"float32": 4, "bfloat16": 2}[param_dtype]
+    assert receipt["num_bytes_moved"] == engine.num_trained_parameters * bytes_per_weight
+    assert receipt["num_proven"] == receipt["num_tensors"] >= 10
+    assert engine.num_trained_parameters < engine.num_parameters / 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
