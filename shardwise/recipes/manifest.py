@@ -14,6 +14,8 @@ from shardwise.engine.state_files import INDEX, StateIndex, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
+WEIGHTS = "hf"
+"""In a checkpoint: the folder that Hugging Face loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,18 @@ def verify_share(checkpoint: Path) -> None:
         checks = _checks(checkpoint)
         for name in _share(checks):
             checks[name](checkpoint / name)
+
+
+def has_whole_weights(checkpoint: Path) -> bool:
+    """Whether its hf/ is what was written, whatever became of the training state. Reads all of it."""
+    try:
+        files = read_sealed_json(checkpoint / MANIFEST)["files"]
+        weights = {name: record for name, record in files.items() if Path(name).parts[0] == WEIGHTS}
+        for name, record in weights.items():
+            FileRecord(**record).check(checkpoint / name)
+    except ModelError:
+        return False
+    return bool(weights)
 
 
 def _checks(checkpoint: Path) -> dict[str, Callable[[Path], None]]:

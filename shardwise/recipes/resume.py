@@ -1,6 +1,6 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.config import (
 from shardwise.engine.verified_files import RESTORE, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.fingerprints import Fingerprints, changed_files, fingerprints
-from shardwise.recipes.manifest import MANIFEST, Manifest
+from shardwise.recipes.manifest import MANIFEST, WEIGHTS, Manifest, has_whole_weights
 
 STATE = "state"
 """In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
@@ -101,7 +101,7 @@ def write_run(
 
 
 def _newest(
-    folders: Iterable[Path], verify: Callable[[Path], None], *, falls_back: bool
+    folders: Collection[Path], verify: Callable[[Path], None], *, falls_back: bool
 ) -> tuple[Path | None, list[str]]:
     """The first whole checkpoint with a training state, and what is wrong with those before it. None where no folder
     has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
@@ -118,11 +118,19 @@ def _newest(
                 raise
             damage.append(str(error).removesuffix(f"; {RESTORE}"))
     if damage:
+        weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
+        without_optimizer = (
+            "" if weights is None else f", or begin a run without the optimizer's states: {_from(weights)}"
+        )
         raise ModelError(
             f"{'; '.join(damage)}. No checkpoint to go on from is whole: restore one from a copy, or start anew with "
-            "trainer.resume=never, which moves what is there aside"
+            f"trainer.resume=never, which moves what is there aside{without_optimizer}"
         )
     return None, []
+
+
+def _from(weights: Path) -> str:
+    return f"model.path={weights}, which is whole, with another trainer.output_dir"
 
 
 def _named(path: Path, verify: Callable[[Path], None]) -> Path:

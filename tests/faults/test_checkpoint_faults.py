@@ -158,6 +158,16 @@ def test_f19_a_missing_file_is_named_and_the_checkpoint_before_is_taken(run_rank
     assert all(damage.endswith("is missing") for damage in said)
 
 
+def test_f19_a_run_may_begin_with_the_weights_of_checkpoints_that_lost_their_states(run_ranks, run, model_folder):
+    for folder in (run / "checkpoints").glob("step_*"):
+        shutil.rmtree(folder / "state")
+    [(error, _)] = run_ranks(start_of, 1, str(run), str(model_folder))
+    (advised,) = re.findall(r"begin a run without the optimizer's states: model\.path=(\S+), which is whole", error)
+    assert advised == str(run / NEWEST / "hf")
+    [(steps, failure, _)] = run_ranks(run_steps, 1, str(run.parent / "anew"), advised)
+    assert (steps, failure) == ([1, 2, 3, 4, 5, 6], None)
+
+
 def policies(run, model):
     """A damaged newest checkpoint under every policy, then none that is whole."""
     shutil.rmtree(Path(run) / NEWEST / "state")
@@ -182,7 +192,8 @@ def test_a_named_checkpoint_and_the_policy_fail_never_fall_back_and_no_run_start
     assert none_whole[0] == (
         f"ModelError: {missing}; {run / 'checkpoints' / 'step_2' / 'hf' / 'config.json'} is missing. No checkpoint to "
         "go on from is whole: restore one from a copy, or start anew with trainer.resume=never, which moves what is "
-        "there aside"
+        "there aside, or begin a run without the optimizer's states: "
+        f"model.path={run / NEWEST / 'hf'}, which is whole, with another trainer.output_dir"
     )
     assert anew == (0, [])
 
