@@ -58,6 +58,8 @@ class GenerateRequest:
     stop: list[str] = field(default_factory=list)
     """A completion ends where its text holds one of these, which it keeps."""
     seed: int = 0
+    home: int = 0
+    """Requests of one home begin alike: turns of an episode, completions of a prompt."""
     first_index: int = 0
     """Of the first completion in its group."""
     begun: list[int] = field(default_factory=list)

@@ -19,6 +19,11 @@ class EmbeddedRollout(Choice):
     faster; on a CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the
     same but for rounding."""
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether what is computed of a prompt's beginning serves later requests."""
+        return False
+
 
 class VllmRollout(Choice):
     """A vLLM engine on each of the trainer's ranks, in their processes; see docs/rollout.md."""
@@ -40,6 +45,11 @@ class VllmRollout(Choice):
     cache and weights, which the next weight sync brings. CUDA only."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, such as enforce_eager, max_model_len or kv_cache_memory_bytes."""
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """As EmbeddedRollout's."""
+        return self.enable_prefix_caching
 
 
 RolloutEngineConfig = Annotated[EmbeddedRollout | VllmRollout, Field(discriminator="type"), by_type("embedded")]

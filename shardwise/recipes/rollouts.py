@@ -72,6 +72,7 @@ class Rollouter:
                 min_p=self._config.min_p,
                 stop=self._config.stop,
                 seed=seed,
+                home=index,
             )
             for index, example in enumerate(examples)
         ]
@@ -124,11 +125,21 @@ class Rollouter:
         return groups
 
     def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Every rank takes each size-th request, so that neighbours of one length spread evenly."""
+        """Every rank takes each size-th request, so that neighbours of one length spread evenly; or those of each
+        size-th home, where engines keep what they have computed of a beginning."""
         size = self._group.size
+        homes = [
+            request.home if self._config.engine.keeps_prefixes else place for place, request in enumerate(requests)
+        ]
+        places = [[place for place, home in enumerate(homes) if home % size == rank] for rank in range(size)]
         with nullcontext() if self._turns is None else self._turns.sampling():
-            shards = self._group.scatter("generate", [requests[rank::size] for rank in range(size)])
-        return [shards[index % size][index // size] for index in range(len(requests))]
+            shards = self._group.scatter("generate", [[requests[place] for place in shard] for shard in places])
+        found = {
+            place: group
+            for shard, groups in zip(places, shards, strict=True)
+            for place, group in zip(shard, groups, strict=True)
+        }
+        return [found[place] for place in range(len(requests))]
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
         episodes = [episode for group in groups for episode in group]

@@ -12,7 +12,7 @@ from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.rewards import RewardResult
 from shardwise.rollout import EmbeddedEngine
-from shardwise.types import Completion, Example
+from shardwise.types import Completion, Example, GenerateRequest
 
 
 class Digits:
@@ -76,6 +76,21 @@ def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, siz
     assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [
         ("row 9", 9, {"p": 9, "num_response_tokens": 3})
     ] * 3
+
+
+def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group):
+    """Where the engine keeps prefixes; else requests are dealt out evenly."""
+    for engine, expected in (("vllm", [[0, 3], [], [2, 5]]), ("embedded", [[0, 5], [2], [3]])):
+        group = fake_group(3, generate=answer)
+        rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None)
+        requests = [
+            GenerateRequest(uid=str(home), prompt_ids=[home], max_tokens=9, temperature=1.0, home=home)
+            for home in (0, 2, 3, 5)
+        ]
+        found = rollouter._generate(requests)
+        assert [group[0].token_ids[0] for group in found] == [0, 2, 3, 5]
+        ((_, shards),) = group.calls
+        assert [[request.home for request in shard] for shard in shards] == expected
 
 
 def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
