@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness import paired_ratios, report
 from benchmarks.loading import MODELS, build_folder
+from shardwise.checksum import checksum, checksums
 from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import TrainEngine
@@ -31,7 +32,6 @@ from shardwise.transfer import (
     DeltaEncoder,
     ProcessGroupMedium,
     SharedMemoryMedium,
-    checksum,
     pull_weights,
     push_weights,
     sync_local,
@@ -81,6 +81,9 @@ class TensorReceiver:
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.items()
+
+    def served_checksums(self) -> Iterator[tuple[str, int | None]]:
+        return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
         pass

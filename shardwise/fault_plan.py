@@ -28,6 +28,8 @@ Phase = Literal[
     "allreduce",
     "optim",
     "sync",
+    "serve",
+    "load",
     "stage",
     "write",
     "commit",
@@ -35,13 +37,13 @@ Phase = Literal[
 ]
 """rollout: before sampling. reward: when completions have been judged. logprob: when a rank has scored its share.
 forward, backward: before that of a micro-batch. allreduce: before the norm of the gradients. optim: before the update.
-sync: before weights go to the rollout engine. stage: before a tensor is copied for a save. write: before a piece of a
-checkpoint is written. commit: the first before a checkpoint gets its name, the second after it. prune: in the middle of
-removing one."""
+sync: before weights go to the rollout engine. serve, load: when the engine's own process, where it has one, was sent
+requests, or weights. stage: before a tensor is copied for a save. write: before a piece of a checkpoint is written.
+commit: the first before a checkpoint gets its name, the second after it. prune: in the middle of removing one."""
 Action = Literal["kill", "stop", "terminate", "hang", "slow", "raise", "enospc", "eio", "nan"]
-"""kill, stop, terminate: SIGKILL, SIGSTOP, SIGTERM to this process. hang: sleep for ever. slow: a delay, from then on
-each time. raise: a RuntimeError. enospc, eio: the file system's errors. nan: NaN in place of a number that the phase
-holds."""
+"""kill, stop, terminate: SIGKILL, SIGSTOP, SIGTERM to this process; in serve and load, to the engine's. hang: sleep for
+ever. slow: a delay, from then on each time. raise: a RuntimeError. enospc, eio: the file system's errors. nan: NaN in
+place of a number that the phase holds."""
 NUMBERS: dict[str, str] = {
     "reward": "a reward",
     "logprob": "a logprob (value, score)",
@@ -101,15 +103,16 @@ class Fault:
         times = in_all if self.step is None else in_step
         return times >= self.nth if self.action == "slow" else times == self.nth
 
-    def happen(self, numbers: Any) -> None:
-        """Returns only from `stop`, when somebody continues the process, and from `terminate`, `slow` and `nan`."""
+    def happen(self, numbers: Any, pid: int) -> None:
+        """To this process it returns only from `stop`, when somebody continues it, and from `terminate`, `slow` and
+        `nan`. `pid`: the process that is sent signals."""
         match self.action:
             case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(pid, signal.SIGSTOP)
             case "terminate":
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
             case "hang":
                 time.sleep(_FOR_EVER_SECONDS)
             case "slow":
@@ -160,7 +163,7 @@ class FaultPlan:
             self._step = step
             self._entered_in_step.clear()
 
-    def enter(self, phase: Phase, numbers: Any = None) -> None:
+    def enter(self, phase: Phase, numbers: Any = None, *, pid: int | None = None) -> None:
         """Counts, and does what is planned."""
         if not self._faults:
             return
@@ -169,7 +172,7 @@ class FaultPlan:
         times = {"in_step": self._entered_in_step[phase], "in_all": self.entered[phase]}
         for fault in self._faults:
             if fault.phase == phase and fault.is_due(step=self._step, **times):
-                fault.happen(numbers)
+                fault.happen(numbers, os.getpid() if pid is None else pid)
 
 
 @functools.cache
@@ -188,11 +191,12 @@ def begin_plan(faults: Sequence[str]) -> None:
     plan().add(map(Fault.parse, faults))
 
 
-def fault_point(phase: Phase, numbers: Any = None) -> None:
+def fault_point(phase: Phase, numbers: Any = None, *, pid: int | None = None) -> None:
     """What is planned for this phase happens here.
 
     Args:
         numbers: a list, or a [n] tensor in the memory of the original, of which nan replaces the first; of the phases
             in NUMBERS.
+        pid: the process that is sent signals; None: this one.
     """
-    plan().enter(phase, numbers)
+    plan().enter(phase, numbers, pid=pid)

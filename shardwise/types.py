@@ -343,8 +343,12 @@ class WeightReceiver(Protocol):
         the commit the engine refuses to generate, for it holds weights of two versions."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors the engine serves from, under their Hugging Face names: what a receipt is computed on. One that
-        the engine takes but cannot read back is on the meta device, which tells its dtype and shape."""
+        """The tensors the engine serves from, under their Hugging Face names. One that the engine takes but cannot read
+        back is on the meta device, which tells its dtype and shape."""
+
+    def served_checksums(self) -> Iterable[tuple[str, int | None]]:
+        """xxh3 of each of them, where it lies that the engine computes with: what a receipt is computed on. None for
+        one that cannot be read back."""
 
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`, and nothing computed with other weights is used again (prefix

@@ -27,6 +27,7 @@ from shardwise.config.environment import CustomEnvironment, EnvironmentConfig, T
 from shardwise.config.errors import (
     ConfigError,
     DataError,
+    EngineLostError,
     ExportError,
     ModelError,
     NotFiniteError,
@@ -62,5 +63,5 @@ from shardwise.config.resume import changes_that_matter, is_among, require_known
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
-from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
+from shardwise.config.rollout_engine import EmbeddedRollout, EngineProcessConfig, VllmRollout
 from shardwise.config.trainer import BatchTrainerConfig, KeepBestConfig, TrainerConfig

@@ -29,5 +29,10 @@ class NotFiniteError(TrainingError):
     """Weights or optimizer states that hold NaN or infinities; names the first."""
 
 
+class EngineLostError(RuntimeError):
+    """The process of a rollout engine was lost more often than it may be replaced. Nobody gave anything wrong, and the
+    same command may do better; the message quotes other programs, so that its words tell nothing else."""
+
+
 class RewardError(UserError):
     """A reward function that failed; names the function and the row."""

@@ -121,19 +121,21 @@ class RolloutConfig(GenerationConfig):
                 f"sync_adapter_only=true with engine={self.engine.type}, which takes whole models; set "
                 "engine=embedded, or sync_adapter_only=false"
             )
-        if self.partial and not isinstance(self.engine, EmbeddedRollout):
+        if self.partial and not (isinstance(self.engine, EmbeddedRollout) and self.engine.process is None):
+            what = f"engine={self.engine.type}" if self.engine.process is None else "engine.process"
             raise ValueError(
-                f"partial=true with engine={self.engine.type}: it cannot go on with what was interrupted; set "
-                "engine=embedded, or partial=false"
+                f"partial=true with {what}: it cannot be interrupted; set engine=embedded without a process of its "
+                "own, or partial=false"
             )
         return self
 
     @model_validator(mode="after")
     def _engine_can_stand_there(self) -> Self:
-        if isinstance(self.engine, VllmRollout) and self.apart is not None:
+        if isinstance(self.engine, VllmRollout) and self.engine.process is None and self.apart is not None:
             raise ValueError(
-                "placement=split with engine=vllm: vLLM forms its groups over all ranks of the job, and only some of "
-                "them would; set placement=colocated, or engine=embedded"
+                "placement=split with engine=vllm: in the process of a rank vLLM forms its groups over all ranks of "
+                "the job, and only some of them would; set rollout.engine.process={}, which gives it one of its own, "
+                "placement=colocated, or engine=embedded"
             )
         return self
 

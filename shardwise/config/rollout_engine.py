@@ -1,10 +1,27 @@
-"""What samples completions: Shardwise's own generation, or vLLM."""
+"""What samples completions: Shardwise's own generation, or vLLM; in the process of a rank, or in one of its own."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Choice, by_type
+from shardwise.config.base import Choice, Config, by_type
+
+
+class EngineProcessConfig(Config):
+    """The engine in a process of its own, which may die or hang without its rank: another one takes its place, with the
+    weights that it served, and is sent its requests again. {} takes the defaults."""
+
+    max_restarts: NonNegativeInt = 3
+    """So many times an engine's process may be replaced in a run; after that the run ends with the history of what
+    happened to them."""
+    start_timeout_seconds: PositiveFloat = 900.0
+    """How long a process may take until its engine is there."""
+    health_timeout_seconds: PositiveFloat = 60.0
+    """A process that leaves a health probe unanswered for so long hangs, and is replaced. It answers while the engine
+    works; Python code of a library may keep it from that for seconds."""
+    request_timeout_seconds: PositiveFloat = 1800.0
+    """A process whose engine finishes no request (no weight sync) for so long hangs too. What it was sent is sent once
+    more, to another one; if that fails in the same way, the run ends and names the rows."""
 
 
 class EmbeddedRollout(Choice):
@@ -12,12 +29,14 @@ class EmbeddedRollout(Choice):
 
     tag: ClassVar[str] = "type"
     type: Literal["embedded"] = "embedded"
-    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each of the trainer's ranks, in their
-    processes. The name alone stands for the defaults."""
+    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples. The name alone
+    stands for the defaults."""
     compile_decode: bool = False
     """torch.compile the forward pass of a decode step, attention excepted. The first batch is slow, later ones are
     faster; on a CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the
     same but for rounding."""
+    process: EngineProcessConfig | None = None
+    """Run the engine in a process of its own, which is replaced where it dies or hangs; null: in that of its rank."""
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -26,11 +45,11 @@ class EmbeddedRollout(Choice):
 
 
 class VllmRollout(Choice):
-    """A vLLM engine on each of the trainer's ranks, in their processes; see docs/rollout.md."""
+    """A vLLM engine on each rank that samples; see docs/rollout.md."""
 
     tag: ClassVar[str] = "type"
     type: Literal["vllm"] = "vllm"
-    """vllm: a vLLM engine on each of the trainer's ranks."""
+    """vllm: a vLLM engine on each rank that samples."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The share of the device's memory that vLLM takes for weights, activations and cache; the rest is the trainer's.
     On a CPU it is a share of the machine's memory."""
@@ -43,8 +62,28 @@ class VllmRollout(Choice):
     sleep_level: Literal[0, 1, 2] = 0
     """What vLLM gives back while the trainer computes: 0 nothing, 1 its cache, and its weights move to the host, 2 its
     cache and weights, which the next weight sync brings. CUDA only."""
+    process: EngineProcessConfig | None = None
+    """Run vLLM in a process of its own, which is replaced where it dies or hangs; null: in that of its rank. Needed for
+    placement=split and tensor_parallel_size."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, such as enforce_eager, max_model_len or kv_cache_memory_bytes."""
+
+    @model_validator(mode="after")
+    def _workers_need_a_process(self) -> Self:
+        size = self.args.get("tensor_parallel_size", 1)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"args.tensor_parallel_size={size!r}: give how many devices share the model, 1 or more")
+        if size > 1 and self.process is None:
+            raise ValueError(
+                f"args.tensor_parallel_size={size}: in the process of a rank vLLM has no workers of its own; set "
+                "rollout.engine.process={}, or leave it out"
+            )
+        return self
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Devices that share the model."""
+        return int(self.args.get("tensor_parallel_size", 1))
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import UserError
+from shardwise.config import EngineLostError, UserError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
@@ -52,7 +52,7 @@ class Note:
             traceback="" if is_silent else "".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
             is_lost_peer=is_lost_peer(error),
-            is_timeout=not is_user_error and (is_silent or bool(_TIMED_OUT.search(message))),
+            is_timeout=is_silent or (is_lost_peer(error) and bool(_TIMED_OUT.search(message))),
         )
 
     def leave(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class Failure:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it only tells that another rank is gone or hangs."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | EngineLostError):
         return False
     return isinstance(error, RankSilentError) or bool(_LOST_PEER.search(str(error)))
 

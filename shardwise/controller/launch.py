@@ -1,6 +1,5 @@
 """Starts the ranks of a job on this machine and watches them: one that fails ends the others, and is named."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.controller.exit_codes import FAILURE, STOPPED, code_of_signal
+from shardwise.controller.exit_codes import STOPPED, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, num_killed_for_memory, read_notes
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
+from shardwise.processes import die_with
 from shardwise.scratch import scratch_folder
 
 STORE_VARIABLE = "SHARDWISE_STORE"
@@ -27,7 +27,6 @@ STARTED_VARIABLE = "SHARDWISE_STARTED"
 """When the job started, as time.monotonic()."""
 _PROCESS_STARTED = time.monotonic()
 _POLL_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1
 SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
 _LEAVE_SECONDS = 5.0
@@ -89,9 +88,7 @@ def die_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # gone before it was asked for
-        os._exit(FAILURE)
+    die_with(int(launcher))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise.codec import decode, encode
 from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
-from shardwise.controller.codec import decode, encode
 from shardwise.controller.process_group import Connections
 from shardwise.controller.watchdog import commanded, enter_service, enter_step
 from shardwise.fault_plan import plan

@@ -17,13 +17,15 @@ class Ranks:
     """The trainers themselves, or others."""
     sends_delta: bool = False
     """Others get only what has changed."""
+    supervises: bool = False
+    """Rollout engines have processes of their own."""
 
     @classmethod
     def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
         """Divides the ranks of a job as rollout.placement says."""
-        apart = config.rollout.apart
+        apart, supervises = config.rollout.apart, config.rollout.engine.process is not None
         if apart is None:
-            return cls(group, group)
+            return cls(group, group, supervises=supervises)
         num_trainers = group.size - apart.num_ranks
         return cls(
             group.part(
@@ -38,7 +40,8 @@ class Ranks:
                 timeout_seconds=apart.timeout_seconds,
                 timeout_key="rollout.placement.timeout_seconds",
             ),
-            apart.delta,
+            sends_delta=apart.delta,
+            supervises=supervises,
         )
 
     @property
@@ -70,3 +73,8 @@ class Ranks:
         receive = Background(lambda: self.rollouts.call("pull_weights", version, self.sends_delta))
         self.trainers.call("push_weights", version, self.sends_delta)
         return receive.result()
+
+    def take_restarts(self) -> dict[str, float]:
+        """How often processes of rollout engines were replaced since the last call, for `Run.report`; nothing where
+        they have none. Waits for what is being sampled."""
+        return {"rollout/engine_restarts": sum(self.rollouts.call("take_restarts"))} if self.supervises else {}

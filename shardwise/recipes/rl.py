@@ -80,6 +80,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
             validates = bool(held_out) and run.should_validate(step)
+            incidents: dict[str, float] = {}
             if validates or pipeline.takes_weights():
                 with _serving(pipeline, step, run.spans, samples=validates):
                     with run.spans("sync"):
@@ -89,6 +90,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     if validates and config.reward is not None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
+                    incidents = ranks.take_restarts()
             sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
             metrics |= rollout_metrics(rollout.groups) | counts
             if ranks.are_split:
@@ -96,7 +98,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                 run.spans.add("rollout_idle", pipeline.take_idle_seconds())
             if config.reward is not None:
                 metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
-            run.report(step, metrics, num_tokens=rollout.num_tokens)
+            run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Builds what samples completions, as a GenerationConfig says."""
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,9 +11,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.config import EmbeddedRollout, GenerationConfig, LoraConfig, ModelConfig, VllmRollout
+from shardwise.config import (
+    EmbeddedRollout,
+    EngineProcessConfig,
+    GenerationConfig,
+    LoraConfig,
+    ModelConfig,
+    VllmRollout,
+)
 from shardwise.data import load_tokenizer
-from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
+from shardwise.rollout import (
+    EmbeddedEngine,
+    EngineProcess,
+    RolloutEngine,
+    SupervisedEngine,
+    VllmEngine,
+    environment_of,
+)
 
 
 def build_rollout(
@@ -21,11 +38,26 @@ def build_rollout(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> RolloutEngine:
-    """A rollout engine with the weights of a local model folder. Raises as the engine's `from_folder`.
+    """A rollout engine with the weights of a local model folder, in this process or in one of its own. Raises as the
+    engine's `from_folder`, and EngineLostError: no process lived until its engine was there.
 
     Args:
         lora: of the adapter that weight syncs will bring by itself; None: they bring the whole model.
     """
+    if config.engine.process is not None:
+        return _supervised(model, config, config.engine.process, dtype=dtype, device=device, lora=lora)
+    return build_here(model, config, dtype=dtype, device=device, lora=lora)
+
+
+def build_here(
+    model: ModelConfig,
+    config: GenerationConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+) -> EmbeddedEngine | VllmEngine:
+    """The same in this process, whatever rollout.engine.process says."""
     shared: dict[str, Any] = {
         "dtype": dtype,
         "max_rows": config.max_concurrent_sequences,
@@ -57,3 +89,36 @@ def _attaching(lora: LoraConfig) -> Callable[[PreTrainedModel], dict[str, str]]:
     from shardwise.engine.adapters import attach_adapter  # peft takes a second to import
 
     return partial(attach_adapter, config=lora)
+
+
+def _supervised(
+    model: ModelConfig,
+    config: GenerationConfig,
+    process: EngineProcessConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: LoraConfig | None,
+) -> SupervisedEngine:
+    """The same engine in a process of its own."""
+    num_devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmRollout) else 1
+    setup = {
+        "model": model.model_dump(mode="json"),
+        "rollout": config.model_dump(mode="json"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "lora": None if lora is None else lora.model_dump(mode="json"),
+    }
+    name = f"the rollout engine of rank {os.environ.get('RANK', '0')}"
+
+    def start(memory_fd: int) -> EngineProcess:
+        return EngineProcess(
+            [sys.executable, "-m", "shardwise.recipes.engine_child"],
+            json.dumps(setup),
+            environment=environment_of(device, num_devices=num_devices),
+            memory_fd=memory_fd,
+            config=process,
+            name=name,
+        )
+
+    return SupervisedEngine(start, max_restarts=process.max_restarts, name=name)

@@ -152,12 +152,20 @@ class Run:
         """After every `validate_every_steps`, and after the last step."""
         return self._is_due(self._trainer.validate_every_steps, step)
 
-    def report(self, step: int, metrics: Metrics, *, num_tokens: int) -> None:
-        """Writes the metrics of a step everywhere, and how long it took; `num_tokens` were processed in it."""
+    def report(
+        self, step: int, metrics: Metrics, *, num_tokens: int, incidents: Mapping[str, float] | None = None
+    ) -> None:
+        """Writes the metrics of a step everywhere, and how long it took.
+
+        Args:
+            num_tokens: that were processed in it.
+            incidents: what happened in it and changed no number, such as restarts; goes with the times.
+        """
         seconds = time.perf_counter() - self._step_start
         metrics, busy = without_busy(metrics)
         values, slowest = {name: value.result() for name, value in metrics.items()}, stragglers(busy)
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
+        performance |= incidents or {}
         performance |= straggler_metrics(slowest)
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures

@@ -29,7 +29,7 @@ from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
-from shardwise.rollout import RolloutEngine
+from shardwise.rollout import RolloutEngine, SupervisedEngine
 from shardwise.transfer import DeltaDecoder, DeltaEncoder, Medium, pull_weights, push_weights, sync_local
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, WeightSender
 
@@ -231,6 +231,10 @@ class Worker:
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
         return self._rollout.generate(requests, is_interrupted=self._interruption.is_set)
+
+    def take_restarts(self) -> int:
+        """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
+        return self._rollout.take_restarts() if isinstance(self._rollout, SupervisedEngine) else 0
 
     def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""

@@ -8,7 +8,6 @@ The first line comes on standard input, requests on a socket. Where a function c
 {"error": "why"} and ends. A fork costs milliseconds whatever the functions import.
 """
 
-import fcntl
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.config import ConfigError
+from shardwise.processes import end_group_with
 from shardwise.rewards.base import RewardFunction
 from shardwise.rewards.worker import load_with_parameters, work
 
@@ -41,8 +41,7 @@ def main(control_fd: int, lifeline_fd: int) -> None:
         lifeline_fd: a pipe nobody writes to, which ends when the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent(lifeline_fd)
-    os.set_inheritable(lifeline_fd, False)
+    end_group_with(lifeline_fd)
     with socket.socket(fileno=control_fd) as control:
         control.set_inheritable(False)
         setup = json.load(sys.stdin)
@@ -113,7 +112,7 @@ def _become_worker(
             _limit_memory(memory_bytes)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _die_with_parent(lifeline_fd)
+        end_group_with(lifeline_fd)
         work(functions, job_fd, result_fd)
         os._exit(0)
     finally:
@@ -145,16 +144,6 @@ def _kill_group(pid: int) -> None:
     """Of a worker that has not been waited for: until then its number belongs to no other process."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _die_with_parent(lifeline_fd: int) -> None:
-    """Has the kernel signal this process group (SIGIO ends a process) when the parent's end of the pipe closes.
-
-    Reading the job pipe to its end is not enough: a call that hangs does not read, and one that spins in C would
-    not let a watching thread run either.
-    """
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import ConfigError, FunctionReward
+from shardwise.processes import how_it_ended
 
 START_SECONDS = 300.0
 """How long importing the reward functions may take; they may import torch on a busy, slow disk."""
@@ -144,7 +145,7 @@ class ForkServer:
 
     def _how_it_ended(self) -> str:
         try:
-            return _end(self._process.wait(timeout=1))
+            return how_it_ended(self._process.wait(timeout=1))
         except subprocess.TimeoutExpired:
             return "closed a socket that belongs to Shardwise"
 
@@ -300,7 +301,7 @@ class RewardProcess:
                 return None
             if "exit" in message:
                 self.pid = None  # the number may belong to another process by now; the server has ended the group
-                raise WorkerLost(_end(message["exit"]) + self._limit)
+                raise WorkerLost(how_it_ended(message["exit"]) + self._limit)
             if message["job"] in self._taken_back:
                 return None
             expected = bool(self.jobs) and message["job"] == self._tickets[0]
@@ -329,14 +330,3 @@ def wait_for_any(processes: Iterable[ForkServer | RewardProcess]) -> None:
             for fd, events in process.wait_targets():
                 selector.register(fd, events)
         selector.select(POLL_SECONDS)
-
-
-def _end(code: int) -> str:
-    if code >= 0:
-        return f"ended its process with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # most real-time signals have no name
-        name = f"signal {-code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"ended its process by {name}{hint}"

@@ -12,13 +12,18 @@ class RolloutEngine(WeightReceiver, Protocol):
     """Samples completions from the weights it was last given. Text never goes in: tokens are the interface."""
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        on_finished: Callable[[int], None] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
         """`num_completions` completions for each request, in the order of the requests.
 
         The tokens drawn for a request depend on its seed, uid and the completion's index, not on the rest of the batch.
 
         Args:
+            on_finished: called with the place of each request once all its completions are there.
             is_interrupted: is asked again and again; once it is true, completions return as they are, and those that
                 have no end are `interrupted`. An engine may take no notice of it.
         Raises:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.checksum import checksums
 from shardwise.config import ModelError, TrainingError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
@@ -133,7 +134,11 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        on_finished: Callable[[int], None] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
         """Completes every request; see RolloutEngine.generate.
 
@@ -148,10 +153,14 @@ class EmbeddedEngine:
             [_Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
             for number, request in enumerate(requests)
         ]
+        num_missing = [request.num_completions for request in requests]
         decoding = _Decoding(self, requests)
         while decoding.is_unfinished() and not is_interrupted():
             for row, finish_reason in decoding.advance():
                 results[row.request][row.index] = row.completion(finish_reason, version)
+                num_missing[row.request] -= 1
+                if on_finished is not None and not num_missing[row.request]:
+                    on_finished(row.request)
         for row in decoding.rows:
             results[row.request][row.index] = row.completion("interrupted", version)
         return results
@@ -190,6 +199,10 @@ class EmbeddedEngine:
             return ((in_file, state[name]) for in_file, name in self._adapter.items())
         tied = set(self._model.get_expanded_tied_weights_keys())
         return ((name, tensor) for name, tensor in self._model.state_dict().items() if name not in tied)
+
+    def served_checksums(self) -> Iterator[tuple[str, int | None]]:
+        """See WeightReceiver.served_checksums."""
+        return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`. There is no prefix cache to drop: none outlives `generate`."""

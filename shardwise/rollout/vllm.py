@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in the process of the trainer's rank: tokens in, tokens with logprobs out.
+"""vLLM as a rollout engine, in the process of a rank or one of its own: tokens in, tokens with logprobs out.
 
 vLLM is imported when an engine is built, so that this file can be read without it.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.sampling import stream_key
@@ -79,6 +80,7 @@ class VllmEngine:
         bad_token_ids: Sequence[int] = (),
         sleep_level: Literal[0, 1, 2] = 0,
         has_raw_logprobs: bool,
+        has_workers: bool = False,
     ) -> None:
         """
         Args:
@@ -88,6 +90,7 @@ class VllmEngine:
             sleep_level: what `sleep` gives back; 0 nothing.
             has_raw_logprobs: vLLM gives logprobs at temperature 1, before any token is left out; else those of the
                 distribution that it draws from.
+            has_workers: vLLM computes in processes that it has started.
         """
         self._llm = llm
         self._skeleton = skeleton
@@ -95,6 +98,7 @@ class VllmEngine:
         self._bias = dict.fromkeys(bad_token_ids, float("-inf")) or None
         self._sleep_level = sleep_level
         self._has_raw_logprobs = has_raw_logprobs
+        self._has_workers = has_workers
         self._max_tokens = llm.model_config.max_model_len
         self._asleep: set[str] = set()
         self._unfit = _FIT
@@ -149,8 +153,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
             "enable_sleep_mode": config.sleep_level > 0,
-            "distributed_executor_backend": _executor(),
-            "tensor_parallel_size": 1,
+            "distributed_executor_backend": _executor(config.tensor_parallel_size),
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_chunked_prefill": config.enable_chunked_prefill,
@@ -163,10 +166,15 @@ class VllmEngine:
             bad_token_ids=bad_token_ids,
             sleep_level=config.sleep_level,
             has_raw_logprobs=has_raw_logprobs,
+            has_workers=config.tensor_parallel_size > 1,
         )
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, is_interrupted: Callable[[], bool] = lambda: False
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        on_finished: Callable[[int], None] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
         """Completes every request, whatever `is_interrupted` says; see RolloutEngine.generate.
 
@@ -182,7 +190,15 @@ class VllmEngine:
             self._require_possible(request)
         prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
         params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
-        outputs = iter(self._run(prompts, params))
+        request_of = [place for place, r in enumerate(requests) for _ in range(r.num_completions)]
+        num_missing = [request.num_completions for request in requests]
+
+        def count(place: int) -> None:
+            num_missing[request_of[place]] -= 1
+            if on_finished is not None and not num_missing[request_of[place]]:
+                on_finished(request_of[place])
+
+        outputs = iter(self._run(prompts, params, on_output=count))
         return [[self._completion(next(outputs)) for _ in range(r.num_completions)] for r in requests]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -224,7 +240,10 @@ class VllmEngine:
         From the first one to the commit the engine refuses to generate; without all of them it stays so."""
         served = dict(self.served_weights())
         missing = dict(served)
-        self._llm.collective_rpc("load_checkpoint_weights", args=(self._to_checkpoint(weights, missing),))
+        arriving: Iterable[tuple[str, Tensor]] = self._to_checkpoint(weights, missing)
+        if self._has_workers:  # other processes, which are sent copies
+            arriving = list(arriving)
+        self._llm.collective_rpc("load_checkpoint_weights", args=(arriving,))
         if len(missing) == len(served):
             return  # nothing came, nothing has changed
         self._llm.reset_prefix_cache()
@@ -235,6 +254,10 @@ class VllmEngine:
         for its kernels, so they cannot be read back."""
         tied = set(self._skeleton.get_expanded_tied_weights_keys())
         return ((name, tensor) for name, tensor in self._skeleton.state_dict().items() if name not in tied)
+
+    def served_checksums(self) -> Iterator[tuple[str, int | None]]:
+        """None of any: see `served_weights`."""
+        return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`.
@@ -309,12 +332,27 @@ class VllmEngine:
             policy_version=self._version,
         )
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: Sequence["SamplingParams"]) -> list["RequestOutput"]:
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence["SamplingParams"],
+        on_output: Callable[[int], None] = lambda place: None,
+    ) -> list["RequestOutput"]:
+        """LLM.generate, which tells `on_output` the place of each prompt that is done."""
+        if not prompts:
+            return []
+        outputs: list[RequestOutput] = []
         try:
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            ids = self._llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+            first = int(ids[0].partition("-")[0])  # numbers, which the engine makes unique with a suffix
+            while self._llm.llm_engine.has_unfinished_requests():
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        outputs.append(output)
+                        on_output(int(output.request_id) - first)
         except Exception as error:
             raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {_said(error)}") from error
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def _require_weights(self) -> None:
         if self._unfit:
@@ -393,13 +431,16 @@ def _require_known(args: dict[str, Any], own: dict[str, Any], known: Sequence[st
             raise ConfigError(f"rollout.engine.args.{name}: vLLM's EngineArgs have no such argument; {hint}")
 
 
-def _executor() -> str:
-    """Where ranks share a process group already, vLLM has to join it, each rank an engine of its own."""
+def _executor(tensor_parallel_size: int) -> str:
+    """Where ranks share a process group already, vLLM has to join it, each rank an engine of its own; where it has
+    workers of its own, it starts them."""
+    if tensor_parallel_size > 1:
+        return "mp"
     return "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else "uni"
 
 
 def _rank_name() -> str:
-    return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+    return f"rank {os.environ.get('RANK', '0')}"
 
 
 def _said(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Weights from trainer ranks to rollout engines, with receipts. Imports neither engine nor rollout."""
 
-from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum
+from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.disk import DiskMedium, load_version
 from shardwise.transfer.local import sync_local

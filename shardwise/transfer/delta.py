@@ -86,6 +86,7 @@ class DeltaDecoder:
         """
         if entry.encoding == "whole":
             tensor = entry.tensor(payload)
+            self._copies.pop(entry.name, None)  # an engine may come to be able to tell what it serves
             if served.is_meta:
                 self._copies[entry.name] = tensor.clone()
             return tensor

@@ -20,7 +20,7 @@ def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, 
     weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
         receiver.load_weights(manifest.record(weights))
-    num_proven = manifest.verify(receiver.served_weights())
+    num_proven = manifest.verify(receiver.served_checksums())
     receiver.commit_weights(version)
     receipt = manifest.receipt(seconds=time.perf_counter() - started, num_proven=num_proven)
     return replace(receipt, num_bytes_moved=receipt.num_bytes)

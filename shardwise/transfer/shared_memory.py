@@ -5,7 +5,6 @@ nothing is left behind, whoever dies. The death of an end closes its socket, whi
 """
 
 import json
-import mmap
 import os
 import socket
 import time
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.memfd import create_memory, mapped
 from shardwise.scratch import scratch_folder
 from shardwise.transfer.medium import SENDER, MediumError, Rendezvous, name_of
 
@@ -137,7 +137,8 @@ class SharedMemoryMedium:
         announcement, header = packet.split(b"\n", 1)
         place = json.loads(announcement)
         if "capacity_bytes" in place:
-            self._slots[place["slot"]] = _mapped(descriptors[0], place["capacity_bytes"])
+            self._slots[place["slot"]] = mapped(descriptors[0])
+            os.close(descriptors[0])
         elif "cuda_ipc" in place:
             self._slots[place["slot"]] = _opened_cuda_ipc(place["cuda_ipc"], self._device)
         slot = self._slots[place["slot"]]
@@ -158,10 +159,9 @@ class SharedMemoryMedium:
 
     def _allocate(self, index: int, num_bytes: int) -> Tensor:
         if self._device.type == "cpu":
-            descriptor = os.memfd_create("shardwise-weights")
-            os.ftruncate(descriptor, num_bytes)
+            descriptor = create_memory(num_bytes)
             self._new_slots[index] = {"capacity_bytes": num_bytes}, [descriptor]
-            return _mapped(os.dup(descriptor), num_bytes)
+            return mapped(descriptor)
         slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._new_slots[index] = {"cuda_ipc": _cuda_ipc_handle(slot)}, []
         return slot
@@ -239,13 +239,6 @@ def _connect(address: str, rank: int, *, timeout: timedelta) -> dict[int, socket
             "temporary folder, which containers of one host may not have"
         ) from error
     return {SENDER: peer}
-
-
-def _mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """[num_bytes] uint8. Takes the descriptor."""
-    memory = mmap.mmap(descriptor, num_bytes)
-    os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _cuda_ipc_handle(slot: Tensor) -> list[Any]:

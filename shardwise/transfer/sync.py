@@ -13,7 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, checksum, gathered_to_the_end
+from shardwise.checksum import checksum
+from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
 from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry, encode_whole
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
@@ -108,7 +109,7 @@ def load_verified(
     receiver.load_weights(_arrived(reader, manifest, served, delta))
     if not reader.is_exhausted:
         raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
-    num_proven = manifest.verify(receiver.served_weights())
+    num_proven = manifest.verify(receiver.served_checksums())
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 

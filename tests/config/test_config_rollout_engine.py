@@ -1,6 +1,14 @@
 import pytest
 
-from shardwise.config import ConfigError, EmbeddedRollout, EvalConfig, GenerationConfig, RLConfig, VllmRollout
+from shardwise.config import (
+    ConfigError,
+    EmbeddedRollout,
+    EngineProcessConfig,
+    EvalConfig,
+    GenerationConfig,
+    RLConfig,
+    VllmRollout,
+)
 
 TREE = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}, "reward": {"functions": "a.py:b"}}
 
@@ -18,6 +26,22 @@ def test_a_name_alone_stands_for_the_defaults_of_that_engine():
     assert GenerationConfig.model_validate_json(given.generation().model_dump_json()).engine == given.engine
 
 
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+def test_every_engine_may_have_a_process_and_then_stand_apart(kind):
+    assert parse(engine=kind).engine.process is None
+    given = parse(engine={"type": kind, "process": {}}, placement="split")
+    assert given.engine.process == EngineProcessConfig()
+    tree = ["model.path=m", "data.train_files=a.jsonl", "reward.functions=a.py:b", f"rollout.engine={kind}"]
+    process = RLConfig.load(None, [*tree, "rollout.engine.process.max_restarts=1"]).rollout.engine.process
+    assert process == EngineProcessConfig(max_restarts=1)
+
+
+def test_tensor_parallel_workers_need_a_process():
+    engine = {"type": "vllm", "process": {}, "args": {"tensor_parallel_size": 2}}
+    assert parse(engine=engine).engine.tensor_parallel_size == 2
+    assert parse(engine="vllm").engine.tensor_parallel_size == 1
+
+
 def test_an_override_chooses_the_engine():
     tree = ["model.path=m", "data.validation_files=a.jsonl", "reward.functions=a.py:b"]
     assert EvalConfig.load(None, [*tree, "rollout.engine=vllm"]).rollout.engine == VllmRollout()
@@ -33,7 +57,21 @@ def test_an_override_chooses_the_engine():
         ({"engine": {"type": "vllm", "gpu_memory_utilization": 1.5}}, "less than or equal to 1"),
         ({"engine": {"type": "vllm", "max_num_batched_tokens": 0}}, "greater than 0"),
         ({"engine": {"type": "vllm", "sleep_level": 3}}, "0, 1 or 2"),
-        ({"engine": "vllm", "placement": "split"}, "placement=split with engine=vllm"),
+        (
+            {"engine": "vllm", "placement": "split"},
+            r"placement=split with engine=vllm: .*set rollout.engine.process=\{\}",
+        ),
+        (
+            {"engine": {"type": "vllm", "args": {"tensor_parallel_size": 2}}},
+            r"tensor_parallel_size=2: .* set rollout.engine.process=\{\}",
+        ),
+        (
+            {"engine": {"type": "vllm", "args": {"tensor_parallel_size": "2"}}},
+            "tensor_parallel_size='2': give how many",
+        ),
+        ({"engine": {"process": {"max_restarts": -1}}}, "greater than or equal to 0"),
+        ({"engine": {"process": {"health_timeout_seconds": 0}}}, "greater than 0"),
+        ({"engine": {"process": {"restarts": 3}}}, "max_restarts"),
         ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
         ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
         ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),

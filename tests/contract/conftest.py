@@ -1,16 +1,17 @@
 """Small models whose heads are wide enough for vLLM's CPU kernels, and every rollout engine on them."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.config import VllmRollout
+from shardwise.config import GenerationConfig, ModelConfig, VllmRollout
 from shardwise.data.synthetic import train_tokenizer
-from shardwise.rollout import EmbeddedEngine, RolloutEngine, VllmEngine
+from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine, VllmEngine
 
 EOS = 3
 CPU = torch.device("cpu")
@@ -31,8 +32,14 @@ FAMILIES = {
     "qwen3": lambda words: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=words, tie_word_embeddings=True)),
     "llama": lambda words: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=words, tie_word_embeddings=False)),
 }
+VLLM_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-KINDS = ["embedded", pytest.param("vllm", marks=needs_vllm)]
+KINDS = [
+    "embedded",
+    "embedded in a process",
+    pytest.param("vllm", marks=needs_vllm),
+    pytest.param("vllm in a process", marks=needs_vllm),
+]
 
 
 @pytest.fixture(scope="session")
@@ -66,19 +73,33 @@ def references(folders):
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def open_engine(request, folders, tokenizer) -> Callable[..., RolloutEngine]:
+def open_engine(request, folders, tokenizer) -> Iterator[Callable[..., RolloutEngine]]:
     """`open_engine("qwen3", dtype=..., temperature=...)`: an engine that is kept for later tests, which therefore put
     back what they load."""
     kept: dict[str, RolloutEngine] = {}
 
     def build(family: str, *, dtype=torch.float32, temperature=1.0, max_rows=8, has_stop_strings=False, **options):
+        if request.param.endswith("in a process"):
+            return build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options)
         common = {"dtype": dtype, "max_rows": max_rows, "device": CPU, **options}
         if request.param == "embedded":
             decode = tokenizer.decode if has_stop_strings else None
             return EmbeddedEngine.from_folder(folders[family], decode=decode, **common)
-        config = VllmRollout(args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25})
+        config = VllmRollout(args=VLLM_ARGS)
         common |= {"temperature": temperature, "has_stop_strings": has_stop_strings}
         return VllmEngine.from_folder(folders[family], config, **common)
+
+    def build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options):
+        kind, *_ = request.param.split()
+        engine = {"type": kind, "process": {}} | ({"args": VLLM_ARGS} if kind == "vllm" else {})
+        config = GenerationConfig(
+            engine=engine,
+            max_concurrent_sequences=max_rows,
+            temperature=temperature,
+            stop=["="] if has_stop_strings else [],
+            **options,
+        )
+        return build_rollout(ModelConfig(path=str(folders[family])), config, dtype=dtype, device=CPU)
 
     def keep(family: str, **options):
         key = f"{family} {options}"
@@ -86,4 +107,7 @@ def open_engine(request, folders, tokenizer) -> Callable[..., RolloutEngine]:
             kept[key] = build(family, **options)
         return kept[key]
 
-    return keep
+    yield keep
+    for engine in kept.values():
+        if isinstance(engine, SupervisedEngine):
+            engine.close()

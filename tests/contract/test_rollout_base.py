@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from shardwise.config import ConfigError
 from shardwise.ops import Place, traced
+from shardwise.rollout import SupervisedEngine
 from shardwise.types import GenerateRequest
 
 EOS = 3
@@ -119,6 +120,10 @@ def test_first_tokens_are_distributed_as_the_softmax_of_the_logits(open_engine, 
 def test_a_trace_has_what_the_modules_of_transformers_compute(open_engine, references, family):
     (prompt,) = prompts(1, seed=5, longest=9)
     engine, reference = open_engine(family), references[family]
+    if isinstance(engine, SupervisedEngine):
+        with pytest.raises(ConfigError, match="cannot be traced from another process"):
+            engine.trace()
+        return
     with engine.trace() as tracing:
         engine.logprobs([prompt])
     with traced(reference.named_modules()) as expecting, torch.no_grad():
@@ -164,6 +169,13 @@ def test_draws_do_not_depend_on_what_else_is_decoded(open_engine):
     larger = tokens(engine.generate([replace(request, num_completions=5) for request in wanted]))
     assert [group[:3] for group in larger] == together
     assert len({tuple(ids) for group in together for ids in group}) == 18
+
+
+def test_every_request_is_told_once_when_it_is_finished(open_engine):
+    finished: list[int] = []
+    wanted = [replace(r, num_completions=1 + i % 3) for i, r in enumerate(requests(prompts(5)))]
+    open_engine("llama").generate(wanted, on_finished=finished.append)
+    assert sorted(finished) == list(range(5))
 
 
 def test_another_seed_or_uid_gives_other_draws(open_engine):

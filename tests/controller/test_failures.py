@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from shardwise.config import DataError
+from shardwise.config import DataError, EngineLostError
 from shardwise.controller.base import RankSilentError
 from shardwise.controller.failures import Note, explain, num_killed_for_memory
 
@@ -22,6 +22,7 @@ def reason(codes, notes=(), states=None, num_killed=0, **others):
         (RankSilentError("rank 1 did not answer"), (False, True, True)),
         (RuntimeError("Timed out waiting 2000ms for recv operation"), (False, True, True)),
         (RuntimeError("Connection closed by peer"), (False, True, False)),
+        (EngineLostError("it last printed: the timeout of the peer"), (False, False, False)),
         (KeyError("step"), (False, False, False)),
     ],
 )

@@ -1,3 +1,3 @@
-from runs import assets, command, job, marked, metrics_of, shell
+from runs import assets, command, job, marked, metrics_of, shell, start
 
-__all__ = ["assets", "command", "job", "marked", "metrics_of", "shell"]
+__all__ = ["assets", "command", "job", "marked", "metrics_of", "shell", "start"]

@@ -48,7 +48,7 @@ def config_of(tmp_path_factory):
     files = arithmetic_problems(folder / "data", seed=0, num_held_out=24)
     (folder / "rules.py").write_text(REWARD)
 
-    def write(name: str, *, model="model", engine=None, **trainer) -> Path:
+    def write(name: str, *, model="model", engine=None, rollout=None, **trainer) -> Path:
         config = {
             "model": {"path": str(folder / model)},
             "data": {"train_files": str(files.rl_train), "max_prompt_tokens": 40},
@@ -58,6 +58,7 @@ def config_of(tmp_path_factory):
                 "num_prompts": 8,
                 "group_size": 8,
                 "max_response_tokens": MAX_TOKENS,
+                **(rollout or {}),
             },
             "reward": {"functions": f"{folder / 'rules.py'}:compute_score"},
             "trainer": {
@@ -156,6 +157,26 @@ def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_o
     weights = f"checkpoints/step_{STEPS}/hf/model.safetensors"
     assert (folder / weights).read_bytes() == (learned / weights).read_bytes()
     assert not marked(str(tmp_path))
+
+
+def test_f06_engines_of_ranks_that_only_sample_are_killed_and_the_run_goes_on_to_the_same_end(
+    config_of, shell, start, metrics_of, tmp_path
+):
+    """One rank trains, one samples with vLLM in a process of its own, a step ahead."""
+    apart = {"engine": VLLM | {"process": {}}, "placement": "split", "max_staleness": 1}
+    undisturbed = config_of("apart", rollout=apart, total_steps=4)
+    done = shell("shardwise", "rl", "--nproc", "2", "-c", str(undisturbed), timeout=400)
+    assert done.code == 0, done.err
+    killed = config_of("apart-killed", rollout=apart, total_steps=4)
+    output = f"trainer.output_dir={killed.with_suffix('')}"
+    faults = "rank=1 phase=serve nth=3 action=kill"
+    run = start("rl", "--nproc", "2", "-c", str(killed), output, faults=faults)
+    assert run.end(seconds=400) == 0, run.err
+    assert "warning: the rollout engine of rank 1 ended its process by SIGKILL" in run.err
+    expected, found = metrics_of(undisturbed.with_suffix("")), metrics_of(run.run)
+    assert rewards(found) == rewards(expected)
+    weights = "checkpoints/step_4/hf/model.safetensors"
+    assert (run.run / weights).read_bytes() == (undisturbed.with_suffix("") / weights).read_bytes()
 
 
 def _num_rows(folder: Path) -> int:

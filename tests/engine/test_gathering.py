@@ -6,9 +6,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from shardwise.checksum import checksum
 from shardwise.engine import ParallelDims
 from shardwise.engine.gathering import gathered, gathered_in_order
-from shardwise.transfer import checksum
 
 SHAPES = [(5, 3), (1,), (2,), (7,), (2, 2, 3), (64, 8), (9, 1), (3, 4)]
 """Rows that no number of ranks divides, and fewer rows than ranks."""

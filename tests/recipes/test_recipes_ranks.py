@@ -58,3 +58,13 @@ def test_what_fails_in_receiving_is_raised_where_weights_are_sent():
     found.rollouts.call = fail
     with pytest.raises(ValueError, match="the moon is full"):
         found.sync_weights(1)
+
+
+@pytest.mark.parametrize(("placement", "rank_counts"), [("colocated", 4), ({"num_ranks": 3}, 3)])
+def test_restarts_of_engines_are_added_up_where_they_have_processes(placement, rank_counts):
+    without, log = ranks(placement=placement)
+    assert without.take_restarts() == {}
+    assert log == []
+    found, _ = ranks(placement=placement, engine={"process": {}})
+    found.rollouts.call = lambda method: [2] * rank_counts if method == "take_restarts" else None
+    assert found.take_restarts() == {"rollout/engine_restarts": 2 * rank_counts}

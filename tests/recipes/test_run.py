@@ -302,3 +302,13 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path, run_of):
     (tmp_path / "taken").write_text("x")
     with pytest.raises(ConfigError, match=r"trainer.output_dir=.*taken cannot be written to"):
         run_of(tmp_path / "taken").__enter__()
+
+
+def test_incidents_go_with_the_times_and_change_no_metric(run_of, tmp_path):
+    with run_of(tmp_path / "run", total_steps=2) as run:
+        for step in run.steps():
+            incidents = {"rollout/engine_restarts": 3.0} if step == 2 else None
+            run.report(step, {"train/loss": MetricValue.sum(1.5)}, num_tokens=1, incidents=incidents)
+    performance = lines(tmp_path / "run" / "performance.jsonl")
+    assert [row.get("rollout/engine_restarts") for row in performance] == [None, 3.0]
+    assert all(row.keys() == {"step", "train/loss"} for row in lines(tmp_path / "run" / "metrics.jsonl"))

@@ -1,16 +1,24 @@
 """What is vLLM's own, beside the contract of every engine (tests/contract)."""
 
 import importlib.util
+import os
+import signal
 import sys
+import time
 
 import pytest
 import torch
+from runs import MARK, marked
 from tiny_models import tiny_folder
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
-from shardwise.rollout import VllmEngine
+from shardwise.config import ConfigError, GenerationConfig, ModelConfig, ModelError, TrainingError, VllmRollout
+from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.rollout import SupervisedEngine, VllmEngine
+from shardwise.transfer import sync_local
 from shardwise.types import GenerateRequest
+
+__all__ = ["marked"]  # a fixture
 
 CPU = torch.device("cpu")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -79,7 +87,7 @@ def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
         ({"enforce_eagr": True}, r"args.enforce_eagr: vLLM's EngineArgs have no such argument; did you mean enforce_e"),
         ({"xyzzy": 1}, "args.xyzzy: .* no such argument; see"),
         ({"model": "other"}, "args.model: Shardwise sets this itself"),
-        ({"tensor_parallel_size": 2}, "args.tensor_parallel_size: Shardwise sets this itself"),
+        ({"max_num_seqs": 2}, "args.max_num_seqs: Shardwise sets this itself"),
         ({"block_size": "large"}, "vLLM cannot start: .*block_size"),
         ({"max_model_len": 4096}, "vLLM cannot start: .*max_model_len"),
     ],
@@ -165,7 +173,7 @@ def test_a_failure_of_vllm_names_the_engine(engine, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("EngineCore died")
 
-    monkeypatch.setattr(engine._llm, "generate", fail)
+    monkeypatch.setattr(engine._llm, "enqueue", fail)
     with pytest.raises(TrainingError, match="vLLM engine of rank 0 failed while generating: RuntimeError: EngineCore"):
         engine.generate([request()])
 
@@ -221,3 +229,45 @@ def test_an_engine_that_does_not_sleep_stays_awake(folder):
     engine.sleep()
     engine.wake("weights", "kv_cache")
     assert llm.calls == []
+
+
+def open_supervised(folder, **args) -> SupervisedEngine:
+    engine = {"type": "vllm", "process": {"max_restarts": 2}, "args": ARGS | args}
+    config = GenerationConfig(engine=engine, max_concurrent_sequences=4)
+    return build_rollout(ModelConfig(path=str(folder)), config, dtype=torch.float32, device=CPU)
+
+
+class Sender:
+    """The weights of the folder, one of them changed."""
+
+    def __init__(self, folder) -> None:
+        weights = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        weights["model.layers.0.mlp.up_proj.weight"] *= -2
+        self.weights = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+
+    def named_weights(self, dtype):
+        yield from self.weights.items()
+
+
+@needs_vllm
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "two workers"])
+def test_f06_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves_nothing(folder, marked, monkeypatch, size):
+    """Two workers share a machine with one NUMA node only where they are told their cores."""
+    monkeypatch.setenv(MARK, f"{folder}-{size}")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if size == 2 else "auto")
+    wanted = [request(uid=f"row {i}", num_completions=3, max_tokens=12) for i in range(4)]
+    supervised = open_supervised(folder, tensor_parallel_size=size)
+    before = supervised.generate(wanted)
+    receipt = sync_local(Sender(folder), supervised, version=5, dtype=torch.float32)
+    assert (receipt.num_tensors, receipt.num_proven) == (len(Sender(folder).weights), 0)
+    after = supervised.generate(wanted)
+    assert len(marked(f"{folder}-{size}")) >= size
+    os.kill(supervised.pid, signal.SIGKILL)
+    assert supervised.generate(wanted) == after != before
+    assert {completion.policy_version for group in after for completion in group} == {5}
+    assert supervised.take_restarts() == 1
+    supervised.close()
+    deadline = time.monotonic() + 20
+    while marked(f"{folder}-{size}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not marked(f"{folder}-{size}")

@@ -9,18 +9,21 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
 
-SHARED = {"config", "types", "observability", "fault_plan", "scratch"}
+SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes"}
+TENSORS = {"codec", "checksum", "memfd"}
+"""Of weights and messages between processes."""
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"cli"},
     "cli": {"recipes", "controller", "planner", "observability", "config"},
     "recipes": SHARED
+    | TENSORS
     | {"planner", "engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops"},
     "planner": {"engine", "config", "types"},
     "engine": SHARED | {"ops"},
-    "rollout": SHARED | {"ops"},
-    "transfer": SHARED | {"ops"},
-    "controller": SHARED,
+    "rollout": SHARED | TENSORS | {"ops"},
+    "transfer": SHARED | TENSORS | {"ops"},
+    "controller": SHARED | {"codec"},
     "data": SHARED,
     "rewards": SHARED,
     "algorithms": {"types"},
@@ -29,6 +32,10 @@ MAY_IMPORT = {
     "types": set(),
     "fault_plan": set(),
     "scratch": set(),
+    "processes": set(),
+    "codec": {"types"},
+    "checksum": set(),
+    "memfd": set(),
     "ops": set(),
 }
 """Folders and top-level modules. Each may import itself too, and `shardwise`, which holds only the version."""
@@ -38,6 +45,10 @@ THIRD_PARTY = {
     "types": {"torch"},
     "fault_plan": set(),
     "scratch": set(),
+    "processes": set(),
+    "codec": {"torch"},
+    "checksum": {"torch", "xxhash"},
+    "memfd": {"torch"},
     "ops": {"torch"},
     "algorithms": {"torch"},
 }

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checksum import checksums
+
 PRELOAD = ["torch", "transformers", "safetensors.torch", "shardwise.engine"]  # as ranks.py: one fork server for both
 
 
@@ -142,6 +144,9 @@ class DictReceiver:
 
     def served_weights(self):
         return ((name, tensor if self._readable else tensor.to("meta")) for name, tensor in self.weights.items())
+
+    def served_checksums(self):
+        return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
         self.version = version

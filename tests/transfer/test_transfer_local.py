@@ -56,6 +56,9 @@ class LosingEngine:
     def served_weights(self):
         return self._engine.served_weights()
 
+    def served_checksums(self):
+        return self._engine.served_checksums()
+
     def commit_weights(self, version) -> None:
         self._engine.commit_weights(version)
 

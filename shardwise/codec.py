@@ -1,4 +1,4 @@
-"""Messages between ranks as one byte buffer: a JSON header and raw tensors. Nothing is pickled, so nothing is executed.
+"""Messages between processes as one byte buffer: a JSON header and raw tensors. Nothing is unpickled, so none executes.
 
 Layout: 8 bytes header length, the header, padding to 8, then the buffers, each padded to 8.
 What can travel: None, bool, int, float, str, lists, tuples (as lists), dicts with string keys, tensors (copied to the

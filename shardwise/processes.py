@@ -1,0 +1,44 @@
+"""What processes that start others have in common: children that do not outlive them, and how one ended."""
+
+import ctypes
+import fcntl
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel end this process when the thread that started it is gone, whatever this process is doing, also
+    where it is stopped. What it has started is not ended.
+
+    Args:
+        parent: the process of that thread. Where it is gone already, this process ends here.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before it was asked for
+        os._exit(1)
+
+
+def end_group_with(lifeline_fd: int) -> None:
+    """Has the kernel signal this process group (SIGIO ends a process) when the other end of the pipe closes: the
+    parent's, on purpose or with the parent.
+
+    Reading another pipe to its end is not enough: a call that hangs does not read, and one that spins in C would not
+    let a watching thread run either.
+    """
+    os.set_inheritable(lifeline_fd, False)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code, as subprocess counts them, in words that follow a name."""
+    if code >= 0:
+        return f"ended its process with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # most real-time signals have no name
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"ended its process by {name}{hint}"

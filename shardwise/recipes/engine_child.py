@@ -1,0 +1,43 @@
+"""The main of a rollout engine's own process.
+
+    {"model": a ModelConfig, "rollout": a GenerationConfig, "dtype": "bfloat16", "device": "cuda", "lora": null}
+
+This comes on standard input, the rest as `serving.serve` says. The device is the first that the process sees.
+"""
+
+import json
+import sys
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from shardwise.config import GenerationConfig, LoraConfig, ModelConfig
+from shardwise.engine import take_device
+from shardwise.recipes.rollout_engines import build_here
+from shardwise.rollout import RolloutEngine, serve
+
+
+def main(*descriptors: int) -> None:
+    """Serves until the rank that has started it ends it, or itself.
+
+    Args:
+        descriptors: and the rank's process, as `serve` takes them.
+    """
+    disable_progress_bar()
+    setup = json.load(sys.stdin)
+
+    def build() -> RolloutEngine:
+        device = torch.device("cpu") if setup["device"] == "cpu" else take_device(0)
+        return build_here(
+            ModelConfig.model_validate(setup["model"]),
+            GenerationConfig.model_validate(setup["rollout"]),
+            dtype=getattr(torch, setup["dtype"]),
+            device=device,
+            lora=None if setup["lora"] is None else LoraConfig.model_validate(setup["lora"]),
+        )
+
+    serve(build, *descriptors)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""What the process of a rollout engine does: reads calls from a socket, answers on it, and gives signs of life on
+another one.
+
+    nothing  ->  {"result": the forms of the weights that the engine takes}, once it is there
+    {"method": "generate", "arguments": [requests]}  ->  {"finished": place} for each request, then {"result": ...}
+    any other call  ->  {"result": ...}, or {"error": class, "message": ..., "traceback": ...}
+
+Messages are those of `codec.py`: nothing is unpickled. Weights come through memory that both sides have mapped.
+"""
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checksum import checksum
+from shardwise.codec import decode, encode
+from shardwise.processes import die_with, end_group_with
+from shardwise.rollout.base import RolloutEngine
+from shardwise.rollout.shared_weights import Form, SharedWeights, packed
+
+
+def serve(
+    build: Callable[[], RolloutEngine], commands_fd: int, probes_fd: int, lifeline_fd: int, memory_fd: int, parent: int
+) -> None:
+    """Serves calls until the other end of the socket closes.
+
+    Consumes: calls. Waits for: the next one. Unblocked by: the parent closing the socket, or its death.
+
+    Args:
+        build: makes the engine.
+        memory_fd: of the memory for weights.
+        parent: the process whose child this is.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # whether the job ends is the parent's to decide
+        signal.signal(number, signal.SIG_IGN)
+    end_group_with(lifeline_fd)
+    die_with(parent)
+    for descriptor in (commands_fd, probes_fd, memory_fd):
+        os.set_inheritable(descriptor, False)
+    commands = Connection(commands_fd)
+    threading.Thread(target=_give_signs_of_life, args=(Connection(probes_fd),), daemon=True).start()
+    served: _Served | None = None
+
+    def begin() -> list[list[Any]]:
+        nonlocal served
+        served = _Served(build(), memory_fd, lambda place: _send(commands, {"finished": place}))
+        return packed(served.forms)
+
+    _send(commands, _answer(begin))
+    if served is None:
+        return
+    with suppress(EOFError, ConnectionResetError):
+        while True:
+            message = decode(torch.frombuffer(bytearray(commands.recv_bytes()), dtype=torch.uint8))
+            _send(commands, _answer(partial(served.do, message["method"], message["arguments"])))
+
+
+class _Served:
+    """The engine, by the calls that there are."""
+
+    def __init__(self, engine: RolloutEngine, memory_fd: int, on_finished: Callable[[int], None]) -> None:
+        self._engine, self._on_finished = engine, on_finished
+        self.forms = [Form.of(name, tensor) for name, tensor in engine.served_weights()]
+        self._weights = SharedWeights(self.forms, memory_fd)
+
+    def do(self, method: str, arguments: Sequence[Any]) -> Any:
+        match method:
+            case "generate":
+                (requests,) = arguments
+                return self._engine.generate(requests, on_finished=self._on_finished)
+            case "logprobs":
+                return self._engine.logprobs(*arguments)
+            case "load":
+                return self._engine.load_weights(self._arrived(*arguments))
+            case "checksums":
+                return dict(self._engine.served_checksums())
+            case "commit":
+                return self._engine.commit_weights(*arguments)
+            case "sleep":
+                return self._engine.sleep()
+            case "wake":
+                return self._engine.wake(*arguments)
+            case _:
+                raise ValueError(f"there is no call {method!r}")
+
+    def _arrived(self, sent: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Of those that the engine will not be able to read back it is seen here that they are what was sent.
+
+        Args:
+            sent: checksums by name, of what the memory holds now.
+        """
+        is_readable = {form.name: form.is_readable for form in self.forms}
+        for name, expected in sent.items():
+            tensor = self._weights.tensor(name)
+            if not is_readable[name] and checksum(tensor) != expected:
+                raise RuntimeError(
+                    f"other values of {name} arrived in the process of the rollout engine than were sent"
+                )
+            yield name, tensor
+
+
+def _give_signs_of_life(probes: Connection) -> None:
+    """A thread, so that an engine at work does not keep it."""
+    with suppress(EOFError, OSError):
+        while True:
+            probes.send_bytes(probes.recv_bytes())
+
+
+def _answer(ask: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"result": ask()}
+    except Exception as error:  # the parent raises it
+        message = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+        return {"error": type(error).__name__, "message": message, "traceback": traceback.format_exc()}
+
+
+def _send(commands: Connection, message: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # then there is nothing more to read either
+        commands.send_bytes(encode(message).numpy().data)

@@ -1,0 +1,216 @@
+"""A rollout engine in a process of its own, which is replaced when it dies or hangs: its rank notices a delay."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from shardwise.checksum import checksum
+from shardwise.config import ConfigError, EngineLostError
+from shardwise.ops import ModuleTrace
+from shardwise.rollout.process import EngineProcess, ProcessLost, RequestsLost
+from shardwise.rollout.shared_weights import Form, SharedWeights, unpacked
+from shardwise.types import Completion, GenerateRequest
+
+_FIT = ""
+
+
+class SupervisedEngine:
+    """An engine behind an `EngineProcess`. What was asked of a process that is lost is asked of the next one in the
+    same words: the same batch, so the same tokens and logprobs to the bit.
+
+    The weights of the last sync stay in memory that the process has mapped. Its replacement loads them, and proves that
+    it serves them, before it is asked anything.
+    """
+
+    def __init__(self, start: Callable[[int], EngineProcess], *, max_restarts: int, name: str) -> None:
+        """Waits for the first process.
+
+        Args:
+            start: starts a process; it is given the descriptor of the memory for weights.
+            max_restarts: processes that may be lost and replaced.
+            name: what messages call the engine.
+        Raises:
+            ConfigError, ModelError: as the engine. EngineLostError: no process lived until its engine was there.
+        """
+        self._start, self._max_restarts, self._name = start, max_restarts, name
+        self._began = time.monotonic()
+        self._failures: list[str] = []
+        self._num_taken = 0
+        self._process: EngineProcess | None = None
+        self._forms: list[Form] = []
+        self._weights = SharedWeights([])
+        self._sent: dict[str, int] = {}
+        """Checksums of what `_weights` holds."""
+        self._version: int | None = 0
+        """That was committed last; None from the first tensor of another one on."""
+        self._unfit = _FIT
+        self._ready()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where it was lost and is not replaced yet."""
+        return None if self._process is None else self._process.pid
+
+    def take_restarts(self) -> int:
+        """How many processes were replaced, or will be when the engine is needed next, since the last call."""
+        taken, self._num_taken = len(self._failures) - self._num_taken, len(self._failures)
+        return taken
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        on_finished: Callable[[int], None] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine.generate; `on_finished` is called when all are there, whatever `is_interrupted` says.
+
+        Raises:
+            EngineLostError: too many processes were lost, or two did not get done with the same requests.
+        """
+        self._require_weights()
+        found: list[list[Completion]] = self._ask(
+            "generate", list(requests), uids=[request.uid for request in requests]
+        )
+        for place in range(len(requests) if on_finished is not None else 0):
+            assert on_finished is not None
+            on_finished(place)
+        return found
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See RolloutEngine.logprobs. Raises as `generate`."""
+        self._require_weights()
+        scores: list[list[float]] = self._ask("logprobs", [list(sequence) for sequence in sequences])
+        return scores
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """Raises ConfigError: what modules compute stays in their process."""
+        raise ConfigError(
+            "rollout.engine.process: what an engine's modules compute cannot be traced from another process; remove it"
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the tensors to the memory, and when all have come, lets the process load them. A process that dies
+        meanwhile is replaced by one that loads all there is; none ever sees a part of them."""
+        arrived: dict[str, int] = {}
+        for name, tensor in weights:
+            self._version, self._unfit = None, "the last weight sync broke off; sync the weights whole"
+            place = self._weights.tensor(name)
+            place.copy_(tensor)
+            self._sent[name] = arrived[name] = checksum(place)
+        if arrived:
+            self._unfit = "weights have arrived that are not committed"
+            self._ask("load", arrived)
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the process was given, where it can tell whether it serves that; else, and before the first sync, on the
+        meta device."""
+        for form in self._forms:
+            is_there = form.is_readable and form.name in self._sent
+            yield form.name, self._weights.tensor(form.name) if is_there else form.on_meta()
+
+    def served_checksums(self) -> Iterable[tuple[str, int | None]]:
+        """Computed by the process, over what it serves."""
+        found: dict[str, int | None] = self._ask("checksums")
+        return found.items()
+
+    def commit_weights(self, version: int) -> None:
+        """See WeightReceiver.commit_weights."""
+        self._ask("commit", version)
+        self._version, self._unfit = version, _FIT
+
+    def sleep(self) -> None:
+        """See RolloutEngine.sleep."""
+        self._tell("sleep")
+
+    def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """See RolloutEngine.wake. A process that is started later is awake."""
+        self._tell("wake", *parts)
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+        self._weights.close()
+
+    def _require_weights(self) -> None:
+        if self._unfit:
+            raise RuntimeError(f"{self._name} cannot generate: {self._unfit}")
+
+    def _ask(self, method: str, *arguments: Any, uids: Sequence[str] = ()) -> Any:
+        """The answer of a process, of the next one where one is lost. Raises EngineLostError as `generate`."""
+        is_second = False
+        while True:
+            process = self._ready()
+            try:
+                return process.call(method, *arguments, uids=uids)
+            except ProcessLost as lost:
+                self._bury(process, method, lost, is_last=is_second)
+                is_second = isinstance(lost, RequestsLost)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """What matters to a process that is there alone."""
+        if self._process is not None:
+            try:
+                self._process.call(method, *arguments)
+            except ProcessLost as lost:
+                self._bury(self._process, method, lost)
+
+    def _ready(self) -> EngineProcess:
+        """A process whose engine serves the weights of the last sync."""
+        while self._process is None:
+            if self._failures:
+                _print(f"{self._name}: restart {len(self._failures)} of {self._max_restarts}")
+            process = self._start(self._weights.descriptor)
+            try:
+                self._meet(process)
+            except ProcessLost as lost:
+                self._bury(process, "start", lost)
+            except BaseException:
+                process.close()
+                raise
+            else:
+                self._process = process
+        return self._process
+
+    def _meet(self, process: EngineProcess) -> None:
+        forms = list(unpacked(process.start()))
+        if not self._forms:
+            self._forms, self._weights = forms, SharedWeights(forms, self._weights.descriptor)
+        assert forms == self._forms, "two processes were built of the same model folder"
+        if not self._sent:
+            return
+        process.call("load", self._sent)
+        for name, found in process.call("checksums").items():
+            if found is not None and found != self._sent.get(name, found):
+                raise RuntimeError(
+                    f"a new process of {self._name} serves other values of {name} than the last weight sync brought"
+                )
+        if self._version is not None:
+            process.call("commit", self._version)
+
+    def _bury(self, process: EngineProcess, method: str, lost: ProcessLost, *, is_last: bool = False) -> None:
+        """Raises EngineLostError unless another process may take its place."""
+        process.close()
+        self._process = None
+        self._failures.append(f"after {time.monotonic() - self._began:.0f} s, in `{method}`, it {lost}")
+        is_stuck = is_last and isinstance(lost, RequestsLost)
+        if not is_stuck and len(self._failures) <= self._max_restarts:
+            return
+        reason = (
+            "did not get done with the same requests twice; look at these rows, or raise "
+            "rollout.engine.process's limit for requests"
+            if is_stuck
+            else f"was lost {len(self._failures)} times, and rollout.engine.process.max_restarts={self._max_restarts}"
+        )
+        history = "".join(f"\n  {number}. {failure}" for number, failure in enumerate(self._failures, start=1))
+        raise EngineLostError(f"{self._name} {reason}:{history}") from None
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""A rollout engine's own process, as shardwise.recipes.engine_child, whose engine never gets done with the row "stuck",
+and prints before it begins."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from shardwise.rollout import EmbeddedEngine, serve
+
+
+class Stubborn:
+    """An engine but for that row."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    def generate(self, requests, on_finished):
+        print(f"generating {len(requests)}", flush=True)
+        found = self._engine.generate(
+            [request for request in requests if request.uid != "stuck"], on_finished=on_finished
+        )
+        while any(request.uid == "stuck" for request in requests):
+            time.sleep(1)
+        return found
+
+    def served_weights(self):
+        return self._engine.served_weights()
+
+
+def main(*descriptors: int) -> None:
+    torch.set_num_threads(1)
+    setup = json.load(sys.stdin)
+    if setup.get("exits"):
+        print("no device here", file=sys.stderr)
+        sys.exit(7)
+
+    def build():
+        return Stubborn(
+            EmbeddedEngine.from_folder(
+                Path(setup["folder"]), dtype=torch.float32, max_rows=8, device=torch.device("cpu")
+            )
+        )
+
+    serve(build, *descriptors)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

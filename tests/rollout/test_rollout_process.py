@@ -1,0 +1,106 @@
+"""What an engine's process is told of the world; what happens to it is in test_supervised.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.config import ConfigError, EngineProcessConfig
+from shardwise.rollout import EngineProcess, environment_of
+from shardwise.rollout.process import ProcessLost
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """This process is rank 3 of a job."""
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    for name, value in {**variables, "SHARDWISE_FAULTS": "phase=serve", "OWN": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_the_process_is_alone_in_its_world(job):
+    found = environment_of(CPU)
+    assert not {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "SHARDWISE_FAULTS"} & found.keys()
+    assert (found["RANK"], found["OWN"]) == ("3", "kept")
+    assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads())
+    assert str(Path(__file__).parents[2]) in found["PYTHONPATH"].split(os.pathsep)
+    assert "CUDA_VISIBLE_DEVICES" not in found
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "num_devices", "expected"),
+    [(None, 2, 1, "2"), (None, 1, 2, "1,2"), ("7,5,GPU-ab", 1, 1, "5"), ("7,5,GPU-ab", 1, 2, "5,GPU-ab")],
+)
+def test_on_cuda_it_sees_the_device_of_its_rank_and_those_after_it(
+    job, monkeypatch, visible, index, num_devices, expected
+):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = environment_of(torch.device("cuda", index), num_devices=num_devices)
+    assert found["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_devices_that_are_not_there_are_refused(job, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: an engine takes the device of its rank, 3, and"):
+        environment_of(torch.device("cuda", 3), num_devices=2)
+    with pytest.raises(ConfigError, match="works on CUDA and CPU devices, not on xpu"):
+        environment_of(torch.device("xpu", 0))
+
+
+def start(code: str, **keys) -> EngineProcess:
+    """A process that is no engine's."""
+    return EngineProcess(
+        [sys.executable, "-c", code],
+        json.dumps({"some": "setup"}),
+        environment=environment_of(CPU),
+        memory_fd=os.memfd_create("test"),
+        config=EngineProcessConfig(**keys),
+        name="the engine",
+    )
+
+
+def test_what_a_process_printed_is_passed_on_and_quoted_when_it_is_gone(capfd):
+    code = "import sys; print('a | b'); print(sys.stdin.read(), file=sys.stderr); sys.exit(4)"
+    process = start(code)
+    with pytest.raises(ProcessLost, match=r"ended its process with exit code 4; it last printed: a \| b \| \{\"some\""):
+        process.start()
+    process.close()
+    said = capfd.readouterr().err
+    assert said.startswith('a | b\n{"some": "setup"}\n')
+    assert said.count("warning: the engine ended its process with exit code 4") == 1
+
+
+def test_a_process_that_does_not_get_there_in_time_is_ended(capfd):
+    process = start("import time; time.sleep(1000)", start_timeout_seconds=2)
+    with pytest.raises(ProcessLost, match=r"was ended: after \d s it was not done with `start`"):
+        process.start()
+    assert process.is_gone
+    process.close()
+    assert "the engine: waiting for `start`, " in capfd.readouterr().err
+
+
+def test_a_process_that_is_closed_is_gone_without_a_word(capfd):
+    process = start("import time; time.sleep(1000)")
+    process.close()
+    assert process.is_gone
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_that_is_not_there_is_an_error():
+    with pytest.raises(OSError, match="nowhere"):
+        EngineProcess(
+            ["/nowhere"],
+            "",
+            environment={},
+            memory_fd=os.memfd_create("test"),
+            config=EngineProcessConfig(),
+            name="the engine",
+        )

@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from shardwise.checksum import checksum, checksums
+
+
+def test_checksum_is_xxh3_of_the_bytes_in_memory_order():
+    values = torch.arange(12, dtype=torch.float32).view(3, 4)
+    assert checksum(values) == xxhash.xxh3_64_intdigest(np.arange(12, dtype="<f4").tobytes())
+    assert checksum(values.t()) == xxhash.xxh3_64_intdigest(np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_checksum_sees_every_single_bit(dtype):
+    data = torch.zeros(5, dtype=dtype)
+    seen = {checksum(data)}
+    raw = data.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[place] ^= 1 << bit
+            seen.add(checksum(data))
+            raw[place] ^= 1 << bit
+    assert len(seen) == 1 + raw.numel() * (1 if dtype == torch.bool else 8)
+
+
+def test_what_cannot_be_read_has_a_name_and_no_checksum():
+    tensor = torch.arange(4.0)
+    assert dict(checksums([("a", tensor), ("b", tensor.to("meta"))])) == {"a": checksum(tensor), "b": None}

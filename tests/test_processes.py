@@ -1,0 +1,74 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.processes import how_it_ended
+
+ROOT = Path(__file__).parents[1]
+CHILD = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from shardwise.processes import die_with, end_group_with
+{bind}
+print("bound", flush=True)
+while True:
+    time.sleep(1)
+"""
+SECONDS = 20
+
+
+def child(bind: str, **options) -> subprocess.Popen:
+    code = CHILD.format(root=str(ROOT), bind=bind)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, **options)
+    assert process.stdout.readline() == b"bound\n"
+    return process
+
+
+def test_a_stopped_process_ends_with_the_thread_that_started_it():
+    started, is_over = [], threading.Event()
+
+    def start():
+        started.append(child(f"die_with({os.getpid()})"))
+        is_over.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while not started:
+        time.sleep(0.01)
+    os.kill(started[0].pid, signal.SIGSTOP)
+    is_over.set()
+    assert started[0].wait(SECONDS) == -signal.SIGKILL
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
+    code = CHILD.format(root=str(ROOT), bind="die_with(1 << 22)")
+    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, stdout=subprocess.PIPE).returncode == 1
+
+
+def test_a_process_and_what_it_started_end_with_the_other_end_of_a_pipe():
+    """The grandchild writes to the child's standard output, which ends with the last of both."""
+    reader, writer = os.pipe()
+    process = child(f"end_group_with({reader})\nos.fork() or time.sleep(1000)", pass_fds=[reader])
+    os.close(writer)
+    assert process.wait(SECONDS) == -signal.SIGIO
+    assert process.stdout.read() == b""  # to the end: the grandchild too is gone
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended its process with exit code 0"),
+        (3, "ended its process with exit code 3"),
+        (-11, "ended its process by SIGSEGV"),
+        (-9, "ended its process by SIGKILL (out of memory?)"),
+        (-40, "ended its process by signal 40"),
+    ],
+)
+def test_an_exit_code_in_words(code, words):
+    assert how_it_ended(code) == words
