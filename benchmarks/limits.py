@@ -1,4 +1,5 @@
-"""What a training step must compute and what it should hold: the formulas that measurements are compared with.
+"""What a training step must compute and what it should hold, and what a decode step must read and compute: the formulas
+that measurements are compared with.
 
 Symbols: L layers, D hidden, q query and k key/value width, F feed-forward, V vocabulary, s length of a document.
 """
@@ -82,6 +83,34 @@ class ModelShape:
     def train_flops(self, lengths: Sequence[int], num_scored: int) -> int:
         """Forward and backward. What checkpointing computes again is no work of the model and not counted."""
         return 3 * self.forward_flops(lengths, num_scored)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in bfloat16."""
+        return 2 * 2 * self.layers * self.key_width
+
+    def decode_bytes(self, num_rows: int, context: int) -> int:
+        """What one decode step in bfloat16 has to read: every matrix once, and the cache of `context` tokens of each
+        row. Norms, and the few rows of the embedding, are left out."""
+        weights = 2 * (self.layers * self.layer_matmul_parameters + self.vocab * self.hidden)
+        return weights + num_rows * context * self.cache_bytes
+
+    def decode_flops(self, num_rows: int, context: int) -> int:
+        """Of one decode step, whose tokens see `context` tokens each, themselves included."""
+        matmuls = 2 * (self.layers * self.layer_matmul_parameters + self.vocab * self.hidden)
+        return num_rows * (matmuls + 4 * self.query_width * self.layers * context)
+
+    def decode_seconds(
+        self, num_rows: int, contexts: Sequence[int], *, bytes_per_second: float, flops_per_second: float
+    ) -> float:
+        """The least time for a decode step at each of these contexts."""
+        return sum(
+            max(
+                self.decode_bytes(num_rows, context) / bytes_per_second,
+                self.decode_flops(num_rows, context) / flops_per_second,
+            )
+            for context in contexts
+        )
 
     def layer_activation_bytes(self, *, tiled: bool = False) -> float:
         """What one layer in bfloat16 keeps for backward, for each token; tiled: its MLP for one slice of tokens."""

@@ -15,14 +15,16 @@ _PREFIX = f"shardwise-scratch-{socket.gethostname()}-"
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder for this user alone, in TMPDIR or /tmp, that is removed with what is in it at the end.
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """An empty folder for this user alone, in `parent`, else in TMPDIR or /tmp, that is removed with what is in it at
+    the end.
 
     Meanwhile this process locks it. The lock is the operating system's and ends with the process, however that ends;
-    the first folder that a process makes is preceded by removing those that nobody locks.
+    the first folder that a process makes there is preceded by removing those that nobody locks.
     """
-    _remove_abandoned()
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # by this name nobody looks for it
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    _remove_abandoned(parent)
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))  # by this name nobody looks for it
     folder = unlocked.with_name(unlocked.name.removeprefix("."))
     descriptor = os.open(unlocked, os.O_RDONLY)
     try:
@@ -36,9 +38,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 @functools.cache
-def _remove_abandoned() -> None:
+def _remove_abandoned(parent: Path) -> None:
     """Leaves alone what belongs to other users or cannot be locked."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

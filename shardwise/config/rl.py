@@ -7,17 +7,19 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
 from shardwise.config.placement import Colocated, Placement, Split
-from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig, VllmRollout
+from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig, SglangRollout, VllmRollout
 
 VLLM_LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
+SGLANG_LEAST_TEMPERATURE = 1e-6
+"""SGLang takes the likeliest token at lower ones."""
 
 
 class GenerationConfig(Config):
     """How completions are sampled."""
 
     engine: RolloutEngineConfig = EmbeddedRollout()
-    """What samples them: embedded or vllm, alone or as the type in a group of keys."""
+    """What samples them: embedded, vllm or sglang, alone or as the type in a group of keys."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
     top_k: NonNegativeInt = 0
@@ -59,6 +61,28 @@ class GenerationConfig(Config):
                 f"{', '.join(given)} with temperature={self.temperature:g}: engine=vllm can give no logprobs of the "
                 f"policy at a temperature once tokens are left out; set temperature=1, remove {', '.join(given)}, or "
                 "use engine=embedded"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sglang_can_sample_so(self) -> Self:
+        """SGLang leaves bad tokens out before it takes logprobs, and cannot draw by min_p from a request's own seed."""
+        if not isinstance(self.engine, SglangRollout):
+            return self
+        if 0 < self.temperature < SGLANG_LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature:g}: engine=sglang would take the likeliest token without a word; use "
+                f"at least {SGLANG_LEAST_TEMPERATURE:g}, or engine=embedded"
+            )
+        if self.bad_token_ids:
+            raise ValueError(
+                "bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left out that "
+                "way; remove bad_token_ids, or use engine=embedded"
+            )
+        if self.min_p:
+            raise ValueError(
+                f"min_p={self.min_p:g} with engine=sglang: it cannot draw so from a seed of each request; set min_p=0, "
+                "or use engine=embedded"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""What samples completions: Shardwise's own generation, or vLLM; in the process of a rank, or in one of its own."""
+"""What samples completions: our own generation, vLLM or SGLang; in the process of a rank, or in one of its own."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -29,8 +29,8 @@ class EmbeddedRollout(Choice):
 
     tag: ClassVar[str] = "type"
     type: Literal["embedded"] = "embedded"
-    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples. The name alone
-    stands for the defaults."""
+    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples; sglang: an SGLang
+    server beside each of them. The name alone stands for the defaults."""
     compile_decode: bool = False
     """torch.compile the forward pass of a decode step, attention excepted. The first batch is slow, later ones are
     faster; on a CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the
@@ -91,4 +91,40 @@ class VllmRollout(Choice):
         return self.enable_prefix_caching
 
 
-RolloutEngineConfig = Annotated[EmbeddedRollout | VllmRollout, Field(discriminator="type"), by_type("embedded")]
+class SglangRollout(Choice):
+    """An SGLang server beside each rank that samples, on its device; see docs/rollout.md."""
+
+    tag: ClassVar[str] = "type"
+    process: ClassVar[None] = None
+    """It has processes of its own anyway."""
+    type: Literal["sglang"] = "sglang"
+    """sglang: an SGLang server beside each rank that samples."""
+    python: str | None = None
+    """The interpreter of the environment that SGLang is installed in, which may hold other releases of torch than the
+    trainer's; null is the trainer's own."""
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The share of the device's memory that SGLang takes for weights and cache; the rest is the trainer's."""
+    enable_prefix_caching: bool = True
+    """Prompts that begin alike are computed once; this is how the completions of a group share their prompt."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What SGLang gives back while the trainer computes: 0 nothing, 1 its cache, and its weights move to the host, 2
+    its cache and weights, which the next weight sync brings."""
+    weights_folder: str = "/dev/shm"
+    """Where the weights of a sync pass through, as safetensors files; each server of a host needs room for a model."""
+    load_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long the server may take to start, and to load the weights of a sync."""
+    health_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """A server that says nothing for so long while it generates is dead."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of SGLang's server by their names in ServerArgs, such as attention_backend or
+    context_length."""
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """As EmbeddedRollout's."""
+        return self.enable_prefix_caching
+
+
+RolloutEngineConfig = Annotated[
+    EmbeddedRollout | VllmRollout | SglangRollout, Field(discriminator="type"), by_type("embedded")
+]

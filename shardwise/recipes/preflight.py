@@ -4,18 +4,19 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config import EvalConfig, RecipeConfig, RLConfig
+from shardwise.config import EvalConfig, RecipeConfig, RLConfig, SglangRollout
 from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
 from shardwise.recipes.resume import find_start
 from shardwise.recipes.writer_lock import require_no_writer
 from shardwise.rewards import check_rewards
+from shardwise.rollout import check_sglang
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, a
-    run in the output folder that still goes on, or that this config does not go on with.
+    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
+    SGLang that is not there, a run in the output folder that still goes on, or that this config does not go on with.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
@@ -29,6 +30,8 @@ def check_inputs(config: RecipeConfig) -> None:
         check_rewards(config.reward)
         if config.rollout.environment is not None:
             check_environment(config.rollout.environment)
+    if isinstance(config, RLConfig | EvalConfig) and isinstance(config.rollout.engine, SglangRollout):
+        check_sglang(config.rollout.engine)
     require_callable(config)
 
 

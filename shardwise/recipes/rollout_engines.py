@@ -17,6 +17,7 @@ from shardwise.config import (
     GenerationConfig,
     LoraConfig,
     ModelConfig,
+    SglangRollout,
     VllmRollout,
 )
 from shardwise.data import load_tokenizer
@@ -24,6 +25,7 @@ from shardwise.rollout import (
     EmbeddedEngine,
     EngineProcess,
     RolloutEngine,
+    SglangEngine,
     SupervisedEngine,
     VllmEngine,
     environment_of,
@@ -56,7 +58,7 @@ def build_here(
     dtype: torch.dtype,
     device: torch.device,
     lora: LoraConfig | None = None,
-) -> EmbeddedEngine | VllmEngine:
+) -> EmbeddedEngine | VllmEngine | SglangEngine:
     """The same in this process, whatever rollout.engine.process says."""
     shared: dict[str, Any] = {
         "dtype": dtype,
@@ -82,6 +84,10 @@ def build_here(
                 temperature=config.temperature,
                 has_stop_strings=bool(config.stop),
                 **shared,
+            )
+        case SglangRollout():
+            return SglangEngine.from_folder(
+                Path(model.path), config.engine, has_stop_strings=bool(config.stop), **shared
             )
 
 

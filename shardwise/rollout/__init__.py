@@ -5,6 +5,8 @@ from shardwise.rollout.embedded import EmbeddedEngine
 from shardwise.rollout.environment import Environment, EnvironmentCaller
 from shardwise.rollout.process import EngineProcess, environment_of
 from shardwise.rollout.serving import serve
+from shardwise.rollout.sglang import SglangEngine
+from shardwise.rollout.sglang_server import check_sglang
 from shardwise.rollout.supervised import SupervisedEngine
 from shardwise.rollout.tools import ToolEnvironment
 from shardwise.rollout.vllm import VllmEngine

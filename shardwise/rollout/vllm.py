@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.sampling import stream_key
+from shardwise.rollout.skeleton import load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.types import Completion, GenerateRequest
 
@@ -134,7 +135,7 @@ class VllmEngine:
                 f"rollout.engine.sleep_level={config.sleep_level} needs a CUDA device; vLLM cannot give memory back on "
                 "a CPU, set it to 0"
             )
-        skeleton = _skeleton(folder, dtype)
+        skeleton = load_skeleton(folder, dtype)
         if device.type == "cpu" and any(parameter.dim() == 3 for parameter in skeleton.parameters()):
             raise ModelError(
                 f"{folder}: vLLM's CPU build (0.32) packs fused experts once and would go on with the first ones after "
@@ -252,8 +253,7 @@ class VllmEngine:
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and repacks them
         for its kernels, so they cannot be read back."""
-        tied = set(self._skeleton.get_expanded_tied_weights_keys())
-        return ((name, tensor) for name, tensor in self._skeleton.state_dict().items() if name not in tied)
+        return served_by(self._skeleton)
 
     def served_checksums(self) -> Iterator[tuple[str, int | None]]:
         """None of any: see `served_weights`."""
@@ -376,18 +376,6 @@ class VllmEngine:
             raise ConfigError(
                 "a request with top_k, top_p, min_p or bad_token_ids to a vLLM engine that is not at temperature 1"
             )
-
-
-def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder} cannot be loaded for generation: {_said(error)}") from None
-    return model
 
 
 def _open(own: dict[str, Any], args: dict[str, Any], device: torch.device) -> "LLM":

@@ -7,6 +7,7 @@ from shardwise.config import (
     EvalConfig,
     GenerationConfig,
     RLConfig,
+    SglangRollout,
     VllmRollout,
 )
 
@@ -20,6 +21,7 @@ def parse(**rollout):
 def test_a_name_alone_stands_for_the_defaults_of_that_engine():
     assert parse().engine == parse(engine="embedded").engine == EmbeddedRollout()
     assert parse(engine="vllm").engine == parse(engine={"type": "vllm"}).engine == VllmRollout()
+    assert parse(engine="sglang").engine == SglangRollout()
     given = parse(engine={"type": "vllm", "sleep_level": 1, "args": {"enforce_eager": True}})
     assert given.engine == VllmRollout(sleep_level=1, args={"enforce_eager": True})
     assert given.generation().engine == given.engine
@@ -50,8 +52,8 @@ def test_an_override_chooses_the_engine():
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"engine": "vlm"}, r"rollout.engine=vlm: did you mean vllm\? use one of embedded, vllm"),
-        ({"engine": 3}, "expected a group of keys with type=embedded or vllm"),
+        ({"engine": "vlm"}, r"rollout.engine=vlm: did you mean vllm\? use one of embedded, vllm, sglang"),
+        ({"engine": 3}, "expected a group of keys with type=embedded or vllm or sglang"),
         ({"engine": {"gpu_memory_utilization": 0.3}}, "rollout.engine"),
         ({"engine": {"type": "embedded", "args": {}}}, "type=embedded has no such key"),
         ({"engine": {"type": "vllm", "gpu_memory_utilization": 1.5}}, "less than or equal to 1"),
@@ -72,6 +74,11 @@ def test_an_override_chooses_the_engine():
         ({"engine": {"process": {"max_restarts": -1}}}, "greater than or equal to 0"),
         ({"engine": {"process": {"health_timeout_seconds": 0}}}, "greater than 0"),
         ({"engine": {"process": {"restarts": 3}}}, "max_restarts"),
+        ({"engine": {"type": "sglang", "mem_fraction_static": 1.0}}, "less than 1"),
+        ({"engine": {"type": "sglang", "sleep_level": 3}}, "0, 1 or 2"),
+        ({"engine": "sglang", "temperature": 1e-7}, "would take the likeliest token without a word; use at least 1e-0"),
+        ({"engine": "sglang", "bad_token_ids": [5]}, "bad_token_ids with engine=sglang: it can give no logprobs"),
+        ({"engine": "sglang", "min_p": 0.1}, r"min_p=0\.1 with engine=sglang: it cannot draw so"),
         ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
         ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
         ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),
@@ -89,6 +96,7 @@ def test_what_cannot_work_is_refused(rollout, message):
         {"engine": "vllm", "top_p": 0.9, "top_k": 5, "min_p": 0.1, "bad_token_ids": [5]},
         {"engine": "vllm", "temperature": 0.7},
         {"engine": "embedded", "temperature": 0.7, "top_p": 0.9},
+        {"engine": "sglang", "temperature": 0.7, "top_p": 0.9, "top_k": 5},
     ],
 )
 def test_logprobs_of_the_policy_can_be_had_at_temperature_one_or_with_nothing_left_out(rollout):

@@ -1,6 +1,13 @@
-"""Small models whose heads are wide enough for vLLM's CPU kernels, and every rollout engine on them."""
+"""Small models whose heads are wide enough for vLLM's CPU kernels, and every rollout engine on them.
+
+sglang_stub is SglangEngine on a server that stands in for SGLang's and samples with the embedded engine
+(tests/sglang_stub). sglang is the real one, in the environment of the interpreter that SHARDWISE_SGLANG_PYTHON names,
+on a machine with a GPU.
+"""
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.config import GenerationConfig, ModelConfig, VllmRollout
+from shardwise.config import GenerationConfig, ModelConfig, SglangRollout, VllmRollout
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.rollout_engines import build_rollout
-from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine, VllmEngine
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, SglangEngine, VllmEngine
 
 EOS = 3
 CPU = torch.device("cpu")
@@ -34,12 +41,17 @@ FAMILIES = {
 }
 VLLM_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+SGLANG_PYTHON = os.environ.get("SHARDWISE_SGLANG_PYTHON")
+needs_sglang = pytest.mark.skipif(SGLANG_PYTHON is None, reason="SHARDWISE_SGLANG_PYTHON names no SGLang")
 KINDS = [
     "embedded",
     "embedded in a process",
     pytest.param("vllm", marks=needs_vllm),
     pytest.param("vllm in a process", marks=needs_vllm),
+    "sglang_stub",
+    pytest.param("sglang", marks=needs_sglang),
 ]
+STUB = Path(__file__).parents[1] / "sglang_stub"
 
 
 @pytest.fixture(scope="session")
@@ -73,25 +85,43 @@ def references(folders):
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def open_engine(request, folders, tokenizer) -> Iterator[Callable[..., RolloutEngine]]:
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def not_in_a_server(kind) -> None:
+    """Skips what SglangEngine refuses; tests/rollout/test_sglang.py has the refusals."""
+    if kind.startswith("sglang"):
+        pytest.skip("SGLang cannot, and SglangEngine refuses")
+
+
+@pytest.fixture(scope="session")
+def open_engine(kind, folders, tokenizer) -> Iterator[Callable[..., RolloutEngine]]:
     """`open_engine("qwen3", dtype=..., temperature=...)`: an engine that is kept for later tests, which therefore put
     back what they load."""
     kept: dict[str, RolloutEngine] = {}
 
     def build(family: str, *, dtype=torch.float32, temperature=1.0, max_rows=8, has_stop_strings=False, **options):
-        if request.param.endswith("in a process"):
+        if kind.endswith("in a process"):
             return build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options)
         common = {"dtype": dtype, "max_rows": max_rows, "device": CPU, **options}
-        if request.param == "embedded":
+        if kind == "embedded":
             decode = tokenizer.decode if has_stop_strings else None
             return EmbeddedEngine.from_folder(folders[family], decode=decode, **common)
-        config = VllmRollout(args=VLLM_ARGS)
-        common |= {"temperature": temperature, "has_stop_strings": has_stop_strings}
-        return VllmEngine.from_folder(folders[family], config, **common)
+        common["has_stop_strings"] = has_stop_strings
+        if kind == "vllm":
+            config = VllmRollout(args=VLLM_ARGS)
+            return VllmEngine.from_folder(folders[family], config, temperature=temperature, **common)
+        common["device"] = torch.device("cuda", 0)  # the stub does not look at it
+        python, args = (
+            (sys.executable, {}) if kind == "sglang_stub" else (SGLANG_PYTHON, {"attention_backend": "triton"})
+        )
+        return SglangEngine.from_folder(folders[family], SglangRollout(python=python, args=args), **common)
 
     def build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options):
-        kind, *_ = request.param.split()
-        engine = {"type": kind, "process": {}} | ({"args": VLLM_ARGS} if kind == "vllm" else {})
+        inside, *_ = kind.split()
+        engine = {"type": inside, "process": {}} | ({"args": VLLM_ARGS} if inside == "vllm" else {})
         config = GenerationConfig(
             engine=engine,
             max_concurrent_sequences=max_rows,
@@ -101,13 +131,18 @@ def open_engine(request, folders, tokenizer) -> Iterator[Callable[..., RolloutEn
         )
         return build_rollout(ModelConfig(path=str(folders[family])), config, dtype=dtype, device=CPU)
 
-    def keep(family: str, **options):
+    def keep(family: str, *, temperature=1.0, **options):
+        if not kind.startswith("sglang"):  # whose logprobs are at the temperature of the request: a server less
+            options["temperature"] = temperature
         key = f"{family} {options}"
         if key not in kept:
             kept[key] = build(family, **options)
         return kept[key]
 
-    yield keep
-    for engine in kept.values():
-        if isinstance(engine, SupervisedEngine):
-            engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "sglang_stub":
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(STUB), str(STUB.parents[1])]))
+        yield keep
+        if kind not in ("embedded", "vllm"):  # which go with this process
+            for engine in kept.values():
+                engine.close()

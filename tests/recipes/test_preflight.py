@@ -169,3 +169,10 @@ def test_a_run_that_was_trained_with_another_config_is_named(data, recipe, tmp_p
     changed = before.model_copy(update={"trainer": before.trainer.model_copy(update={"seed": 9})})
     with pytest.raises(ConfigError, match=r"step_1 was trained with another config: trainer.seed was 0 and is 9; "):
         check_inputs(changed)
+
+
+def test_an_sglang_that_is_not_there_is_found_before_any_rank_starts(data):
+    engine = {"type": "sglang", "python": "/no/python"}
+    tree = {"model": MODEL, "data": data, "reward": REWARD, "rollout": {"engine": engine}}
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.python=/no/python: there is no such program"):
+        check_inputs(RLConfig.parse(tree, origin="test"))

@@ -45,3 +45,10 @@ def test_vllm_that_is_not_installed_is_refused(model_folder):
         build_rollout(
             ModelConfig(path=str(model_folder)), GenerationConfig(engine="vllm"), dtype=torch.float32, device=CPU
         )
+
+
+def test_sglang_is_refused_where_there_is_no_accelerator(model_folder):
+    with pytest.raises(ConfigError, match=r"rollout\.engine=sglang needs an accelerator"):
+        build_rollout(
+            ModelConfig(path=str(model_folder)), GenerationConfig(engine="sglang"), dtype=torch.float32, device=CPU
+        )

@@ -1,5 +1,10 @@
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from stubbed_sglang import open_engine
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -62,3 +67,36 @@ def references(model_folders):
         name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         for name, folder in model_folders.items()
     }
+
+
+@pytest.fixture(scope="module")
+def sglang_stub():
+    """Servers that are started are stubs."""
+    tests = Path(__file__).parents[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests / "sglang_stub"), str(tests.parent)]))
+        patch.setenv("TORCHELASTIC_RUN_ID", "of the trainer")
+        yield
+
+
+@pytest.fixture(scope="module")
+def sglang_journal(sglang_stub, tmp_path_factory):
+    """What the stubs were started with and asked, one after the other."""
+    path = tmp_path_factory.mktemp("sglang") / "journal"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_STUB_JOURNAL", str(path))
+        yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def weights_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def sglang_engine(model_folders, sglang_journal, weights_folder):
+    keys = {"weights_folder": str(weights_folder), "sleep_level": 2, "enable_prefix_caching": False}
+    args = {"context-length": 40, "log_level": "error"}
+    engine = open_engine(model_folders["llama"], stop_token_ids=[7], args=args, **keys)
+    yield engine
+    engine.close()

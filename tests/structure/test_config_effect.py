@@ -159,7 +159,7 @@ def test_choices_that_are_no_functions_are_read_by_name():
     assert {choice.__name__ for choice in choices - set(FUNCTIONS)} == {
         *("Custom", "CustomPreference", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward"),
         *("EnvironmentReward", "CustomEnvironment", "ToolsEnvironment"),
-        *("EmbeddedRollout", "VllmRollout", "Colocated", "Split"),
+        *("EmbeddedRollout", "VllmRollout", "SglangRollout", "Colocated", "Split"),
         *("ForwardKl", "ReverseKl", "JensenShannon", "K1", "Abs", "K2", "K3", "K1Plus", "AbsPlus", "K3Plus"),
         *("TokenMean", "SeqMeanTokenMean", "SeqMeanTokenSum", "SeqMeanTokenSumNorm", "TokenSum"),
     }

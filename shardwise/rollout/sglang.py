@@ -1,0 +1,325 @@
+"""SGLang as a rollout engine: a server of its own beside a rank, on the loopback address, behind keys that only this
+rank knows. Requests travel as JSON, weights as safetensors files; nothing is pickled between the two.
+
+SGLang is never imported: it may live in an environment with other releases of torch than the trainer's.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardwise.checksum import checksums
+from shardwise.config import SGLANG_LEAST_TEMPERATURE, ConfigError, ModelError, SglangRollout, TrainingError
+from shardwise.ops import ModuleTrace
+from shardwise.rollout.sampling import stream_key
+from shardwise.rollout.sglang_server import SglangServer, check_sglang
+from shardwise.rollout.skeleton import load_skeleton, served_by
+from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.scratch import scratch_folder
+from shardwise.types import Completion, GenerateRequest
+
+_BUCKET_BYTES = 1 << 30
+"""Of weights that are held in this process before they are written."""
+_FIT, _UNCOMMITTED = "", "weights have arrived that are not committed"
+_DROPPED = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
+
+
+class SglangEngine:
+    """A whole copy of the policy in a server, in the compute dtype."""
+
+    def __init__(
+        self, server: SglangServer, skeleton: PreTrainedModel, config: SglangRollout, *, stop_token_ids: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            skeleton: the same model in transformers, on the meta device: the names and shapes that weights come with.
+            stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
+        """
+        self._server = server
+        self._skeleton = skeleton
+        self._weights_folder = Path(config.weights_folder)
+        self._sleep_level = config.sleep_level
+        self._stop_ids = list(stop_token_ids)
+        self._asleep: set[str] = set()
+        self._unfit = _FIT
+        self._version = 0
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        config: SglangRollout,
+        *,
+        dtype: torch.dtype,
+        max_rows: int,
+        device: torch.device,
+        stop_token_ids: Sequence[int] = (),
+        bad_token_ids: Sequence[int] = (),
+        has_stop_strings: bool = False,
+    ) -> Self:
+        """Starts a server for a model folder and waits until it generates.
+
+        Args:
+            max_rows: sequences decoded at a time.
+            stop_token_ids: beside the model's own end-of-sequence tokens.
+            has_stop_strings: requests may have stop strings, for which SGLang needs the tokenizer.
+        Raises:
+            ConfigError: SGLang is not installed, cannot do what is asked, or refuses an argument. ModelError:
+                transformers cannot read the folder, or SGLang would end completions where its settings do not.
+        """
+        if device.type == "cpu":
+            raise ConfigError(
+                "rollout.engine=sglang needs an accelerator: only in its deterministic mode does SGLang draw from a "
+                "seed of each request, and it has none on a CPU; use rollout.engine=embedded"
+            )
+        check_sglang(config)
+        skeleton = load_skeleton(folder, dtype)
+        require_words([*stop_token_ids, *bad_token_ids], skeleton.config.get_text_config().vocab_size)
+        if bad_token_ids:
+            raise ConfigError(
+                "rollout.bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left "
+                "out that way; remove them, or use rollout.engine=embedded"
+            )
+        _require_same_ends(folder, skeleton)
+        _require_room(Path(config.weights_folder), sum(tensor.nbytes for _, tensor in served_by(skeleton)))
+        own = {
+            "model_path": str(folder),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_running_requests": max_rows,
+            "skip_tokenizer_init": not has_stop_strings,
+            "enable_deterministic_inference": True,
+            "mem_fraction_static": config.mem_fraction_static,
+            "disable_radix_cache": not config.enable_prefix_caching,
+            "enable_memory_saver": config.sleep_level > 0,
+            "enable_weights_cpu_backup": config.sleep_level == 1,
+            "weight_version": "0",
+            "tp_size": 1,
+            "base_gpu_id": device.index or 0,
+        }
+        return cls(SglangServer(config, own), skeleton, config, stop_token_ids=stop_token_ids)
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        on_finished: Callable[[int], None] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[list[Completion]]:
+        """Completes every request, whatever `is_interrupted` says; see RolloutEngine.generate. `on_finished` is called
+        when all are there.
+
+        Each completion is a request of its own to SGLang, with its own seed; they share their prompt in its prefix
+        cache.
+
+        Raises:
+            ConfigError: a request that SGLang cannot sample. TrainingError: the server failed, died or was stopped, or
+                sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
+        """
+        self._require_weights()
+        for request in requests:
+            _require_possible(request)
+        prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+        params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
+        answers = iter(self._run(prompts, params))
+        found = [[self._completion(r, next(answers)) for _ in range(r.num_completions)] for r in requests]
+        for place in range(len(found) if on_finished is not None else 0):
+            assert on_finished is not None
+            on_finished(place)
+        return found
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
+        self._require_weights()
+        scoring = {"max_new_tokens": 0, "temperature": 0.0}
+        answers = self._run(sequences, [scoring] * len(sequences), logprob_start_len=0)
+        return [self._logprobs_of(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
+
+    def trace(self) -> AbstractContextManager[ModuleTrace]:
+        """Raises ConfigError: the modules are in another process."""
+        raise ConfigError("rollout.engine=sglang: the modules of a server cannot be seen; use embedded or vllm")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the tensors into files, by the names of the hub, and has the server load them when all have come,
+        which drops its prefix cache. From the first one to the commit the engine refuses to generate."""
+        served = dict(self.served_weights())
+        missing = dict(served)
+        with scratch_folder(self._weights_folder) as folder:
+            _write_files(folder, self._to_checkpoint(weights, missing))
+            if len(missing) == len(served):
+                return  # nothing came, nothing has changed
+            if missing:
+                self._unfit = f"the last weight sync did not bring {', '.join(missing)}"
+                return
+            files = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True}
+            self._server.administer("/update_weights_from_disk", files)
+        self._unfit = _UNCOMMITTED
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The names, shapes and dtypes that `load_weights` takes, as meta tensors: SGLang fuses weights, and what it
+        gives back of them is for a few families and as numbers in text."""
+        return served_by(self._skeleton)
+
+    def served_checksums(self) -> Iterator[tuple[str, int | None]]:
+        """None of any: see `served_weights`."""
+        return checksums(self.served_weights())
+
+    def commit_weights(self, version: int) -> None:
+        """From here on completions carry `version`, and the server says so with each of them.
+
+        Raises:
+            RuntimeError: the weights are not whole.
+        """
+        if self._unfit not in (_FIT, _UNCOMMITTED):
+            raise RuntimeError(f"version {version} cannot be committed to SGLang: {self._unfit}")
+        self._server.administer("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._unfit, self._version = _FIT, version
+
+    def sleep(self) -> None:
+        """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
+        if self._sleep_level and not self._asleep:
+            self._server.administer("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            self._asleep = {"kv_cache", "weights"}
+            if self._sleep_level == 2:
+                self._unfit = _DROPPED
+
+    def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
+        tags = [part for part in parts if part in self._asleep]
+        if tags:
+            self._server.administer("/resume_memory_occupation", {"tags": tags})
+            self._asleep.difference_update(tags)
+
+    def close(self) -> None:
+        """Ends the server; the engine cannot be used again."""
+        self._server.close()
+
+    def _to_checkpoint(
+        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names of the transformers class -> names of the hub, fused experts apart; takes what came from `missing`."""
+        for name, tensor in weights:
+            self._unfit = "the last weight sync broke off"
+            del missing[name]
+            yield from revert_weight_conversion(self._skeleton, {name: tensor}).items()
+
+    def _sampling(self, request: GenerateRequest, index: int) -> dict[str, Any]:
+        limits = {"top_k": request.top_k or -1, "top_p": request.top_p} if request.temperature else {}
+        return {
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            **limits,
+            "sampling_seed": stream_key(request.seed, request.uid, index),
+            "stop": request.stop or None,
+            "stop_token_ids": self._stop_ids or None,
+        }
+
+    def _completion(self, request: GenerateRequest, answer: dict[str, Any]) -> Completion:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        if meta["weight_version"] != str(self._version):
+            raise self._server.failure(f"sampled with version {meta['weight_version']}, {self._version} is due")
+        if reason["type"] == "abort":
+            raise self._server.failure(f"broke off a completion of {request.uid}: {reason['message']}")
+        entries = meta["output_token_logprobs"]
+        if reason["type"] == "length" and len(entries) < request.max_tokens:
+            raise self._server.failure(
+                f"ended a completion of {request.uid} after {len(entries)} of max_tokens={request.max_tokens}: a "
+                f"prompt of {len(request.prompt_ids)} tokens leaves no more; raise context_length in "
+                "rollout.engine.args, or rollout.engine.mem_fraction_static"
+            )
+        return Completion(
+            token_ids=[entry[1] for entry in entries],
+            logprobs=self._logprobs_of(entries),
+            finish_reason=reason["type"],
+            policy_version=self._version,
+        )
+
+    def _logprobs_of(self, entries: list[tuple[float | None, int, None]]) -> list[float]:
+        logprobs = [entry[0] for entry in entries if entry[0] is not None]  # JSON has no NaN
+        if len(logprobs) < len(entries):
+            raise self._server.failure("gives no distribution for a token: weights or activations have overflowed")
+        return logprobs
+
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], *, logprob_start_len: int = -1
+    ) -> list[dict[str, Any]]:
+        if not prompts:
+            return []
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": list(params),
+            "return_logprob": True,
+            "logprob_start_len": logprob_start_len,
+        }
+        return self._server.generate(body)
+
+    def _require_weights(self) -> None:
+        if self._unfit:
+            error = TrainingError if self._unfit == _DROPPED else RuntimeError
+            raise error(f"{self._server.name} cannot generate: {self._unfit}")
+
+
+def _write_files(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises TrainingError: there is no room."""
+    bucket: dict[str, Tensor] = {}
+    num_bytes = num_files = 0
+
+    def write() -> None:
+        nonlocal bucket, num_bytes, num_files
+        try:
+            save_file(bucket, folder / f"{num_files:05}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"weights for SGLang cannot be written to {folder}: {error}") from error
+        bucket, num_bytes, num_files = {}, 0, num_files + 1
+
+    for name, tensor in weights:
+        # The sender keeps a tensor only until the next one is taken.
+        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+        if num_bytes >= _BUCKET_BYTES:
+            write()
+    if bucket:
+        write()
+
+
+def _require_possible(request: GenerateRequest) -> None:
+    if request.temperature and request.min_p:
+        raise ConfigError(
+            f"min_p={request.min_p:g} in a request to SGLang, which cannot draw so from a seed of each request"
+        )
+    if 0 < request.temperature < SGLANG_LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"a request at temperature {request.temperature:g} to SGLang, which would take the likeliest token; use at "
+            f"least {SGLANG_LEAST_TEMPERATURE:g}, or 0"
+        )
+
+
+def _require_same_ends(folder: Path, skeleton: PreTrainedModel) -> None:
+    """SGLang ends at the tokens of both config files, transformers at those of the generation config where it has
+    any."""
+    ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
+    if skeleton.config.eos_token_id is None:
+        return
+    if others := sorted(set(end_of_sequence_ids(None, skeleton.config)) - set(ends)):
+        raise ModelError(
+            f"{folder}: config.json ends completions at token {others[0]}, generation_config.json does not; SGLang "
+            "would end at both; make their eos_token_id the same"
+        )
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    if free < num_bytes:
+        raise ConfigError(
+            f"rollout.engine.weights_folder={folder} has {free / 2**30:.1f} GiB free, and a weight sync takes "
+            f"{num_bytes / 2**30:.1f} GiB; choose a folder with room, or give a container more shared memory"
+        )

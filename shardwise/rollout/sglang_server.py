@@ -1,0 +1,195 @@
+"""The process of an SGLang server and the calls to it, over HTTP on the loopback address."""
+
+import http.client
+import importlib.util
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.config import ConfigError, SglangRollout, TrainingError
+from shardwise.scratch import scratch_folder
+
+_LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no server outlives its rank, however that ends
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the rank is gone")
+os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", "--config", sys.argv[2]])
+"""
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How variables of the trainer's process group begin: with them the server would try to join it."""
+_ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+"""Logprobs at the temperature of the request."""
+_OTHER_NAMES = {"model", "tensor_parallel_size"}
+"""Of arguments that are set here."""
+_HOST = "127.0.0.1"
+_GLANCE_SECONDS = 5.0
+"""How often the server is looked at while it is waited for."""
+_SOCKET_SECONDS = 60.0
+"""Between two packets of a request or an answer."""
+
+
+def check_sglang(config: SglangRollout) -> None:
+    """Raises ConfigError unless there is an SGLang to start, as far as can be told without starting it."""
+    if config.python is not None:
+        if shutil.which(config.python) is None:
+            raise ConfigError(f"rollout.engine.python={config.python}: there is no such program")
+    elif importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.engine=sglang: SGLang is not installed here; `pip install sglang` in an environment of its own "
+            "and give its interpreter as rollout.engine.python, or use rollout.engine=embedded"
+        )
+
+
+class SglangServer:
+    """A server process and the calls to it. Two keys, made here: one for requests, one for everything else."""
+
+    def __init__(self, config: SglangRollout, own: dict[str, Any]) -> None:
+        """Starts it and waits until it generates.
+
+        Args:
+            own: arguments that config.args may not set.
+        Raises:
+            ConfigError: an argument that is ours, or the server did not start; says what it printed last.
+        """
+        self.name = f"the SGLang server of rank {dist.get_rank() if dist.is_initialized() else 0}"
+        self._config = config
+        self._port = _free_port()
+        self._key, self._admin_key = secrets.token_hex(32), secrets.token_hex(32)
+        own = own | {"host": _HOST, "port": self._port, "api_key": self._key, "admin_api_key": self._admin_key}
+        for name in config.args:
+            if name.replace("-", "_") in own.keys() | _OTHER_NAMES:
+                raise ConfigError(f"rollout.engine.args.{name}: Shardwise sets this itself; remove it")
+        with ExitStack() as undone:
+            folder = undone.enter_context(scratch_folder())
+            self._log = folder / "log"
+            # In a folder of this user's alone: everybody can read the arguments of a process.
+            arguments = folder / "arguments.yaml"
+            given = {"log_level": "warning"} | config.args | own
+            arguments.write_text(json.dumps({name.replace("_", "-"): value for name, value in given.items()}))
+            self._process = self._launch(arguments)
+            undone.callback(self._end)
+            self._await_start()
+            arguments.unlink()
+            self._undone = undone.pop_all()
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        """Takes as long as the server shows that it lives. Raises TrainingError: it failed, died or was stopped."""
+        return self._call("POST", "/generate", body, key=self._key, timeout_seconds=None)
+
+    def administer(self, path: str, body: dict[str, Any]) -> None:
+        """Weights and memory. Raises as `generate`."""
+        self._call("POST", path, body, key=self._admin_key, timeout_seconds=self._config.load_timeout_seconds)
+
+    def failure(self, message: str) -> TrainingError:
+        """An error that names the server."""
+        return TrainingError(f"{self.name} {message}")
+
+    def close(self) -> None:
+        """Ends its processes and removes its files."""
+        self._undone.close()
+
+    def _launch(self, arguments: Path) -> subprocess.Popen[bytes]:
+        python = sys.executable if self._config.python is None else self._config.python
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                [python, "-c", _LAUNCH, str(os.getpid()), str(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables | _ENVIRONMENT,
+                start_new_session=True,  # a group of its own, which can be ended as a whole
+            )
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + self._config.load_timeout_seconds
+        while not self._is_healthy(_GLANCE_SECONDS):
+            if self._process.poll() is not None:
+                raise ConfigError(f"rollout.engine=sglang: SGLang cannot start: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"rollout.engine=sglang: SGLang did not start within load_timeout_seconds="
+                    f"{self._config.load_timeout_seconds:g}; raise it, if this is slow: {self._last_words()}"
+                )
+            time.sleep(0.2)
+
+    def _call(self, method: str, path: str, body: Any, *, key: str, timeout_seconds: float | None) -> Any:
+        """None: as long as it is healthy."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection = http.client.HTTPConnection(_HOST, self._port, timeout=_SOCKET_SECONDS)
+        deadline = time.monotonic() + (timeout_seconds or 0.0)
+        try:
+            connection.request(method, path, json.dumps(body), headers)
+            readable = select.poll()
+            readable.register(connection.sock, select.POLLIN)
+            while not readable.poll(1000 * _GLANCE_SECONDS):
+                if timeout_seconds is None:
+                    self._require_health()
+                elif time.monotonic() > deadline:
+                    raise self.failure(f"did not answer {path} within load_timeout_seconds={timeout_seconds:g}")
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self.failure(f"died: {type(error).__name__}: {error}; {self._last_words()}") from error
+        finally:
+            connection.close()
+        if response.status != http.HTTPStatus.OK:
+            raise self.failure(f"answered {path} with status {response.status}: {answer[:1000].decode()}")
+        return json.loads(answer) if answer else None
+
+    def _require_health(self) -> None:
+        deadline = time.monotonic() + self._config.health_timeout_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._is_healthy(left):
+                return
+            if self._process.poll() is not None:
+                raise self.failure(f"ended with exit code {self._process.returncode}; {self._last_words()}")
+            time.sleep(min(left, 0.2))
+        raise self.failure(
+            f"showed no sign of life for health_timeout_seconds={self._config.health_timeout_seconds:g}; "
+            f"{self._last_words()}"
+        )
+
+    def _is_healthy(self, timeout_seconds: float) -> bool:
+        """Whether it generates. SGLang answers this without a key, and it is told none."""
+        connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_seconds)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        said = " | ".join(lines[-5:]).replace(self._key, "***").replace(self._admin_key, "***")
+        return f"it printed last: {said}" if said else "it printed nothing"
+
+    def _end(self) -> None:
+        """First asks; whatever of its group is left is killed."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((_HOST, 0))
+        return int(sock.getsockname()[1])

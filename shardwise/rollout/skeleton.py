@@ -1,0 +1,31 @@
+"""A model without values: the names, shapes and dtypes that weights come with, for engines that keep them in a form of
+their own and cannot give them back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from shardwise.config import ModelError
+
+
+def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The transformers model of a folder on the meta device. Raises ModelError where transformers cannot read it."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelError(f"{folder} cannot be loaded for generation: {said}") from None
+    return model
+
+
+def served_by(skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Its tensors by the names of the transformers class, tied copies left out."""
+    tied = set(skeleton.get_expanded_tied_weights_keys())
+    return ((name, tensor) for name, tensor in skeleton.state_dict().items() if name not in tied)
