@@ -76,9 +76,9 @@ class SupervisedEngine:
         found: list[list[Completion]] = self._ask(
             "generate", list(requests), uids=[request.uid for request in requests]
         )
-        for place in range(len(requests) if on_finished is not None else 0):
-            assert on_finished is not None
-            on_finished(place)
+        if on_finished is not None:
+            for place in range(len(requests)):
+                on_finished(place)
         return found
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -204,7 +204,7 @@ class SupervisedEngine:
             return
         reason = (
             "did not get done with the same requests twice; look at these rows, or raise "
-            "rollout.engine.process's limit for requests"
+            "rollout.engine.process.request_timeout_seconds"
             if is_stuck
             else f"was lost {len(self._failures)} times, and rollout.engine.process.max_restarts={self._max_restarts}"
         )

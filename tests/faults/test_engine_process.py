@@ -8,7 +8,7 @@ import pytest
 
 STEPS = 3
 PROCESS = ["rollout.engine.process.max_restarts=2"]
-APART = ["rollout.placement=split", "rollout.max_staleness=1"]
+APART = ["rollout.placement.type=split", "rollout.placement.delta=true", "rollout.max_staleness=1"]
 
 
 @pytest.fixture(scope="module")

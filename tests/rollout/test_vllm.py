@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=1,
-        num_attention_heads=1,
+        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=64,
