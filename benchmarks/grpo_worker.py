@@ -83,7 +83,10 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     ranks.build_rollout(model.config, config)
     assert config.reward is not None
     with make_rewards(config.reward) as rewards:
-        sampler = Sampler(Rollouter(group, model.tokenizer, config.rollout, rewards), stream, examples, config)
+        rollouter = Rollouter(
+            group, model.tokenizer, config.rollout, rewards, max_prompt_tokens=config.data.max_prompt_tokens
+        )
+        sampler = Sampler(rollouter, stream, examples, config)
         learner = Learner(engines, config)
         weights = WeightSync(engines.policy, ranks, examples, probe_every_syncs=config.rollout.probe_every_syncs)
         weights.sync(0)

@@ -95,6 +95,8 @@ class Completion:
     """Which tokens the policy sampled; None: all."""
     num_turns: int = 1
     """Of the policy."""
+    prompt_ids: list[int] | None = None
+    """The prompt that it answers, where an agent wrote one of its own; None: that of its row."""
 
     @property
     def versions(self) -> list[int]:
@@ -183,6 +185,10 @@ class RolloutGroup:
     """What the reward function returned beside the score, by name."""
     failed: list[bool]
     """Where there is no score: the reward function raised, hung or returned something else than a number."""
+
+    def prompt_ids(self, completion: Completion) -> list[int]:
+        """What one of the completions answers."""
+        return self.example.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
 
 
 def _moved(instance: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ from shardwise.config.data import (
     HeldOutData,
     PreferenceDataConfig,
     PromptDataConfig,
+    ReasoningGymTask,
     SequenceDataConfig,
     SupervisedDataConfig,
 )
@@ -23,7 +24,13 @@ from shardwise.config.engine import (
     OptimizerConfig,
     WrapPolicyConfig,
 )
-from shardwise.config.environment import CustomEnvironment, EnvironmentConfig, ToolsEnvironment
+from shardwise.config.environment import (
+    AgentEnvironment,
+    CallFormat,
+    CustomEnvironment,
+    EnvironmentConfig,
+    ToolsEnvironment,
+)
 from shardwise.config.errors import (
     ConfigError,
     DataError,

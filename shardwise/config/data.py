@@ -1,6 +1,6 @@
 """Where rows come from and how they become tokens."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
@@ -15,11 +15,25 @@ FileList = Annotated[list[str], BeforeValidator(_as_list)]
 OverlongPolicy = Literal["error", "drop", "truncate"]
 
 
+class ReasoningGymTask(Config):
+    """A `.yaml` file among the data files: rows that reasoning-gym makes up."""
+
+    task: str
+    """The name of one of its datasets: chain_sum, countdown, sudoku, ..."""
+    size: PositiveInt = 1000
+    """So many problems."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Another seed makes other problems: give training and validation files different ones."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Of the dataset's own config: how hard its problems are."""
+
+
 class HeldOutData(Config):
     """Rows that are measured on, and how their prompts are read."""
 
     validation_files: FileList = Field(default_factory=list)
-    """Held-out rows: jsonl or parquet files, or folders written by datasets' save_to_disk; one path or a list."""
+    """Held-out rows: jsonl or parquet files, folders written by datasets' save_to_disk, or yaml files that name a task
+    of reasoning-gym; one path or a list."""
     max_validation_rows: PositiveInt | None = None
     """Use only the first so many held-out rows."""
     prompt_column: str = "prompt"

@@ -6,6 +6,8 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 
 from shardwise.config.base import Choice
 
+CallFormat = Literal["hermes", "qwen"]
+
 
 class _Environment(Choice):
     tag: ClassVar[str] = "type"
@@ -13,9 +15,10 @@ class _Environment(Choice):
     max_turns: PositiveInt = 8
     """The policy's turns in one completion."""
     timeout_seconds: PositiveFloat = 60.0
-    """Of one call of a method of the environment; one that takes longer is a failure of its completion."""
+    """Of one call of a method of the environment; one that takes longer is a failure of its completion. An agent has so
+    long from one turn of the policy's to its next request, or to its end."""
     max_concurrent_calls: PositiveInt = 64
-    """Environments that are called at the same time."""
+    """Environments that are called at the same time, or agents that run at the same time."""
 
 
 class CustomEnvironment(_Environment):
@@ -23,7 +26,7 @@ class CustomEnvironment(_Environment):
 
     type: Literal["custom"] = "custom"
     """custom: a class of your own, which is what a group without a type is; tools: functions that the policy may
-    call."""
+    call; agent: a program that asks the policy through an OpenAI-compatible endpoint."""
     path: str
     """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
     (docs/environments.md); every completion gets an instance of its own."""
@@ -39,7 +42,7 @@ class ToolsEnvironment(_Environment):
     functions: Annotated[list[str], Field(min_length=1)]
     """Import paths, `path/to/file.py:name` or `package.module:name`. Type hints and a docstring with Args describe them
     to the policy, through the chat template. Rows may offer some of them only (data.tools_column)."""
-    call_format: Literal["hermes", "qwen"] = "hermes"
+    call_format: CallFormat = "hermes"
     """How the policy writes a call: hermes (Hermes, Qwen2.5, Qwen3) or qwen (Qwen3-Coder)."""
     tool_timeout_seconds: PositiveFloat = 30.0
     """Of one call; the policy is told about a longer one. All calls of a turn run at the same time."""
@@ -58,6 +61,26 @@ class ToolsEnvironment(_Environment):
         return self
 
 
+class AgentEnvironment(_Environment):
+    """A function that plays an episode by itself: it asks the policy for its turns through an OpenAI-compatible
+    endpoint."""
+
+    type: Literal["agent"] = "agent"
+    """agent: a program that asks the policy through an OpenAI-compatible endpoint."""
+    path: str
+    """`path/to/file.py:name` or `package.module:name`, a function or a coroutine function, called once for every
+    completion as function(example, endpoint) (docs/environments.md); returns the reward, a number or a dict with
+    "score"."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of every call."""
+    call_format: CallFormat = "hermes"
+    """How the policy writes a call of one of the tools in a request: hermes (Hermes, Qwen2.5, Qwen3) or qwen
+    (Qwen3-Coder)."""
+    max_wait_seconds: PositiveFloat = 0.1
+    """Requests are generated together as soon as every running agent waits for one, or the first of them has waited so
+    long. What is sampled does not depend on it."""
+
+
 def _as_group(given: Any) -> Any:
     if isinstance(given, str):
         return {"type": "custom", "path": given}
@@ -65,5 +88,5 @@ def _as_group(given: Any) -> Any:
 
 
 EnvironmentConfig = Annotated[
-    CustomEnvironment | ToolsEnvironment, Field(discriminator="type"), BeforeValidator(_as_group)
+    CustomEnvironment | ToolsEnvironment | AgentEnvironment, Field(discriminator="type"), BeforeValidator(_as_group)
 ]

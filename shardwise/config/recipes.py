@@ -22,7 +22,7 @@ from shardwise.config.engine import (
     ModelConfig,
     OptimizerConfig,
 )
-from shardwise.config.environment import ToolsEnvironment
+from shardwise.config.environment import AgentEnvironment, ToolsEnvironment
 from shardwise.config.preference import (
     REFERENCE_FREE,
     BradleyTerry,
@@ -414,6 +414,11 @@ def _require_environment(reward: RewardConfig | None, rollout: GenerationConfig,
         raise ValueError(
             "rollout.environment.type=tools needs the chat template, which tells the policy of its tools and of what "
             "they return; set data.apply_chat_template=true"
+        )
+    if isinstance(rollout.environment, AgentEnvironment) and not data.apply_chat_template:
+        raise ValueError(
+            "rollout.environment.type=agent needs the chat template, which turns the messages of its requests into "
+            "tokens; set data.apply_chat_template=true"
         )
     if not has_tools and data.tools_column != EvalDataConfig.model_fields["tools_column"].default:
         raise ValueError(f"data.tools_column={data.tools_column} has no effect without rollout.environment.type=tools")

@@ -40,8 +40,8 @@ class GenerationConfig(Config):
     max_concurrent_sequences: PositiveInt = 128
     """Rows that one rank decodes at a time; a finished row's place goes to the next request."""
     environment: EnvironmentConfig | None = None
-    """What answers the policy between its turns: a class of your own, by its import path or as a group of keys, or
-    tools (type: tools). null: a completion is one turn."""
+    """What answers the policy between its turns: a class of your own, by its import path or as a group of keys, tools
+    (type: tools), or an agent that asks for the turns (type: agent). null: a completion is one turn."""
 
     @model_validator(mode="after")
     def _logprobs_are_of_the_policy(self) -> Self:

@@ -7,6 +7,7 @@ from shardwise.data.chat import (
     render_observation,
     render_prompt,
     render_response_sample,
+    without_nulls,
 )
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream

@@ -1,4 +1,4 @@
-"""Rows out of files: jsonl, parquet and folders of the datasets library, each row with the place it came from."""
+"""Rows out of files: jsonl, parquet, folders of datasets, tasks of reasoning-gym. Each has the place it came from."""
 
 import datetime
 import decimal
@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import DataError
+from shardwise.data.reasoning_gym import check_task, task_rows
 
-_ACCEPTED = "a .jsonl file, a .parquet file or a folder written by datasets' save_to_disk"
+_ACCEPTED = (
+    "a .jsonl file, a .parquet file, a folder written by datasets' save_to_disk or a .yaml file that names a task of "
+    "reasoning-gym"
+)
 _READ_ROWS = 1024  # rows turned into Python objects at a time, so that max_rows does not read a whole file
 
 
@@ -42,6 +46,8 @@ def check_files(paths: Sequence[str]) -> None:
             raise DataError(f"data file {name} does not exist; give {_ACCEPTED}")
         if path.is_dir():
             _check_folder(path)
+        elif path.suffix == ".yaml":
+            check_task(path)
         elif path.suffix not in (".jsonl", ".parquet"):
             raise DataError(f'data file {name} has the suffix "{path.suffix}"; give {_ACCEPTED}')
 
@@ -50,7 +56,7 @@ def read_rows(paths: Sequence[str], *, max_rows: int | None) -> list[Row]:
     """Reads the files one after the other.
 
     Args:
-        paths: jsonl or parquet files, or folders written by datasets' save_to_disk.
+        paths: jsonl or parquet files, folders written by datasets' save_to_disk, or tasks of reasoning-gym.
         max_rows: stop after so many rows over all files; None reads everything.
     Raises:
         DataError: a missing, empty, broken or unknown file; names file and line.
@@ -189,6 +195,8 @@ def _short_names(paths: Sequence[str]) -> list[str]:
 def _iterate(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl" and path.is_file():
         return _iterate_jsonl(path, name)
+    if path.suffix == ".yaml" and path.is_file():
+        return task_rows(path, name)
     chunks = _read_dataset_folder(path) if path.is_dir() else _read_parquet(path)
     return ((f"{name} row {index}", values) for index, values in enumerate(itertools.chain.from_iterable(chunks)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import validate_call
 
-from shardwise.config import ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
+from shardwise.config import AgentEnvironment, ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
 from shardwise.rewards import load_function
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ METHODS = ("reset", "step", "reward", "close")
 TOOLS = "rollout.environment.functions"
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Any]:
+def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[], Any]:
     """What makes an environment for a completion.
 
     Raises:
@@ -41,13 +41,37 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Any]:
 
 
 def check_environment(config: EnvironmentConfig) -> None:
-    """Raises ConfigError if an environment cannot be made, or its tools cannot be described to a policy."""
+    """Raises ConfigError if an environment cannot be made, tools cannot be described to a policy, or an agent cannot be
+    called."""
     match config:
         case CustomEnvironment():
             _load_class(config)
         case ToolsEnvironment():
             tool_schemas(config)
             checked_tools(config)
+        case AgentEnvironment():
+            load_agent(config)
+
+
+def load_agent(config: AgentEnvironment) -> Callable[..., Any]:
+    """What plays an episode, given its row and the endpoint.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take what it is called with.
+    """
+    key, expected = "rollout.environment.path", "a function(example, endpoint) that returns the reward"
+    agent = load_function(config.path, key=key, expected=expected)
+    if inspect.isclass(agent):
+        raise ConfigError(f"{key}={config.path} is a class, expected {expected}")
+    try:
+        inspect.signature(agent).bind("example", "endpoint", **config.parameters)
+    except TypeError as error:
+        given = ", ".join(config.parameters) or "none"
+        raise ConfigError(
+            f"{key}={config.path} cannot be called with example, endpoint and the parameters given ({given}): {error}; "
+            f"expected {expected}"
+        ) from None
+    return partial(agent, **config.parameters)
 
 
 def load_tools(config: EnvironmentConfig | None) -> dict[str, Callable[..., Any]]:
@@ -110,12 +134,12 @@ def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
 
 
 def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Turns are read without special tokens: what marks a call must not be one.
+    """Turns are read without special tokens: what marks a call must not be one. Agents may offer tools of their own.
 
     Raises:
         ConfigError: the tokenizer loses a tag of the call format, so that no call would ever be seen.
     """
-    if not isinstance(config, ToolsEnvironment):
+    if not isinstance(config, ToolsEnvironment | AgentEnvironment):
         return
     from shardwise.rollout.tool_calls import TAGS
 

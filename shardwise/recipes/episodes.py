@@ -30,6 +30,11 @@ class Episode:
     """What the environment makes of it; None where there is none."""
 
     @property
+    def last_turn(self) -> str:
+        """Empty where an agent failed before the first one."""
+        return self.turns[-1] if self.turns else ""
+
+    @property
     def ids_before_last_turn(self) -> list[int]:
         """The completion's tokens that the last turn answers: earlier turns, and what the environment said."""
         completion = self.completion
@@ -65,11 +70,33 @@ class _Game:
         )
 
 
+def empty_completion() -> Completion:
+    """Before the first turn."""
+    return Completion(token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0)
+
+
+def with_turn(before: Completion, turn: Completion) -> Completion:
+    """A completion after one more turn of the policy's."""
+    return replace(before.then(turn), num_turns=before.num_turns + 1)
+
+
+def with_observation(before: Completion, token_ids: list[int]) -> Completion:
+    """A completion after tokens that the policy did not sample."""
+    observed = replace(
+        before,
+        token_ids=token_ids,
+        logprobs=[0.0] * len(token_ids),
+        policy_version=before.newest_version,
+        token_versions=None,
+        is_sampled=[False] * len(token_ids),
+    )
+    return before.then(observed)
+
+
 def _begin(example: Example, request: GenerateRequest) -> list[_Game]:
     """A game for each completion of a request."""
-    empty = Completion(token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0)
     return [
-        _Game(Episode(example, empty), replace(request, uid=f"{request.uid}/{index}", num_completions=1))
+        _Game(Episode(example, empty_completion()), replace(request, uid=f"{request.uid}/{index}", num_completions=1))
         for index in range(request.num_completions)
     ]
 
@@ -145,8 +172,8 @@ class Episodes:
         return answered
 
     def _take_turn(self, game: _Game, turn: Completion) -> None:
-        episode, before = game.episode, game.episode.completion
-        episode.completion = replace(before.then(turn), num_turns=before.num_turns + 1)
+        episode = game.episode
+        episode.completion = with_turn(episode.completion, turn)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         episode.turns.append(text)
         episode.said.append({"role": "assistant", "content": text})
@@ -179,16 +206,7 @@ class Episodes:
             game.episode.completion = replace(before, finish_reason="length")
             game.is_over = True
             return
-        game.episode.completion = before.then(
-            replace(
-                before,
-                token_ids=token_ids,
-                logprobs=[0.0] * len(token_ids),
-                policy_version=before.newest_version,
-                token_versions=None,
-                is_sampled=[False] * len(token_ids),
-            )
-        )
+        game.episode.completion = with_observation(before, token_ids)
         game.episode.said += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
     def _score(self, games: Sequence[_Game]) -> None:

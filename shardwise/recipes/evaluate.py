@@ -46,7 +46,9 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     )
     with (
         make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
-        Rollouter(group, model.tokenizer, config.rollout, rewards) as rollouter,
+        Rollouter(
+            group, model.tokenizer, config.rollout, rewards, max_prompt_tokens=config.data.max_prompt_tokens
+        ) as rollouter,
     ):
         greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)
         sampled = None

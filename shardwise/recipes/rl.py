@@ -54,7 +54,14 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
-        Rollouter(ranks.rollouts, model.tokenizer, config.rollout, rewards, turns) as rollouter,
+        Rollouter(
+            ranks.rollouts,
+            model.tokenizer,
+            config.rollout,
+            rewards,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            turns=turns,
+        ) as rollouter,
         Pipeline(
             Sampler(rollouter, stream, examples.rows, config),
             stream,

@@ -7,11 +7,19 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import GenerationConfig, RewardConfig, TrainingError
+from shardwise.config import (
+    AgentEnvironment,
+    CustomEnvironment,
+    GenerationConfig,
+    RewardConfig,
+    ToolsEnvironment,
+    TrainingError,
+)
 from shardwise.controller.base import WorkerGroup
 from shardwise.fault_plan import fault_point
+from shardwise.recipes.agents import Agents
 from shardwise.recipes.engine_turns import EngineTurns
-from shardwise.recipes.environment import load_environment
+from shardwise.recipes.environment import load_agent, load_environment
 from shardwise.recipes.episodes import Episode, Episodes
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
@@ -26,11 +34,14 @@ class Rollouter:
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
         rewards: Rewards | CustomRewards | None,
+        *,
+        max_prompt_tokens: int,
         turns: EngineTurns | None = None,
     ) -> None:
         """
         Args:
             rewards: None judges nothing; every reward is 0.
+            max_prompt_tokens: of the prompts that agents write.
             turns: new weights may come between two calls of the engines, and interrupt them; None: nothing interrupts.
         Raises:
             ConfigError: rollout.environment cannot be used.
@@ -40,10 +51,14 @@ class Rollouter:
         self._config = config
         self._rewards = rewards
         self._turns = turns
-        self._episodes = None
-        if config.environment is not None:
-            environment = load_environment(config.environment)
-            self._episodes = Episodes(config.environment, environment, tokenizer, self._generate)
+        self._episodes: Episodes | Agents | None = None
+        match config.environment:
+            case AgentEnvironment() as agents:
+                self._episodes = Agents(
+                    agents, load_agent(agents), tokenizer, self._generate, max_prompt_tokens=max_prompt_tokens
+                )
+            case CustomEnvironment() | ToolsEnvironment() as environment:
+                self._episodes = Episodes(environment, load_environment(environment), tokenizer, self._generate)
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +173,7 @@ class Rollouter:
             prompt=example.prompt + self._tokenizer.decode(episode.ids_before_last_turn),
             messages=None if example.messages is None else example.messages + episode.said[:-1],
             data_source=example.data_source,
-            solution_str=episode.turns[-1],
+            solution_str=episode.last_turn,
             ground_truth=example.ground_truth,
             extra_info=extra_info if episode.outcome is None else extra_info | {"turns": episode.turns},
             outcome=episode.outcome,

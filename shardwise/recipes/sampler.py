@@ -50,7 +50,7 @@ class Rollout:
     def num_tokens(self) -> int:
         """Of prompts and completions."""
         return sum(
-            len(group.example.prompt_ids) + len(completion.token_ids)
+            len(group.prompt_ids(completion)) + len(completion.token_ids)
             for group in self.groups
             for completion in group.completions
         )

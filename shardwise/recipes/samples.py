@@ -21,9 +21,10 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
     """
     samples = []
     for number, group in enumerate(groups):
-        num_prompt = len(group.example.prompt_ids)
         for completion, reward, failed in zip(group.completions, group.rewards, group.failed, strict=True):
-            token_ids = torch.tensor(group.example.prompt_ids + completion.token_ids)
+            prompt_ids = group.prompt_ids(completion)
+            num_prompt = len(prompt_ids)
+            token_ids = torch.tensor(prompt_ids + completion.token_ids)
             rollout_logprobs = torch.zeros(len(token_ids))
             rollout_logprobs[num_prompt:] = torch.tensor(completion.logprobs)
             is_trained = torch.arange(len(token_ids)) >= num_prompt
@@ -125,6 +126,7 @@ def sample_rows(groups: list[RolloutGroup], step: int, *, judged: bool = True) -
             "policy_version": completion.policy_version,
             "token_versions": completion.token_versions,
             "num_turns": completion.num_turns,
+            "prompt_ids": group.prompt_ids(completion),
             "token_ids": completion.token_ids,
             "is_sampled": completion.is_sampled,
             "logprobs": completion.logprobs,

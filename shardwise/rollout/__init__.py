@@ -1,8 +1,11 @@
-"""Rollout engines: tokens in, tokens with logprobs and a policy version out; environments that answer the policy."""
+"""Rollout engines: tokens in, tokens with logprobs and a policy version out; environments that answer the policy, and
+the endpoint where agents ask it."""
 
+from shardwise.rollout.agent_runner import AgentRunner, Endpoint
 from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.embedded import EmbeddedEngine
 from shardwise.rollout.environment import Environment, EnvironmentCaller
+from shardwise.rollout.http_server import HttpServer
 from shardwise.rollout.process import EngineProcess, environment_of
 from shardwise.rollout.serving import serve
 from shardwise.rollout.sglang import SglangEngine

@@ -78,14 +78,15 @@ async def call_in_time(call: Callable[[], Any], seconds: float) -> Any:
     """
     try:
         async with asyncio.timeout(seconds) as deadline:
-            return await (call() if _is_coroutine(call) else _in_thread(call))
+            return await (call() if is_coroutine(call) else _in_thread(call))
     except TimeoutError:
         if deadline.expired():
             raise TimeoutError(f"no answer within {seconds:g} s") from None
         raise
 
 
-def _is_coroutine(call: Callable[[], Any]) -> bool:
+def is_coroutine(call: Callable[[], Any]) -> bool:
+    """Whether calling it gives a coroutine."""
     return inspect.iscoroutinefunction(call.func if isinstance(call, partial) else call)
 
 

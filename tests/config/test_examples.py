@@ -28,6 +28,7 @@ CLASSES = {
     "gsm8k_eval.yaml": EvalConfig,
     "calculator_sft.yaml": SFTConfig,
     "calculator_agent.yaml": RLConfig,
+    "calculator_endpoint.yaml": RLConfig,
     "preference_dpo.yaml": PreferenceConfig,
     "reward_model.yaml": RewardModelConfig,
     "distill.yaml": DistillConfig,

@@ -110,9 +110,7 @@ def test_damaged_datasets_folder_is_refused_with_its_name(tmp_path):
 @pytest.mark.parametrize("read", [check_files, lambda paths: read_rows(paths, max_rows=None)])
 def test_paths_that_are_no_data_are_refused_before_reading(tmp_path, read):
     good = write_jsonl(tmp_path / "good.jsonl", [{"a": 1}])
-    with pytest.raises(
-        DataError, match=r"gone\.jsonl does not exist; give a \.jsonl file, a \.parquet file or a folder"
-    ):
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist; give a \.jsonl file, a \.parquet file, a folder"):
         read([good, str(tmp_path / "gone.jsonl")])
     (tmp_path / "table.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r'table\.csv has the suffix "\.csv"; give a \.jsonl file'):

@@ -1,6 +1,8 @@
-"""The calculator example as its first lines say, with fewer steps: a policy that calls a tool, on two ranks."""
+"""The calculator examples as their first lines say, with fewer steps: a policy that calls a tool, on two ranks. The
+tool is in an environment, or in the hands of an agent that asks over HTTP."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -72,3 +74,119 @@ def test_a_function_that_is_no_tool_is_named_before_a_rank_starts(folder, comman
     )
     assert done.code == 2
     assert "rollout.environment.functions: f does not say how it is called" in done.err
+
+
+BREVITY = {
+    "function": "shardwise.rewards.length:target_length",
+    "weight": 0.1,
+    "parameters": {"target": 4, "tolerance": 30, "unit": "characters"},
+}
+"""Of the last turn; the policy is hardly ever right."""
+
+
+def agent_options(folder, name, **extra):
+    given = {"reward.functions": [{"type": "environment"}, BREVITY]}
+    return [
+        *["rl", "-c", "examples/calculator_endpoint.yaml", f"model.path={folder / 'sft'}", *SMALL],
+        *[
+            f"data.train_files={folder / 'rl_train.jsonl'}",
+            "rollout.num_prompts=4",
+            "rollout.group_size=4",
+            "trainer.total_steps=2",
+        ],
+        *["data.validation_files=[]", f"trainer.output_dir={folder / name}"],
+        *(f"{key}={json.dumps(value)}" for key, value in {**given, **extra}.items()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def agents_of_two_ranks(folder, job):
+    done = job(2, *agent_options(folder, "agents"), timeout=240)
+    assert done.code == 0, done.err
+    return folder / "agents"
+
+
+def samples_of(run):
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def test_what_is_trained_is_what_was_sampled_and_answered(agents_of_two_ranks, metrics_of):
+    tokenizer = AutoTokenizer.from_pretrained(agents_of_two_ranks.parent / "model")
+    samples = samples_of(agents_of_two_ranks)
+    assert any(sample["num_turns"] > 1 for sample in samples)
+    for sample in samples:
+        assert tokenizer.decode(sample["prompt_ids"]) == sample["prompt"]  # the agent begins with the row's messages
+        ends = [place for place, own in enumerate(sample["is_sampled"]) if not own]
+        observed = tokenizer.decode([sample["token_ids"][place] for place in ends])
+        assert observed.count("<|tool|>") >= sample["num_turns"] - 1
+        if sample["num_turns"] == 2:
+            assert len(hermes_calls(sample["completion"])) == sample["reward_parts"]["environment/calls"] > 0
+    for row in metrics_of(agents_of_two_ranks):
+        assert row["rollout/logprob_abs_diff_max"] < 1e-4  # the trainer finds the engine's logprobs at every turn
+        assert row["train/grad_norm"] > 0
+        assert row["reward_part/environment/calls"] > 0
+        assert 1 < row["rollout/num_turns"] <= 3
+    for row in metrics_of(agents_of_two_ranks):
+        own = [sample for sample in samples if sample["step"] == row["step"]]
+        assert len(own) == 16
+        assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in own)
+
+
+def test_agents_on_one_rank_and_at_another_pace_sample_the_same_tokens(agents_of_two_ranks, folder, command):
+    extra = {"rollout.environment.max_wait_seconds": 0.001, "trainer.total_steps": 1}
+    assert command(*agent_options(folder, "alone", **extra)).code == 0
+    first = [sample["token_ids"] for sample in samples_of(agents_of_two_ranks) if sample["step"] == 1]
+    assert [sample["token_ids"] for sample in samples_of(folder / "alone")] == first
+
+
+BROKEN = """
+from calculator_agent import solve
+
+def fails_on_some(example, endpoint):
+    reward = solve(example, endpoint)
+    if reward["calls"] == 0:
+        raise RuntimeError("the service is away")
+    return reward
+
+class Agent: ...
+
+def takes_too_little(example): ...
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    for name, copied in (("agent", "calculator_agent"), ("tool", "tool")):
+        shutil.copy(f"examples/calculator/{name}.py", tmp_path / f"{copied}.py")
+    (tmp_path / "broken.py").write_text(BROKEN)
+    return str(tmp_path / "broken.py")
+
+
+def test_completions_of_agents_that_failed_are_left_out(folder, command, broken, metrics_of):
+    extra = {"rollout.environment.path": f"{broken}:fails_on_some", "reward.on_failure": "mask"}
+    done = command(*agent_options(folder, "masked", **extra), "reward.max_failure_rate=1")
+    assert done.code == 0, done.err
+    samples = samples_of(folder / "masked")
+    failed = [sample for sample in samples if sample["reward_failed"]]
+    assert 0 < len(failed) < len(samples)
+    assert all(sample["num_turns"] == 1 for sample in failed)
+    for row in metrics_of(folder / "masked"):
+        trained = [s for s in samples if s["step"] == row["step"] and not s["reward_failed"]]
+        assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in trained)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "message"),
+    [
+        ("fails_on_some", {}, "the agent failed: RuntimeError: the service is away (broken.py line 7)"),
+        ("Agent", {}, "Agent is a class, expected a function(example, endpoint)"),
+        ("takes_too_little", {}, "cannot be called with example, endpoint and the parameters given (none)"),
+        ("fails_on_some", {"rollout.environment.parameters": {"x": 1}}, "got an unexpected keyword argument 'x'"),
+        ("Agent", {"data.apply_chat_template": False}, "rollout.environment.type=agent needs the chat template"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_cannot_work_is_one_line(folder, command, broken, tmp_path, name, extra, message):
+    done = command(*agent_options(folder, "broken", **{"rollout.environment.path": f"{broken}:{name}", **extra}))
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1

@@ -54,7 +54,7 @@ def answer(rank, requests):
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, size):
     group, rewards = fake_group(size, generate=answer), Rewards()
-    rollouter = Rollouter(group, Digits(), RolloutConfig(max_response_tokens=9), rewards)
+    rollouter = Rollouter(group, Digits(), RolloutConfig(max_response_tokens=9), rewards, max_prompt_tokens=9)
     examples = [
         Example(uid=f"row {p}", prompt_ids=[p], prompt=str(p), data_source="s", ground_truth=p, extra_info={"p": p})
         for p in (4, 9, 2, 7, 5)
@@ -82,7 +82,7 @@ def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group)
     """Where the engine keeps prefixes; else requests are dealt out evenly."""
     for engine, expected in (("vllm", [[0, 3], [], [2, 5]]), ("embedded", [[0, 5], [2], [3]])):
         group = fake_group(3, generate=answer)
-        rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None)
+        rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None, max_prompt_tokens=9)
         requests = [
             GenerateRequest(uid=str(home), prompt_ids=[home], max_tokens=9, temperature=1.0, home=home)
             for home in (0, 2, 3, 5)
@@ -96,7 +96,7 @@ def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group)
 def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
     group = fake_group(1, generate=answer)
     example = Example(uid="row", prompt_ids=[4], prompt="", data_source="s", ground_truth="")
-    rollouter = Rollouter(group, Digits(), RolloutConfig(), Rewards())
+    rollouter = Rollouter(group, Digits(), RolloutConfig(), Rewards(), max_prompt_tokens=9)
     rollouter.collect([example, example], num_completions=1, temperature=1.0, seed=0, stream="step 1")
     ((_, (requests,)),) = group.calls
     assert len({request.uid for request in requests}) == 2
@@ -150,7 +150,7 @@ def test_without_rewards_an_environment_that_fails_stops_the_run(fake_group, tmp
     example = Example(uid="row", prompt_ids=[4], prompt="", data_source="s", ground_truth="")
     failure = r"^the environment failed for row row: reset\(\) failed: ValueError: away"
     with (
-        Rollouter(fake_group(1, generate=answer), Digits(), config, None) as rollouter,
+        Rollouter(fake_group(1, generate=answer), Digits(), config, None, max_prompt_tokens=9) as rollouter,
         pytest.raises(TrainingError, match=failure),
     ):
         rollouter.collect([example], num_completions=1, temperature=1.0, seed=0, stream="step 1")
@@ -181,7 +181,8 @@ class Letters:
 def sampled(fake_group, ranks, *, stop=()):
     """Five prompts, four completions each, of up to 15 tokens."""
     config = RolloutConfig(max_response_tokens=15, stop=list(stop))
-    rollouter = Rollouter(fake_group(2, generate=ranks.generate), Letters(), config, None, EngineTurns(lambda: None))
+    group, turns = fake_group(2, generate=ranks.generate), EngineTurns(lambda: None)
+    rollouter = Rollouter(group, Letters(), config, None, max_prompt_tokens=9, turns=turns)
     examples = [
         Example(uid=f"row {p}", prompt_ids=list(range(10, 10 + p)), prompt="", data_source="s", ground_truth="")
         for p in (4, 9, 2, 7, 5)

@@ -1,11 +1,13 @@
 """What a rollout becomes."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, to_samples
+from shardwise.recipes.sampler import Rollout
+from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics, to_samples
 
 
 def test_samples_are_prompt_then_completion_with_the_completion_trained(make_group):
@@ -91,6 +93,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "policy_version": 4,
         "token_versions": None,
         "num_turns": 1,
+        "prompt_ids": [7, 8],
         "token_ids": [110, 111],
         "is_sampled": None,
         "logprobs": [-0.2, -0.21000000000000002],
@@ -115,3 +118,22 @@ def test_what_an_environment_said_is_neither_trained_nor_counted_as_written(make
     found = {name: value.result() for name, value in rollout_metrics([group]).items()}
     assert (found["rollout/num_turns"], found["rollout/observed_tokens"], found["rollout/response_tokens"]) == (2, 2, 3)
     assert "rollout/num_turns" not in rollout_metrics([make_group([1.0])])
+
+
+def test_a_completion_of_an_agents_own_prompt_is_trained_behind_it(make_group):
+    """And one of an agent that failed before its first turn trains nothing."""
+    group = make_group([1.0, 0.0], lengths=[2, 1], failed=[False, True])
+    own = replace(group.completions[0], prompt_ids=[1, 2, 3], is_sampled=[False, True])
+    empty = replace(group.completions[1], token_ids=[], logprobs=[], is_sampled=[], num_turns=0)
+    group = replace(group, completions=[own, empty])
+    first, second = to_samples([group], mask_failed=True)
+    assert first.token_ids.tolist() == [1, 2, 3, 100, 101]
+    assert first.loss_mask.tolist() == [False, False, False, False, True]
+    assert first.rollout_logprobs.tolist() == pytest.approx([0, 0, 0, -0.1, -0.11])
+    assert (second.token_ids.tolist(), second.loss_mask.tolist()) == ([7, 8], [False, False])
+    assert staleness_metrics([group], version=6)["staleness/max"].result() == 2
+    rollout = Rollout(groups=[group], greedy_rewards=None, metrics={})
+    assert (rollout.num_tokens, rollout.oldest_version) == (5 + 2, 4)
+    assert [row["prompt_ids"] for row in sample_rows([group], 1)] == [[1, 2, 3], [7, 8]]
+    back = Rollout.from_json(json.loads(json.dumps(rollout.to_json())), [group.example])
+    assert back.groups[0].completions == [own, empty]

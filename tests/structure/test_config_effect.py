@@ -158,7 +158,7 @@ def test_choices_that_are_no_functions_are_read_by_name():
     assert choices >= set(FUNCTIONS)
     assert {choice.__name__ for choice in choices - set(FUNCTIONS)} == {
         *("Custom", "CustomPreference", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward"),
-        *("EnvironmentReward", "CustomEnvironment", "ToolsEnvironment"),
+        *("EnvironmentReward", "CustomEnvironment", "ToolsEnvironment", "AgentEnvironment"),
         *("EmbeddedRollout", "VllmRollout", "SglangRollout", "Colocated", "Split"),
         *("ForwardKl", "ReverseKl", "JensenShannon", "K1", "Abs", "K2", "K3", "K1Plus", "AbsPlus", "K3Plus"),
         *("TokenMean", "SeqMeanTokenMean", "SeqMeanTokenSum", "SeqMeanTokenSumNorm", "TokenSum"),

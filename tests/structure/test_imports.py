@@ -56,7 +56,8 @@ THIRD_PARTY = {
 
 TORCH_FREE = {"cli", "config", "rewards"}
 HEAVY = {"ray": "ray", "vllm": "vllm", "sglang": "sglang", "peft": "lora", "wandb": "wandb", "mlflow": "mlflow"}
-"""Packages that only one file imports, by the name of that file."""
+HEAVY |= {"reasoning_gym": "reasoning_gym", "verifiers": "verifiers"}
+"""Packages that only files of one name import, by that name."""
 
 
 def is_type_checking(node: ast.AST) -> bool:

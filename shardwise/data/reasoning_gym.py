@@ -1,0 +1,61 @@
+"""Rows that a reasoning-gym task makes up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import ConfigError, DataError, ReasoningGymTask
+
+INSTALL = "pip install 'shardwise[reasoning-gym]'"
+
+
+def check_task(path: Path) -> ReasoningGymTask:
+    """The task that a file names.
+
+    Raises:
+        DataError: the file cannot be read, reasoning-gym is not installed, or it has no such task or argument.
+    """
+    return _open(path)[0]
+
+
+def task_rows(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(origin, values) of every problem: a prompt, the answer as response and ground truth, and in extra_info what
+    makes the problem again, for the reward function.
+
+    Raises: as `check_task`.
+    """
+    task, dataset = _open(path)
+    for index in range(task.size):
+        problem = dataset[index]
+        # Several right answers, and none to show: its score is worked out.
+        answer = "" if problem["answer"] is None else str(problem["answer"])
+        yield (
+            f"{name} problem {index}",
+            {
+                "prompt": problem["question"],
+                "response": answer,
+                "data_source": f"reasoning_gym/{task.task}",
+                "reward_model": {"ground_truth": answer},
+                "extra_info": {"reasoning_gym": {**task.model_dump(mode="json"), "index": index}},
+            },
+        )
+
+
+def _open(path: Path) -> tuple[ReasoningGymTask, Any]:
+    try:
+        task = ReasoningGymTask.load(path)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError(
+            f"{path} names a task of reasoning-gym, which cannot be imported ({error}); {INSTALL}"
+        ) from None
+    try:
+        return task, reasoning_gym.create_dataset(task.task, size=task.size, seed=task.seed, **task.arguments)
+    except Exception as error:  # its configs check themselves with assertions
+        raise DataError(
+            f"{path}: reasoning-gym makes no task={task.task} with arguments={task.arguments} "
+            f"({type(error).__name__}: {error}); see reasoning_gym.factory.DATASETS for the names"
+        ) from None

@@ -1,0 +1,51 @@
+"""Answers to reasoning-gym's problems, by the scores that its tasks give."""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+
+def reasoning_gym_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], tag: str | None = None
+) -> float:
+    """The score of the task that made the row (a `.yaml` file among the data files), mostly from 0 to 1.
+
+    Args:
+        tag: the answer is what the last `<tag>...</tag>` holds, and nothing where there is none; None: the whole
+            completion.
+    Raises:
+        ValueError: the row is none of reasoning-gym's, or this version makes another problem of it.
+    """
+    if "reasoning_gym" not in extra_info:
+        raise ValueError(
+            f"a row from {data_source} has no extra_info.reasoning_gym, which names its task; score it by another "
+            "function"
+        )
+    dataset, problem = _problem(json.dumps(extra_info["reasoning_gym"], sort_keys=True))
+    if ground_truth != ("" if problem["answer"] is None else str(problem["answer"])):
+        raise ValueError(
+            f"reasoning-gym makes another problem of the row than the one it was asked ({data_source}, its answer is "
+            f"{problem['answer']!r}, the row's {ground_truth!r}); score with the version that made the rows"
+        )
+    answer: str | None = solution_str.strip()
+    if tag is not None:
+        found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", solution_str, re.DOTALL)
+        answer = found[-1].strip() if found else None
+    return float(dataset.score_answer(answer, entry=problem))
+
+
+@lru_cache(maxsize=4096)
+def _problem(row: str) -> tuple[Any, dict[str, Any]]:
+    """The task and the problem of a row. They hold what JSON could not, so they are made again."""
+    made = json.loads(row)
+    dataset = _dataset(json.dumps({key: value for key, value in made.items() if key != "index"}, sort_keys=True))
+    return dataset, dataset[made["index"]]
+
+
+@lru_cache(maxsize=64)
+def _dataset(task: str) -> Any:
+    import reasoning_gym
+
+    made = json.loads(task)
+    return reasoning_gym.create_dataset(made["task"], size=made["size"], seed=made["seed"], **made["arguments"])

@@ -1,0 +1,294 @@
+"""The OpenAI chat-completions format: what a request may say, and how an answer is written."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from shardwise.rollout.tool_calls import FORMATS
+from shardwise.types import GenerateRequest
+
+MODEL = "policy"
+"""The one model there is."""
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code by which clients know that a conversation has become too long."""
+
+Message = dict[str, Any]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_CREATED = 0
+"""The time of day would make two runs differ."""
+
+
+class ApiError(Exception):
+    """A refusal, as its status and body say it."""
+
+    def __init__(self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        """
+        Args:
+            code: by which programs tell refusals apart.
+            param: the key of the request that it is about.
+        """
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class ChatRequest(BaseModel):
+    """What is read of a request. How to sample is the run's to say: `require_sampling`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[dict[str, Any]]
+    model: str
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+
+    n: Literal[1] | None = None
+    top_logprobs: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+    user: Any = None  # what changes nothing of an answer may be there
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Of this turn."""
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+
+def read_request(body: Any) -> ChatRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: not of the form, or something that is not offered; says what is.
+    """
+    try:
+        request = ChatRequest.model_validate(body, strict=False)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    if request.model != MODEL:
+        raise ApiError(
+            404,
+            f"there is no model {request.model!r}; the one here is {MODEL!r}",
+            code="model_not_found",
+            param="model",
+        )
+    return request
+
+
+def require_sampling(request: ChatRequest, sampling: GenerateRequest) -> None:
+    """Training needs the run's own distribution: a request may repeat how the run samples, and not change it.
+
+    Raises:
+        ApiError: another temperature, top_k, top_p, min_p or stop; names both values.
+    """
+    given = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")}
+    given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    for name, value in given.items():
+        own = getattr(sampling, name)
+        if value is not None and value != own:
+            raise ApiError(
+                400,
+                f"{name}={json.dumps(value)}, but this completion is sampled with {name}={json.dumps(own)} "
+                f"(rollout.{name}; greedy where the run validates); leave {name} out",
+                param=name,
+            )
+
+
+def plain_message(message: Message, number: int) -> Message:
+    """A message with what a chat template reads of it: text as one string, arguments of calls as objects, no nulls.
+    Two messages say the same if they are equal in this form.
+
+    Args:
+        number: its place, counted from 1, for errors.
+    Raises:
+        ApiError: another role, content that is no text, a key that nothing would read.
+    """
+    where = {"param": f"messages[{number - 1}]"}
+    role = {"developer": "system"}.get(message.get("role", ""), message.get("role"))
+    if role not in _ROLES:
+        raise ApiError(
+            400, f"message {number} has the role {role!r}; use {', '.join(_ROLES)}, or developer for system", **where
+        )
+    unread = [key for key, value in message.items() if key not in _KEYS and value]
+    if unread and role != "assistant":  # clients add keys of their own to what they were answered
+        raise ApiError(400, f"message {number} has the key {unread[0]!r}, which no one would read; remove it", **where)
+    plain = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call, number) for call in message["tool_calls"]]
+    return {"role": role, "content": _text(message.get("content"), number), **plain}
+
+
+def says_the_same(one: Message, other: Message) -> bool:
+    """Whether two plain messages do, spaces around the text aside, which some frameworks strip."""
+    return {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """A turn of the policy's, as a client is told of it."""
+
+    id: str
+    message: Message
+    """In the form of `plain_message`, with the ids of calls."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    num_prompt_tokens: int
+    tokens: list[str]
+    """Sampled, as text each."""
+    logprobs: list[float] = field(repr=False)
+    """Of the tokens, in nats."""
+
+
+def read_turn(text: str, number: int, *, call_format: str | None) -> Message:
+    """What the policy said, as a plain message. Where a call cannot be read, all of it is text.
+
+    Args:
+        number: of the turn, in the ids of its calls.
+        call_format: one of tool_calls.FORMATS; None reads no calls.
+    """
+    calls = [] if call_format is None else FORMATS[call_format](text)
+    if not calls or any(call.error is not None for call in calls):
+        return {"role": "assistant", "content": text}
+    tool_calls = [
+        {
+            "id": f"call_{number}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "tool_calls": tool_calls}
+
+
+def completion_body(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
+    """The whole answer at once."""
+    return {
+        **_head(answer, "chat.completion"),
+        "choices": [{"index": 0, "message": _wire_message(answer), **_end(answer, logprobs=logprobs)}],
+        "usage": _usage(answer),
+    }
+
+
+def completion_events(answer: ChatAnswer, *, logprobs: bool, usage: bool) -> Iterator[dict[str, Any]]:
+    """The answer as a client reads it that wanted a stream: in one piece, for it is there as a whole."""
+    head = _head(answer, "chat.completion.chunk")
+    delta = _wire_message(answer)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, **_end(answer, logprobs=logprobs)}]}
+    if usage:
+        yield {**head, "choices": [], "usage": _usage(answer)}
+
+
+def model_list() -> dict[str, Any]:
+    """What GET /models answers."""
+    return {
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": _CREATED, "owned_by": "shardwise"}],
+    }
+
+
+def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": _CREATED, "model": MODEL}
+
+
+def _end(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
+    told = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
+    return {"finish_reason": answer.finish_reason, "logprobs": {"content": told} if logprobs else None}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    num_sampled = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": num_sampled,
+        "total_tokens": answer.num_prompt_tokens + num_sampled,
+    }
+
+
+def _wire_message(answer: ChatAnswer) -> Message:
+    message = dict(answer.message)
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
+
+
+def _text(content: Any, number: int) -> str:
+    parts = [{"text": content or ""}] if content is None or isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise ApiError(
+            400,
+            f"message {number} has a content that is not text: {preview(content)}; the policy reads strings, and parts "
+            'of the form {"type": "text", "text": ...}',
+            param=f"messages[{number - 1}]",
+        )
+    joined = "".join(part["text"] for part in parts)
+    return joined.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+
+
+def _plain_call(call: Any, number: int) -> dict[str, Any]:
+    match call:
+        case {"id": str(call_id), "function": {"name": str(name), "arguments": str(arguments)}}:
+            try:
+                read = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                read = None
+            if isinstance(read, dict):
+                return {"id": call_id, "type": "function", "function": {"name": name, "arguments": read}}
+    raise ApiError(
+        400,
+        f'message {number} has the tool call {preview(call)}, expected {{"id": ..., "type": "function", '
+        '"function": {"name": ..., "arguments": "{...}"}}',
+        param=f"messages[{number - 1}]",
+    )
+
+
+def preview(value: Any) -> str:
+    """A value as one line of JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first: Any = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        offered: Sequence[str] = sorted(ChatRequest.model_fields)
+        return ApiError(
+            400, f"{name} is not offered here; leave it out. What a request may have: {', '.join(offered)}", param=name
+        )
+    given = "" if first["type"] == "missing" else f"={preview(first['input'])}"
+    return ApiError(400, f"{name or 'the body'}{given}: {first['msg']}", param=name or None)

@@ -1,0 +1,148 @@
+"""A small HTTP server for programs on the same machine that have a token: JSON in, JSON or events out."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from shardwise.rollout.chat_format import ApiError
+from shardwise.rollout.loop_thread import LoopThread
+
+HOST = "127.0.0.1"
+_MAX_HEAD_BYTES = 1 << 16
+_BACKLOG = 4096
+"""Connections that wait to be taken: all agents of a batch may ask at the same moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRequest:
+    """A request whose token is known."""
+
+    method: str
+    path: str
+    """Without the query."""
+    token: str
+    body: Any
+    """Of the JSON; None where there is none."""
+
+
+Events = Iterable[dict[str, Any]]
+Answer = Callable[[HttpRequest], Awaitable[dict[str, Any] | Events]]
+"""What a request is answered with: an object, or objects one after the other as server-sent events. Raises ApiError."""
+
+
+class HttpServer:
+    """Serves from a thread of its own, on the loopback interface alone. One request for each connection.
+
+    Nothing of a body is read before its token is known. However slowly a client writes or reads, its connection ends at
+    the deadline, which is of a whole request or answer: bytes that drip do not move it.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        is_known: Callable[[str], bool],
+        max_body_bytes: int = 1 << 24,
+        timeout_seconds: float = 30.0,
+    ) -> None:
+        """
+        Args:
+            is_known: whether a token may ask for anything.
+            timeout_seconds: for a client to send its request, and to take its answer.
+        """
+        self._answer, self._is_known = answer, is_known
+        self._max_body_bytes, self._timeout_seconds = max_body_bytes, timeout_seconds
+        self._thread = LoopThread("endpoint")
+        self._server = self._thread.start(self._listen()).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        self._thread.loop.call_soon_threadsafe(self._server.close)
+        self._thread.close()
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, HOST, 0, limit=_MAX_HEAD_BYTES, backlog=_BACKLOG)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            status, content_type, body = await self._reply(reader)
+            async with asyncio.timeout(self._timeout_seconds):
+                head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
+                writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.CancelledError):  # it has gone, takes nothing, or the server closes
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _reply(self, reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
+        """Status, type and body of the answer."""
+        try:
+            answered = await self._answer(await self._read(reader))
+        except ApiError as error:
+            return error.status, "application/json", json.dumps(error.body).encode()
+        except (OSError, TimeoutError):
+            raise
+        except Exception as error:  # one request's trouble, which its client is told of
+            problem = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+            return problem.status, "application/json", json.dumps(problem.body).encode()
+        if isinstance(answered, dict):
+            return 200, "application/json", json.dumps(answered).encode()
+        events = [*map(json.dumps, answered), "[DONE]"]
+        return 200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode()
+
+    async def _read(self, reader: asyncio.StreamReader) -> HttpRequest:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._read_parts(reader)
+        except TimeoutError:
+            raise ApiError(408, f"no whole request within {self._timeout_seconds:g} s", code="timeout") from None
+
+    async def _read_parts(self, reader: asyncio.StreamReader) -> HttpRequest:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        except asyncio.LimitOverrunError:
+            raise ApiError(431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes") from None
+        except asyncio.IncompleteReadError:
+            raise ConnectionResetError("the client went before it had asked") from None
+        first, *lines = head.split("\r\n")
+        words = first.split(" ")
+        if len(words) != 3:
+            raise ApiError(400, "this is no HTTP request")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not self._is_known(token):
+            raise ApiError(
+                401,
+                "no episode that is being played has this API key; every episode has a key of its own "
+                "(endpoint.api_key), which ends with it",
+                code="invalid_api_key",
+            )
+        body = await self._read_body(reader, headers)
+        return HttpRequest(method=words[0], path=words[1].partition("?")[0], token=token, body=body)
+
+    async def _read_body(self, reader: asyncio.StreamReader, headers: dict[str, str]) -> Any:
+        if "transfer-encoding" in headers:
+            raise ApiError(411, "the body has no Content-Length; send it in one piece")
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit() and len(length) < 16):
+            raise ApiError(400, f"Content-Length is {length[:40]!r}, expected a number")
+        num_left = int(length)
+        if num_left > self._max_body_bytes:
+            while num_left > 0 and (chunk := await reader.read(_MAX_HEAD_BYTES)):  # who is cut off reads no answer
+                num_left -= len(chunk)
+            raise ApiError(
+                413, f"the body has {length} bytes, at most {self._max_body_bytes} are read", code="too_large"
+            )
+        try:
+            written = await reader.readexactly(num_left)
+        except asyncio.IncompleteReadError:
+            raise ConnectionResetError("the client went before it had asked") from None
+        try:
+            return json.loads(written) if written else None
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from None

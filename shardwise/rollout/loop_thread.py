@@ -1,0 +1,37 @@
+"""An event loop beside the caller."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+_CLOSE_SECONDS = 2.0
+
+
+class LoopThread:
+    """An event loop in a thread of its own, which does not keep the process."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Runs a coroutine; the future may be waited for or cancelled from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self) -> None:
+        """Cancels what runs and ends the loop. A coroutine that does not let go of the loop keeps its thread, which
+        then goes on without anybody waiting for it."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.close()

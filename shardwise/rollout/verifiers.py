@@ -1,0 +1,75 @@
+"""An agent that plays tasks of the verifiers library: its harness asks the policy, its task gives the reward.
+
+rollout.environment: {type: agent, path: shardwise.rollout.verifiers:play, parameters: {taskset: ..., agent: ...}}
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from shardwise.rollout.agent_runner import Endpoint
+from shardwise.types import Example
+
+try:
+    import verifiers.v1 as vf
+except ImportError as error:
+    raise ImportError(f"verifiers cannot be imported ({error}); pip install 'shardwise[verifiers]'") from error
+
+Tree = dict[str, Any]
+
+
+async def play(example: Example, endpoint: Endpoint, *, taskset: Tree, agent: Tree) -> dict[str, float]:
+    """Plays one task with one agent.
+
+    Args:
+        example: its extra_info.task is the place of the task in the taskset, as `task_rows` writes it.
+        taskset: verifiers' config of it, `{id: NAME}` and what it takes.
+        agent: verifiers' config of the agent, `{harness: {id: NAME}, runtime: {type: NAME}}` and what it takes;
+            sampling is the run's.
+    Returns:
+        The task's reward as score, and its rewards and metrics by their names.
+    Raises:
+        RuntimeError: verifiers calls the episode a failure; tells its first error.
+    """
+    config = _config(taskset, agent)
+    task = _tasks(json.dumps(taskset, sort_keys=True))[example.extra_info["task"]]
+    environment = vf.SingleAgentEnv(config)
+    variable = f"SHARDWISE_API_KEY_{secrets.token_hex(8)}"  # clients take keys from there; harnesses do not inherit it
+    os.environ[variable] = endpoint.api_key
+    try:
+        client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+        async with environment.serving():
+            episode = await environment.run_episode(task, vf.ModelContext(model=endpoint.model, client=client))
+    finally:
+        del os.environ[variable]
+    errors = [error for owner in (episode, *episode.traces) for error in owner.errors]
+    if errors or not episode.ok:
+        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no success")
+    (trace,) = episode.traces
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    return {**trace.metrics, **rewards, "score": trace.reward}
+
+
+def task_rows(*, taskset: Tree, num_tasks: int) -> Iterator[Tree]:
+    """The rows of the first tasks, as data files have them."""
+    name = taskset["id"]
+    for number, task in enumerate(_tasks(json.dumps(taskset, sort_keys=True))[:num_tasks]):
+        yield {
+            "prompt": task.data.prompt_text or f"{name} {number}",
+            "data_source": name,
+            "reward_model": {"ground_truth": ""},
+            "extra_info": {"task": number},
+        }
+
+
+def _config(taskset: Tree, agent: Tree) -> Any:
+    return vf.SingleAgentEnvConfig(taskset=dict(taskset), agent=dict(agent))
+
+
+@lru_cache(maxsize=16)
+def _tasks(taskset: str) -> list[Any]:
+    """Loading them once is enough: they hold no state of an episode."""
+    return list(vf.SingleAgentEnv(_config(json.loads(taskset), {})).taskset)
