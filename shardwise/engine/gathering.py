@@ -4,18 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.conversions import ExportBlock
 from shardwise.engine.shards import RowSharding, is_by_rows, local_shard
+from shardwise.ops import all_gather_flat
 
 BUCKET_BYTES = 1 << 25
 """Whole tensors of this many bytes share an all-gather; a larger one has its own."""
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Under its name from torch 2.13 on, or the one before."""
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,5 +122,5 @@ def _received(bucket: list[_Part]) -> Tensor:
         rows = local_shard(part.tensor)
         slot[: rows.numel()].copy_(rows.flatten())
     received = torch.empty(sharding.num_ranks, len(sent), dtype=dtype, device=sharding.device)
-    _all_gather(received.view(-1), sent, group=sharding.group)
+    all_gather_flat(received.view(-1), sent, group=sharding.group)
     return received

@@ -74,6 +74,16 @@ class Ranks:
         self.trainers.call("push_weights", version, self.sends_delta)
         return receive.result()
 
+    def seconds_per_byte(self) -> float:
+        """What a byte of the weights takes to the rollout engines with nothing else to do, measured: nothing else may
+        go on meanwhile."""
+        if not self.are_split:
+            return max(self.trainers.call("measure_sync"))
+        receive = Background(lambda: self.rollouts.call("measure_pull"))
+        measured = self.trainers.call("measure_push")
+        receive.result()
+        return max(seconds for seconds in measured if seconds is not None)
+
     def take_restarts(self) -> dict[str, float]:
         """How often processes of rollout engines were replaced since the last call, for `Run.report`; nothing where
         they have none. Waits for what is being sampled."""

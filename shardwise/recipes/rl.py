@@ -97,7 +97,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     if validates and config.reward is not None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-                    incidents = ranks.take_restarts()
+                    incidents = ranks.take_restarts() | {"sync/share_of_limit": weights.share_of_limit}
             sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
             metrics |= rollout_metrics(rollout.groups) | counts
             if ranks.are_split:

@@ -159,7 +159,7 @@ class Run:
 
         Args:
             num_tokens: that were processed in it.
-            incidents: what happened in it and changed no number, such as restarts; goes with the times.
+            incidents: of it, what changed no number, such as restarts; goes with the times.
         """
         seconds = time.perf_counter() - self._step_start
         metrics, busy = without_busy(metrics)

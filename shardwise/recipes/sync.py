@@ -1,5 +1,6 @@
 """Brings the policy's weights to the rollout engines, and probes that both compute the same with them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,9 @@ class WeightSync:
         self._policy, self._ranks, self._every = policy, ranks, probe_every_syncs
         self._sequences = probe_sequences(examples) if probe_every_syncs else []
         self._last_probed: int | None = None
+        self._seconds_per_byte: float | None = None
+        self.share_of_limit = 0.0
+        """Of the last sync: the seconds that its bytes take with nothing else to do, as a share of what it took."""
 
     def sync(self, version: int) -> Metrics:
         """Returns only once every rollout engine serves this version, proven.
@@ -42,7 +46,12 @@ class WeightSync:
         Raises:
             WeightSyncError: an engine serves something else than was sent, or than another one serves.
         """
+        if self._seconds_per_byte is None:
+            self._seconds_per_byte = self._ranks.seconds_per_byte()
+        start = time.perf_counter()
         receipts = self._ranks.sync_weights(version)
+        seconds = time.perf_counter() - start
+        self.share_of_limit = receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds
         require_same_receipts(version, dict(zip(self._ranks.rollouts.ranks, receipts, strict=True)))
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 

@@ -30,7 +30,17 @@ from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import RolloutEngine, SupervisedEngine
-from shardwise.transfer import DeltaDecoder, DeltaEncoder, Medium, pull_weights, push_weights, sync_local
+from shardwise.transfer import (
+    DeltaDecoder,
+    DeltaEncoder,
+    Medium,
+    pull_weights,
+    push_weights,
+    seconds_per_byte_inside,
+    seconds_per_byte_sent,
+    sync_local,
+    take_pieces,
+)
 from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, WeightSender
 
 POLICY = "policy"
@@ -251,6 +261,21 @@ class Worker:
         self._rollout.wake("weights")
         dtype = getattr(torch, seat.config.param_dtype)
         return asdict(sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype))
+
+    def measure_sync(self) -> float:
+        """Seconds that a byte of the weights takes into this rank's rollout engine, with nothing else to do."""
+        return seconds_per_byte_inside(self._device)
+
+    def measure_push(self) -> float | None:
+        """The same of what carries weights to ranks that sample; None on ranks that send nothing."""
+        medium = self._joined_medium()
+        return None if medium is None else seconds_per_byte_sent(medium)
+
+    def measure_pull(self) -> None:
+        """The other end of `measure_push`."""
+        medium = self._joined_medium()
+        assert medium is not None, "this rank is no end of what carries weights"
+        take_pieces(medium)
 
     def push_weights(self, version: int, delta: bool) -> dict[str, Any] | None:
         """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.

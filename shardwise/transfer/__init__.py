@@ -1,5 +1,6 @@
 """Weights from trainer ranks to rollout engines, with receipts. Imports neither engine nor rollout."""
 
+from shardwise.transfer.bare import seconds_per_byte_inside, seconds_per_byte_sent, take_pieces
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.disk import DiskMedium, load_version

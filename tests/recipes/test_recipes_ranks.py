@@ -47,6 +47,16 @@ def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_
     ]
 
 
+def test_what_carries_weights_is_measured_from_both_ends():
+    found, log = ranks(placement={"num_ranks": 3})
+    found.trainers.call = lambda method: [0.5]
+    assert found.seconds_per_byte() == 0.5
+    assert [(method, args) for _, method, args in log] == [("measure_pull", ())]
+    colocated, _ = ranks()
+    colocated.trainers.call = lambda method: [0.1, 0.3] if method == "measure_sync" else None
+    assert colocated.seconds_per_byte() == 0.3
+
+
 def test_what_fails_in_receiving_is_raised_where_weights_are_sent():
     found, _ = ranks(placement="split")
     found.rollouts.meeting = threading.Barrier(1)

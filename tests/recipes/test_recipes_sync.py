@@ -1,5 +1,6 @@
 """What a recipe asks of every weight sync: equal receipts on all ranks, and equal logprobs of known tokens."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,13 @@ def build(fake_group, remote, *, every=4, receipt=lambda rank, version: RECEIPT,
     def rollout_logprobs(_rank, sequences):
         return [[rollout] * (len(sequence) - 1) for sequence in sequences]
 
-    group = fake_group(2, sync_weights=receipt, rollout_logprobs=rollout_logprobs, score=trainer_logprobs)
+    group = fake_group(
+        2,
+        sync_weights=receipt,
+        measure_sync=lambda rank: 0.001 * (rank + 1),
+        rollout_logprobs=rollout_logprobs,
+        score=trainer_logprobs,
+    )
     policy = remote(group, param_dtype="bfloat16")
     sync = WeightSync(policy, Ranks(group, group), EXAMPLES, probe_every_syncs=every)
     return sync, group
@@ -36,7 +43,21 @@ def test_known_tokens_are_the_beginnings_of_the_first_prompts_that_score_any():
 def test_a_sync_asks_every_rank_and_says_what_it_moved(fake_group, remote):
     sync, group = build(fake_group, remote)
     assert sync.sync(3)["sync/bytes"].result() == 7
-    assert group.calls == [("sync_weights", 3)]
+    assert group.calls == [("measure_sync",), ("sync_weights", 3)]
+
+
+def test_of_every_sync_it_is_known_what_share_of_its_time_the_bytes_need(fake_group, remote):
+    """Seven bytes at 2 ms each on the slower rank, in a sync of 50 ms."""
+
+    def slowly(rank, version):
+        time.sleep(0.025)
+        return RECEIPT
+
+    sync, group = build(fake_group, remote, receipt=slowly)
+    for version in (3, 4):
+        sync.sync(version)
+        assert 0.1 < sync.share_of_limit <= 0.28
+    assert group.methods == ["measure_sync", "sync_weights", "sync_weights"]
 
 
 @pytest.mark.parametrize("key", ["version", "num_tensors", "num_bytes", "digest"])

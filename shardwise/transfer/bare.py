@@ -1,0 +1,70 @@
+"""What carries weights, measured bare: how fast a weight sync could be here, had it nothing else to do."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.ops import all_gather_flat
+from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
+from shardwise.transfer.medium import Medium
+
+_PIECE_BYTES = 1 << 25
+_NUM_PIECES = 4
+"""The fastest counts, for the first ones open connections and touch memory."""
+
+
+def seconds_per_byte_inside(device: torch.device) -> float:
+    """Collective. Of one byte of the weights on this rank: gathered from the shards of all ranks, then copied."""
+    num_ranks = dist.get_world_size()
+    shard = torch.zeros(_PIECE_BYTES // num_ranks, dtype=torch.uint8, device=device)
+    whole, served = (torch.zeros(len(shard) * num_ranks, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def sync() -> None:
+        if num_ranks > 1:
+            all_gather_flat(whole, shard)
+        served.copy_(whole)
+        _wait_for(served)
+
+    return _fastest(sync) / len(whole)
+
+
+def seconds_per_byte_sent(medium: Medium) -> float:
+    """At the sending end. Of one byte, until all have taken it. Raises MediumError."""
+    piece = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=medium.device)
+    medium.meet("measuring: beginning", "")
+
+    def send() -> None:
+        writer = BucketWriter(medium, version=0, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        writer.write(Entry.of("piece", piece, 0, "whole", piece.nbytes), piece)
+        writer.finish()
+        medium.meet("measuring: piece", "")
+
+    return _fastest(send) / _PIECE_BYTES
+
+
+def take_pieces(medium: Medium) -> None:
+    """At the other ends, while the sender measures. Raises MediumError."""
+    medium.meet("measuring: beginning", "")
+    for _ in range(_NUM_PIECES):
+        reader = BucketReader(medium.receive)
+        reader.begin(0)
+        for _, payload in reader.entries():
+            _wait_for(payload)
+        medium.meet("measuring: piece", "")
+
+
+def _fastest(work: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(_NUM_PIECES):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _wait_for(data: Tensor) -> None:
+    if data.device.type != "cpu":
+        torch.accelerator.synchronize(data.device)
