@@ -23,16 +23,13 @@ _RUN_KEYS = (
     *("trainer.tensorboard", "trainer.resume", "trainer.resume_allow", "trainer.max_nonfinite_steps"),
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),
-    *(
-        "rollout.environment.max_wait_seconds",
-        "rollout.environment.timeout_seconds",
-        "reward.timeout_seconds",
-        "reward.memory_bytes",
-        "rollout.placement",
-    ),
+    *("rollout.environment.max_wait_seconds", "rollout.environment.timeout_seconds", "rollout.placement"),
+    *("reward.timeout_seconds", "reward.memory_bytes"),
     *("rollout.probe_every_syncs", "rollout.engine.gpu_memory_utilization", "rollout.engine.max_num_batched_tokens"),
     *("rollout.engine.enable_chunked_prefill", "rollout.engine.enable_prefix_caching", "rollout.engine.sleep_level"),
-    *("rollout.engine.compile_decode", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
+    *("rollout.engine.compile_decode", "rollout.engine.process", "rollout.engine.python", "rollout.sync_adapter_only"),
+    *("rollout.engine.mem_fraction_static", "rollout.engine.weights_folder", "rollout.engine.load_timeout_seconds"),
+    *("rollout.engine.health_timeout_seconds", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
     *("trainer.faults",),
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
