@@ -6,6 +6,13 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_OF_A_JOB = ("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How variables of a rank's process group begin: with them another program would try to join it."""
+
+
+def variables_of_its_own() -> dict[str, str]:
+    """This process's variables without those that say how its ranks meet."""
+    return {name: value for name, value in os.environ.copy().items() if not name.startswith(_OF_A_JOB)}
 
 
 def die_with(parent: int) -> None:

@@ -78,7 +78,7 @@ class AgentEnvironment(_Environment):
     (Qwen3-Coder)."""
     max_wait_seconds: PositiveFloat = 0.1
     """Requests are generated together as soon as every running agent waits for one, or the first of them has waited so
-    long. What is sampled does not depend on it."""
+    long. The draws do not depend on it; another batch rounds otherwise."""
 
 
 def _as_group(given: Any) -> Any:

@@ -155,6 +155,11 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _engine_can_stand_there(self) -> Self:
+        if self.apart is not None and not isinstance(self.engine, EmbeddedRollout) and self.engine.sleep_level:
+            raise ValueError(
+                f"placement=split with engine.sleep_level={self.engine.sleep_level}: ranks that only sample have no "
+                "trainer to give memory to; set engine.sleep_level=0, or placement=colocated"
+            )
         if isinstance(self.engine, VllmRollout) and self.engine.process is None and self.apart is not None:
             raise ValueError(
                 "placement=split with engine=vllm: in the process of a rank vLLM forms its groups over all ranks of "

@@ -141,7 +141,8 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         turns.append((begins.cumsum(0) - 1).clamp(min=0))
         ends = (mask & ~mask.roll(-1)).nonzero().flatten() + 1
         spans = zip(ends.tolist(), begins.nonzero().flatten().tolist()[1:], strict=False)  # nothing answers the last
-        answered = [(), *(tuple(sample.token_ids[end:begin].tolist()) for end, begin in spans)]
+        prompt = (0, int(begins.int().argmax()))  # agents may write prompts of their own in one group
+        answered = [tuple(sample.token_ids[end:begin].tolist()) for end, begin in (prompt, *spans)]
         keys = [(sample.group, state) for state in answered]
         states.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))
     return padded(turns), padded(states)

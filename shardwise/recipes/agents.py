@@ -66,6 +66,7 @@ class Agents:
         self._tokenizer = tokenizer
         self._generate = generate
         self._limits = Limits(max_prompt_tokens, config.max_turns)
+        self._version, self._has_sampled = 0, False
         self._changed = threading.Condition()
         self._games: dict[str, _Game] = {}
         self._runner = AgentRunner()
@@ -84,7 +85,7 @@ class Agents:
         Consumes: requests of agents. Waits for: all agents. Unblocked by: each one's deadline.
 
         Raises:
-            TrainingError: no agent of the batch got as far as a turn.
+            TrainingError: no agent has ever got as far as a turn.
         """
         groups = [self._begin(example, request) for example, request in zip(examples, requests, strict=True)]
         games = [game for group in groups for game in group]
@@ -98,8 +99,21 @@ class Agents:
                 self._games = {}
                 for game in games:
                     self._end(game, Answer(failure="the run ended"))
-        version = _latest_version(games)
-        return [[_episode(game, version) for game in group] for group in groups]
+        self._note_version(games)
+        return [[_episode(game, self._version) for game in group] for group in groups]
+
+    def _note_version(self, games: Sequence[_Game]) -> None:
+        """Of the policy, for completions of agents that failed before the first turn."""
+        sampled = [game.conversation.completion for game in games if game.conversation.num_turns > 0]
+        self._version = max((completion.newest_version for completion in sampled), default=self._version)
+        self._has_sampled |= bool(sampled)
+        if not self._has_sampled:
+            outcome = games[0].outcome
+            assert outcome is not None
+            raise TrainingError(
+                f"none of {len(games)} agents asked the policy for a turn; the first, for row {games[0].row.uid}: "
+                f"{outcome.failure}. Fix rollout.environment.path"
+            )
 
     def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
         requests = [
@@ -222,23 +236,6 @@ def _after_refusal(game: _Game) -> str:
         f"; the endpoint had refused a further turn ({game.conversation.refusal}), which an agent may catch to return "
         "what it has earned so far"
     )
-
-
-def _latest_version(games: Sequence[_Game]) -> int:
-    """Of the policy that sampled the batch.
-
-    Raises:
-        TrainingError: nothing was sampled.
-    """
-    versions = [game.conversation.completion.policy_version for game in games if game.conversation.num_turns > 0]
-    if not versions:
-        outcome = games[0].outcome
-        assert outcome is not None
-        raise TrainingError(
-            f"none of {len(games)} agents asked the policy for a turn; the first, for row {games[0].row.uid}: "
-            f"{outcome.failure}. Fix rollout.environment.path"
-        )
-    return max(versions)
 
 
 def _episode(game: _Game, version: int) -> Episode:

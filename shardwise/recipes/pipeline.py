@@ -127,7 +127,8 @@ class Pipeline:
     def _at_rest(self) -> Iterator[None]:
         """Nothing begins in its body."""
         with self._changed:
-            self._is_held = self._max_staleness is not None and self._max_staleness > 1
+            is_ordered = self._max_staleness in (0, 1) and self._turns is None
+            self._is_held = self._max_staleness is not None and not is_ordered
             self._wait_for(lambda: self._failure is None and not self._is_sampling and not self._may_begin())
         try:
             yield

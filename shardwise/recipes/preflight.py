@@ -28,8 +28,8 @@ def check_inputs(config: RecipeConfig) -> None:
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:
         check_rewards(config.reward)
-        if config.rollout.environment is not None:
-            check_environment(config.rollout.environment)
+    if isinstance(config, RLConfig | EvalConfig) and config.rollout.environment is not None:
+        check_environment(config.rollout.environment)
     if isinstance(config, RLConfig | EvalConfig) and isinstance(config.rollout.engine, SglangRollout):
         check_sglang(config.rollout.engine)
     require_callable(config)

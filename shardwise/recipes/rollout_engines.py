@@ -115,13 +115,14 @@ def _supervised(
         "device": device.type,
         "lora": None if lora is None else lora.model_dump(mode="json"),
     }
+    environment = environment_of(device, num_devices=num_devices)
     name = f"the rollout engine of rank {os.environ.get('RANK', '0')}"
 
     def start(memory_fd: int) -> EngineProcess:
         return EngineProcess(
             [sys.executable, "-m", "shardwise.recipes.engine_child"],
             json.dumps(setup),
-            environment=environment_of(device, num_devices=num_devices),
+            environment=environment,
             memory_fd=memory_fd,
             config=process,
             name=name,

@@ -370,7 +370,7 @@ class Worker:
         """Drops every engine, so that another recipe can build its own."""
         if self._rollout is not None:
             self._rollout.close()
-        self._seats, self._rollout = {}, None
+        self._seats, self._rollout, self._syncs_adapter_only = {}, None, False
 
     def _keep_step(
         self,

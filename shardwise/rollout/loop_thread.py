@@ -2,11 +2,30 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _CLOSE_SECONDS = 2.0
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """A thread for each call, which does not keep the process: what asyncio.to_thread takes by itself would."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """See Executor.submit."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
 
 class LoopThread:
@@ -14,6 +33,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(_DaemonThreads())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

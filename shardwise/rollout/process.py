@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from shardwise.codec import decode, encode
 from shardwise.config import ConfigError, EngineProcessConfig, ModelError, TrainingError
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
-from shardwise.processes import how_it_ended
+from shardwise.processes import how_it_ended, variables_of_its_own
 
 POLL_SECONDS = 0.5
 """How often it is looked whether the process lives. Its pipes tell at once, unless what it has started holds them
@@ -36,8 +37,6 @@ _ERRORS = {error.__name__: error for error in (ConfigError, ModelError, Training
 """Those of an engine that mean the same in another process."""
 _PHASES: dict[str, Phase] = {"generate": "serve", "load": "load"}
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-_OF_THE_JOB = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", FAULT_PLAN_VARIABLE)
-"""Variables that the process must not take for its own: it is alone in its world."""
 
 
 class ProcessLost(Exception):
@@ -221,7 +220,8 @@ class EngineProcess:
         with self._lock:
             if not self.is_gone and self._reason is None:
                 self._reason = reason
-            self._process.kill()
+            with suppress(ProcessLookupError):  # nobody is left of it
+                os.killpg(self._process.pid, signal.SIGKILL)
             if self._lifeline_fd >= 0:
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1
@@ -274,9 +274,10 @@ def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, s
         device: of the rank.
         num_devices: so many, beginning with that one.
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are not so many, or other ranks have them.
     """
-    variables = {name: value for name, value in os.environ.items() if name not in _OF_THE_JOB}
+    variables = variables_of_its_own()
+    variables.pop(FAULT_PLAN_VARIABLE, None)
     variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     # It starts in the rank's folder, for paths that are relative, and finds this package all the same.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
@@ -285,6 +286,13 @@ def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, s
         known = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = known.split(",") if known else [str(index) for index in range(torch.accelerator.device_count())]
         mine = visible[first : first + num_devices]
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_devices > 1 and first + 1 < num_ranks:
+            raise ConfigError(
+                f"rollout.engine.args.tensor_parallel_size={num_devices}: an engine takes the device of its rank, "
+                f"{first}, and those after it, which are those of other ranks here ({num_ranks} on this machine); let "
+                "the last rank alone sample (rollout.placement={num_ranks: 1}), or leave it out"
+            )
         if len(mine) < num_devices:
             raise ConfigError(
                 f"rollout.engine.args.tensor_parallel_size={num_devices}: an engine takes the device of its rank, "

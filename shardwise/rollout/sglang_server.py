@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.config import ConfigError, SglangRollout, TrainingError
+from shardwise.processes import variables_of_its_own
 from shardwise.scratch import scratch_folder
 
 _LAUNCH = """
@@ -28,12 +29,10 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the rank is gone")
 os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", "--config", sys.argv[2]])
 """
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""How variables of the trainer's process group begin: with them the server would try to join it."""
 _ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Logprobs at the temperature of the request."""
-_OTHER_NAMES = {"model", "tensor_parallel_size"}
-"""Of arguments that are set here."""
+_OTHER_NAMES = {"model", "tensor_parallel_size", "dp_size", "data_parallel_size", "pp_size", "nnodes"}
+"""Of arguments that are set here, and what else would take more than the one device of a rank."""
 _HOST = "127.0.0.1"
 _GLANCE_SECONDS = 5.0
 """How often the server is looked at while it is waited for."""
@@ -103,7 +102,8 @@ class SglangServer:
 
     def _launch(self, arguments: Path) -> subprocess.Popen[bytes]:
         python = sys.executable if self._config.python is None else self._config.python
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+        variables = variables_of_its_own()
+        variables.pop("RANK", None)
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [python, "-c", _LAUNCH, str(os.getpid()), str(arguments)],

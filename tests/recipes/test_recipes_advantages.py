@@ -583,7 +583,7 @@ def test_turns_are_runs_of_trained_tokens_and_states_what_stands_before_them():
         return Sample(uid="a", token_ids=torch.tensor(token_ids), loss_mask=mask, group=group)
 
     samples = [
-        sample(0, [5, 1, 9, 7, 7, 2, 9], ".xx..xx"),
+        sample(0, [5, 6, 1, 9, 7, 7, 2, 9], "..xx..xx"),
         sample(0, [5, 6, 1, 7, 7, 3, 8, 4], "..x..x.x"),
         sample(1, [5, 2, 7, 7, 2], ".x..x"),
         sample(1, [5, 2, 2], "..."),  # its reward failed
@@ -598,3 +598,6 @@ def test_turns_are_runs_of_trained_tokens_and_states_what_stands_before_them():
     prompt, told = states[0, :2].tolist()
     assert states[1, :3].tolist() == [prompt, told, states[1, 2]]
     assert len({prompt, told, int(states[1, 2]), *states[2, :2].tolist()}) == 5  # other groups have other states
+    _, states = turns_and_states([samples[0], sample(0, [8, 1, 9, 7, 7, 2, 9], ".xx..xx")])
+    assert states[0, 0] != states[1, 0]  # an agent has written a prompt of its own
+    assert states[0, 1] == states[1, 1]

@@ -3,6 +3,8 @@
 import functools
 import json
 import operator
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -59,7 +61,7 @@ def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", 
     )
 
 
-def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None) -> Worker:
+def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, engine="embedded") -> Worker:
     path = tiny_folder(family, folder / family)
     layout = EngineConfig(param_dtype=param_dtype, lora=lora)
     worker = Worker(torch.device("cpu"))
@@ -67,7 +69,7 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None) 
     build_one(worker, "reference", path, layout.frozen(), temperature=temperature)
     worker.build_rollout(
         ModelConfig(path=str(path)).model_dump_json(),
-        GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
+        GenerationConfig(max_concurrent_sequences=5, engine=engine).model_dump_json(),
         param_dtype,
         "" if layout.lora is None else layout.lora.model_dump_json(),
     )
@@ -147,6 +149,22 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     assert receipt["num_bytes_moved"] == engine.num_trained_parameters * bytes_per_weight
     assert receipt["num_proven"] == receipt["num_tensors"] >= 10
     assert engine.num_trained_parameters < engine.num_parameters / 2
+
+
+def test_an_adapter_is_synced_alone_to_an_engine_in_a_process_of_its_own(tmp_path):
+    worker = build("llama", tmp_path, lora={"rank": 4}, engine={"process": {}})
+    try:
+        worker.sync_adapter_only()
+        worker.sync_weights(1)
+        train(worker, roll_out(worker))
+        receipt = worker.sync_weights(2)
+        assert receipt["num_proven"] == receipt["num_tensors"]
+        assert receipt["num_bytes_moved"] == engine_of(worker).num_trained_parameters * 4
+        os.kill(worker._rollout.pid, signal.SIGKILL)
+        assert largest_difference(worker, roll_out(worker)) < 1e-4
+        assert worker.take_restarts() == 1
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,8 +1,12 @@
 """An event loop beside the caller ends what runs in it, and waits for nothing that does not end."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+
+import pytest
 
 from shardwise.rollout.loop_thread import LoopThread
 
@@ -46,3 +50,23 @@ def test_closing_does_not_wait_for_what_holds_the_loop():
     thread.close()
     assert time.monotonic() - began < 10
     release.set()
+
+
+def test_what_a_coroutine_gave_to_a_thread_does_not_keep_the_process():
+    program = """
+import asyncio, time
+from shardwise.rollout.loop_thread import LoopThread
+
+thread = LoopThread("beside")
+future = thread.start(asyncio.to_thread(time.sleep, 600))
+assert thread.start(asyncio.to_thread(lambda: 7)).result(20) == 7
+thread.close()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+def test_what_a_thread_raises_its_coroutine_raises():
+    thread = LoopThread("beside")
+    with pytest.raises(ZeroDivisionError):
+        thread.start(asyncio.to_thread(lambda: 1 / 0)).result(20)
+    thread.close()

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ CPU = torch.device("cpu")
 def job(monkeypatch):
     """This process is rank 3 of a job."""
     variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
     for name, value in {**variables, "SHARDWISE_FAULTS": "phase=serve", "OWN": "kept"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -26,7 +29,8 @@ def job(monkeypatch):
 
 def test_the_process_is_alone_in_its_world(job):
     found = environment_of(CPU)
-    assert not {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "SHARDWISE_FAULTS"} & found.keys()
+    told = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "SHARDWISE_FAULTS"}
+    assert not told & found.keys()
     assert (found["RANK"], found["OWN"]) == ("3", "kept")
     assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads())
     assert str(Path(__file__).parents[2]) in found["PYTHONPATH"].split(os.pathsep)
@@ -45,6 +49,15 @@ def test_on_cuda_it_sees_the_device_of_its_rank_and_those_after_it(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = environment_of(torch.device("cuda", index), num_devices=num_devices)
     assert found["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_devices_of_other_ranks_are_refused(job, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .* which are those of other ranks here \(3 on"):
+        environment_of(torch.device("cuda", 1), num_devices=2)
+    assert environment_of(torch.device("cuda", 2), num_devices=2)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment_of(torch.device("cuda", 1))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_devices_that_are_not_there_are_refused(job, monkeypatch):
@@ -104,3 +117,40 @@ def test_a_command_that_is_not_there_is_an_error():
             config=EngineProcessConfig(),
             name="the engine",
         )
+
+
+WITH_A_WORKER = """
+import os, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
+print(worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_process_had_started_ends_with_it_also_where_it_died_by_itself(capfd):
+    """Workers of vLLM's hold a device."""
+    memory_fd = os.memfd_create("test")
+    process = EngineProcess(
+        [sys.executable, "-c", WITH_A_WORKER],
+        "",
+        environment=environment_of(CPU),
+        memory_fd=memory_fd,
+        config=EngineProcessConfig(),
+        name="the engine",
+    )
+    with pytest.raises(ProcessLost, match="SIGKILL"):
+        process.start()
+    process.close()
+    os.close(memory_fd)
+    pid = int(re.search(r"^\d+$", capfd.readouterr().err, re.MULTILINE)[0])
+    deadline = time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
