@@ -128,6 +128,27 @@ def test_partial_rollouts_go_on_under_new_weights(assets, job, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_partial_rollouts_are_whole_where_the_run_saves_or_validates(assets, job, tmp_path, max_staleness):
+    run, slow = tmp_path / "run", ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1"]
+    partial = ["rollout.placement=split", f"rollout.max_staleness={max_staleness}", "rollout.partial=true"]
+    given = [*options(assets, run), *partial, *slow, "rollout.dynamic_sampling={max_rounds: 2}"]
+    done = job(2, "rl", *given, "trainer.total_steps=4", "trainer.lr_schedule=constant", timeout=240)
+    assert done.code == 0, done.err
+    done = job(2, "rl", *given, "trainer.total_steps=6", "trainer.lr_schedule=constant", timeout=240)
+    assert done.code == 0, done.err
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert max(row["staleness/max"] for row in rows) <= max_staleness
+    state = json.loads((run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
+    ready = [
+        one for rollout in state["pipeline"]["ready"] for group in rollout["groups"] for one in group["completions"]
+    ]
+    assert {one["finish_reason"] for one in ready} <= {"stop", "length"}
+    assert ready
+
+
+@pytest.mark.slow
 def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, job, metrics_of, tmp_path):
     placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]
     done = job(4, "rl", *options(assets, tmp_path / "run"), *placement, timeout=240)
