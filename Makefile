@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
 
-.PHONY: install quickstart test test-full test-faults test-vllm test-learning gpu-test check format docs clean
+.PHONY: install quickstart test test-full test-faults test-vllm test-learning gpu-test models check format docs clean
 
 install: $(VENV)/installed
 
@@ -19,8 +19,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/shardwise quickstart
 
+# Two tests at a time, the slowest files first; then, one at a time, those that measure what time passes.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not full and not alone' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not full and alone'
 
 # Every combination of layouts and memory options, where `make test` takes every pair.
 test-full: install
@@ -45,6 +47,10 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 # Whether every algorithm learns, over three seeds: an hour on two cores. Writes docs/results.md.
 test-learning: install
 	$(BIN)/python -m benchmarks.learning
+
+# Every family against plain transformers, in minutes. Writes the record that engines read, and docs/models.md.
+models: install
+	PYTHONPATH=. $(BIN)/python tests/prove_models.py
 
 # On a machine with a GPU, in the environment it has: torch, transformers, pydantic, safetensors, pyyaml, pytest.
 gpu-test:

@@ -64,7 +64,10 @@ class GenerateRequest:
     """Of the first completion in its group."""
     begun: list[int] = field(default_factory=list)
     """Tokens that a single completion has already, which the engine goes on from; `max_tokens` counts the others. The
-    draws are those of a completion that was never interrupted."""
+    draws are those of a completion that was never interrupted where an engine's belong to positions; else others, which
+    depend on how many these are."""
+    with_experts: bool = False
+    """Keep which experts every token goes to."""
 
     @property
     def restricts(self) -> bool:
@@ -97,6 +100,9 @@ class Completion:
     """Of the policy."""
     prompt_ids: list[int] | None = None
     """The prompt that it answers, where an agent wrote one of its own; None: that of its row."""
+    experts: Tensor | None = None
+    """[L - 1, M, k] int16, of the L tokens of prompt and completion: which k experts each of M routers sent them to.
+    The last token went nowhere. None unless asked for."""
 
     @property
     def versions(self) -> list[int]:
@@ -124,7 +130,14 @@ class Completion:
             policy_version=self.policy_version if self.token_ids else more.policy_version,
             token_versions=versions if len(set(versions)) > 1 else None,
             is_sampled=None if self.is_sampled is None and more.is_sampled is None else sampled,
+            experts=self._experts_then(more),
         )
+
+    def _experts_then(self, more: Self) -> Tensor | None:
+        """What goes on computes the tokens so far once more, maybe with other weights: their first choice counts."""
+        if self.experts is None or more.experts is None:
+            return more.experts
+        return torch.cat([self.experts, more.experts[len(self.experts) :]])
 
     @property
     def num_sampled(self) -> int:
@@ -161,6 +174,8 @@ class Sample:
     """[L] float32, what each token's policy loss is multiplied by to correct for the rollout engine's distribution."""
     selected: Tensor | None = None
     """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
+    experts: Tensor | None = None
+    """[L, M, k] int16: which k experts each of the policy's M routers sends the tokens to; -1: it chooses itself."""
     reward: float = 0.0
     group: int = 0
     """Samples of one prompt share this number."""
@@ -205,6 +220,7 @@ PER_TOKEN_FIELDS = (
     "returns",
     "weights",
     "selected",
+    "experts",
 )
 """The optional per-token arrays that a Sample and a TokenBatch have in common."""
 
@@ -240,6 +256,7 @@ class TokenBatch:
     returns: Tensor | None = None
     weights: Tensor | None = None
     selected: Tensor | None = None
+    experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """A copy with every tensor on `device`."""

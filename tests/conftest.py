@@ -1,11 +1,21 @@
 """Fixtures of every test folder."""
 
-import hypothesis
+import contextlib
+
 import pytest
 from ranks import RankPool
 
-hypothesis.settings.register_profile("shared machine", deadline=None)  # where cores are shared, time says nothing
-hypothesis.settings.load_profile("shared machine")
+with contextlib.suppress(ImportError):  # tests/gpu does without
+    import hypothesis
+
+    hypothesis.settings.register_profile("shared machine", deadline=None)  # where cores are shared, time says nothing
+    hypothesis.settings.load_profile("shared machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first: where several run at a time, none of them begins when the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

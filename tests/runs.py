@@ -215,15 +215,21 @@ class StartedRun:
     def processes(self) -> list[int]:
         return marked_processes(self.mark)
 
+    def _left(self) -> list[str]:
+        """The processes of the run, and what is in /dev/shm since it began (a test beside this one may have it for a
+        moment)."""
+        return [*map(str, self.processes()), *sorted(shared_memory() - self._shared_memory_before)]
+
     def end(self, *, seconds: float = 300) -> int:
         """Waits for the exit code; five seconds later no process may be left, nothing in /dev/shm, and no temporary
         folder, unless the launcher was killed."""
         code = self.launcher.wait(timeout=seconds)
         deadline = time.monotonic() + 5
-        while self.processes() and time.monotonic() < deadline:
+        left = self._left()
+        while left and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not self.processes()
-        assert not shared_memory() - self._shared_memory_before
+            left = self._left()
+        assert not left
         if code != -signal.SIGKILL:
             assert not list(self._tmp.glob("*shardwise*"))
         return code

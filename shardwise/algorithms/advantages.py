@@ -243,11 +243,11 @@ def maxrl(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_r
     return spread_over_tokens(torch.where(counted & (means > 0), deviations / means, 0.0), loss_mask)
 
 
-def group_metrics(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metrics:
+def group_metrics(rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metrics:
     """Counts the groups that teach nothing; the two counts are disjoint.
 
     Args:
-        token_rewards: [N, L] float32; rewards where not trained are ignored.
+        rewards: [N, K], what is compared within a group: one reward of a sample, or K parts of it.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
     Returns:
@@ -255,8 +255,8 @@ def group_metrics(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -
         advantage/num_zero_variance_groups: the other groups whose rewards are all equal.
         advantage/zero_variance_fraction: the share of these among the groups that have a baseline; 1 = nothing learned.
     """
-    outcomes, counted = sample_outcomes(token_rewards, loss_mask)
-    groups = [outcomes[counted & (group_ids == group)] for group in group_ids.unique()]
+    counted = loss_mask.any(1)
+    groups = [rewards[counted & (group_ids == group)] for group in group_ids.unique()]
     compared = [group for group in groups if len(group) > 1]
     num_equal = sum(bool((g == g[0]).all()) for g in compared)
     return {

@@ -136,6 +136,9 @@ GROUP_ADVANTAGES = frozenset(
 )
 """Those that compare a sample with the others of its group."""
 
+BATCH_ADVANTAGES = frozenset({"reinforce_plus_plus", "gae"})
+"""Those that compare a sample with the others of its step, or with what a critic expects."""
+
 
 class PpoClip(Choice):
     """PPO's clipped surrogate, per token."""
@@ -190,9 +193,15 @@ class Sapo(Choice):
 
 
 class Reinforce(Choice):
-    """-advantage x logprob; also the policy loss of GPG."""
+    """-advantage x logprob."""
 
     name: Literal["reinforce"] = "reinforce"
+
+
+class GpgLoss(Choice):
+    """GPG's policy loss, which is reinforce."""
+
+    name: Literal["gpg"] = "gpg"
 
 
 class ClipCov(Choice):
@@ -264,7 +273,20 @@ class Kimi(Choice):
 
 
 PolicyLoss = Annotated[
-    PpoClip | Gspo | Cispo | Gmpo | Sapo | Reinforce | ClipCov | KlCov | DppoTv | DppoKl | Topr | Kimi | Custom,
+    PpoClip
+    | Gspo
+    | Cispo
+    | Gmpo
+    | Sapo
+    | Reinforce
+    | GpgLoss
+    | ClipCov
+    | KlCov
+    | DppoTv
+    | DppoKl
+    | Topr
+    | Kimi
+    | Custom,
     Field(discriminator="name"),
     named("ppo_clip"),
 ]

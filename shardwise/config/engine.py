@@ -69,7 +69,9 @@ class LoraConfig(Config):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0."""
     target_modules: str | list[str] = "all-linear"
-    """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head."""
+    """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head
+    (and, where experts are fused, but dense layers whose names peft takes for parts of experts; and out_proj of
+    falcon_h1, which peft refuses)."""
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full beside the adapters, and saved with them."""
     use_dora: bool = False
@@ -110,6 +112,10 @@ class LayoutConfig(ComputeConfig):
     product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3."""
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
     """How fused experts are computed; null leaves the choice to transformers. Only for mixture-of-experts models."""
+    apply_expert_patch: bool = False
+    """Call experts that no token of a rank chose with no tokens, so that collectives stay in step. Models whose experts
+    are modules of their own need it. Fused experts, which all mixtures of experts of transformers 5 but
+    encoder-decoders have, need nothing: there the key is accepted and changes nothing."""
     apply_tiled_mlp: bool = False
     """Compute every MLP in slices of the sequence and again in backward: its inner activations exist for one slice."""
     tiled_num_shards: Annotated[int, Field(ge=2)] | None = None
@@ -117,7 +123,12 @@ class LayoutConfig(ComputeConfig):
     compile_layers: bool = False
     """torch.compile every decoder layer (attention itself stays as it is). Slow first steps, faster later ones."""
     use_liger_kernels: bool = False
-    """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only."""
+    """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only. The package swaps
+    them in transformers' module of the family, so engines of the same family in the same process compute with them
+    too."""
+    allow_unproven: bool = False
+    """Compute a model also where docs/models.md does not list its family as proven for what is asked of it. What is
+    known to be computed wrong stays refused."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """The hard cap on the tokens of one packed micro-batch on one data-parallel rank."""
 
@@ -177,6 +188,13 @@ class EngineConfig(LayoutConfig):
     """In reinforcement learning the optimizer states leave the device while other engines work."""
     freeze_module_prefix: list[str] = Field(default_factory=list)
     """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
+    freeze_router: bool = False
+    """The routers of a mixture of experts are not trained."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the auxiliary loss that evens the load of experts, sequence by sequence; 0 leaves it out. The model's
+    config.json is not asked, as transformers does not ask it either unless output_router_logits is set."""
+    router_metrics: Literal["summary", "layers", "experts"] = "summary"
+    """How much `train/router/` tells about the load of experts: of all layers together, of each, of each expert."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
 
@@ -201,6 +219,11 @@ class EngineConfig(LayoutConfig):
             raise ValueError(
                 f"freeze_module_prefix={self.freeze_module_prefix} has no effect with lora, which freezes the whole "
                 "base; remove it"
+            )
+        if self.lora is not None and self.freeze_router:
+            raise ValueError(
+                "freeze_router=true has no effect with lora, which freezes the whole base; remove it, and leave "
+                "routers out of lora.target_modules"
             )
         if self.lora is not None and self.lora.dropout > 0 and self.apply_tiled_mlp:
             raise ValueError(

@@ -44,6 +44,12 @@ class AbsPlus(Choice):
     name: Literal["abs+"] = "abs+"
 
 
+class K2Plus(Choice):
+    """k2, whose own gradient it is: the same as k2."""
+
+    name: Literal["k2+"] = "k2+"
+
+
 class K3Plus(Choice):
     """The value of k3, the gradient of k2."""
 
@@ -51,7 +57,7 @@ class K3Plus(Choice):
 
 
 KlEstimator = Annotated[
-    K1 | Abs | K2 | K3 | K1Plus | AbsPlus | K3Plus | Custom, Field(discriminator="name"), named("k3")
+    K1 | Abs | K2 | K3 | K1Plus | AbsPlus | K2Plus | K3Plus | Custom, Field(discriminator="name"), named("k3")
 ]
 
 

@@ -19,6 +19,7 @@ from shardwise.config.engine import (
     EngineConfig,
     FrozenEngineConfig,
     LayoutConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
 )
@@ -34,6 +35,7 @@ from shardwise.config.preference import (
 )
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
+from shardwise.config.rollout_engine import VllmRollout
 from shardwise.config.trainer import BatchTrainerConfig, TrainerConfig, require_state, require_states_on_device
 
 
@@ -222,6 +224,11 @@ class RLConfig(Config):
         self._require_room_for_sequences()
         self._require_parts_of_the_algorithm()
         self._require_fit_for_sampling()
+        if self.rollout.router_replay and self.engine.compile_layers:
+            raise ValueError(
+                "rollout.router_replay=true with engine.compile_layers=true: what a compiled router chooses cannot be "
+                "replaced; remove one of the two"
+            )
         if self.reward is None:
             self._require_no_use_of_rewards()
         _require_environment(self.reward, self.rollout, self.data)
@@ -329,6 +336,16 @@ class RLConfig(Config):
                 f"{key} goes by what is correct, which nothing says without reward; give it or remove {key}"
             )
 
+    @staticmethod
+    def _require_plain(lora: LoraConfig) -> None:
+        given = {"use_dora": lora.use_dora, "modules_to_save": bool(lora.modules_to_save)}
+        for key, is_given in given.items():
+            if is_given:
+                raise ValueError(
+                    f"rollout.sync_adapter_only=true with rollout.engine=vllm, which cannot compute with "
+                    f"engine.lora.{key}; remove it, set rollout.sync_adapter_only=false, or rollout.engine=embedded"
+                )
+
     def _require_fit_for_sampling(self) -> None:
         if self.rollout.group_size == 1 and self.rollout.dynamic_sampling is not None:
             raise ValueError(
@@ -345,6 +362,8 @@ class RLConfig(Config):
             raise ValueError(
                 "rollout.sync_adapter_only=true needs an adapter: set engine.lora, or rollout.sync_adapter_only=false"
             )
+        if lora is not None and self.rollout.sync_adapter_only and isinstance(self.rollout.engine, VllmRollout):
+            self._require_plain(lora)
         if lora is not None and lora.adapter_path is not None and self.algorithm.kl_coef > 0:
             raise ValueError(_started_adapter("algorithm.kl_coef"))
         if lora is not None and lora.dropout:

@@ -14,7 +14,7 @@ _LAYOUT_KEYS = (
     *("offload_policy", "param_offload", "optimizer_offload", "activation_checkpointing", "checkpoint_every_layers"),
     *("activation_offload", "apply_tiled_mlp", "tiled_num_shards", "attention_implementation", "compile_layers"),
     *("experts_implementation", "use_liger_kernels", "max_tokens_per_micro_batch", "reduce_gradients"),
-    *("collective_timeout_seconds", "lora.save_merged"),
+    *("collective_timeout_seconds", "lora.save_merged", "apply_expert_patch", "router_metrics", "allow_unproven"),
 )
 _RUN_KEYS = (
     *("trainer.output_dir", "trainer.validate_every_steps", "trainer.save_every_steps", "trainer.save_state"),
@@ -30,7 +30,7 @@ _RUN_KEYS = (
     *("rollout.engine.compile_decode", "rollout.engine.process", "rollout.engine.python", "rollout.sync_adapter_only"),
     *("rollout.engine.mem_fraction_static", "rollout.engine.weights_folder", "rollout.engine.load_timeout_seconds"),
     *("rollout.engine.health_timeout_seconds", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
-    *("trainer.faults",),
+    *("trainer.faults", "rollout.engine.allow_unproven"),
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
 """What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""

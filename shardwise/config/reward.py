@@ -148,8 +148,8 @@ class RewardConfig(Config):
     failure_value: float = 0.0
     """The score of a failed call with on_failure=value."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops where more than this share of the calls of one step (all rounds of sampling so far) fails, whatever
-    on_failure is; 1 never stops."""
+    """With on_failure=mask and value: the run stops where more than this share of the calls of one step (all rounds of
+    sampling so far) fails; 1 never stops."""
     correct_at: float = 1.0
     """A completion counts as correct in val/accuracy where the first entry's own score, before its weight, is at least
     this; a key "acc" in the dict it returned goes first. A failed call is never correct."""
@@ -186,6 +186,18 @@ class RewardConfig(Config):
             raise ValueError(
                 f"memory_bytes={self.memory_bytes} bounds the processes of reward functions, and there are none; "
                 "remove it"
+            )
+        if self.manager is None and not any(isinstance(entry, FunctionReward) for entry in self.functions):
+            for key in ("num_workers", "timeout_seconds"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key}={getattr(self, key)} is of the processes of reward functions, and there are none; "
+                        "remove it"
+                    )
+        if self.on_failure == "abort" and self.max_failure_rate != type(self).model_fields["max_failure_rate"].default:
+            raise ValueError(
+                f"max_failure_rate={self.max_failure_rate} has no effect with on_failure=abort, which stops at the "
+                "first failure; remove it or set on_failure=mask or value"
             )
         repeated = [name for name, count in Counter(entry.name for entry in self.functions).items() if count > 1]
         if repeated:

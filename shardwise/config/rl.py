@@ -112,7 +112,12 @@ class RolloutConfig(GenerationConfig):
 
     sync_adapter_only: bool = False
     """With engine.lora: only the adapter's weights travel in a weight sync, and the rollout engine computes with them
-    beside the base model, as training does; false merges them first. Needs engine=embedded."""
+    beside the base model, as training does; false merges them first. Not with engine=sglang; with engine=vllm without
+    engine.lora.use_dora and modules_to_save."""
+
+    router_replay: bool = False
+    """Mixtures of experts: in training, tokens go to the experts that they went to when they were sampled. Needs
+    engine=embedded on ranks that train too, without an environment, and nothing compiled."""
 
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups that teach nothing (DAPO); null keeps them."""
@@ -126,7 +131,7 @@ class RolloutConfig(GenerationConfig):
     partial: bool = False
     """New weights do not wait for completions that are being sampled: those are interrupted, and gone on with under the
     new weights. Each token carries the version that sampled it; max_staleness bounds the oldest. Needs max_staleness of
-    1 or more; what is sampled then depends on timing, so a run does not repeat bit for bit."""
+    1 or more, and not engine=sglang; what is sampled then depends on timing, so a run does not repeat bit for bit."""
 
     @model_validator(mode="after")
     def _staleness_needs_ranks(self) -> Self:
@@ -140,17 +145,45 @@ class RolloutConfig(GenerationConfig):
                 "partial=true interrupts what is sampled while training goes on, and with max_staleness=0 nothing is; "
                 "set rollout.max_staleness to 1 or more, or partial=false"
             )
-        if self.sync_adapter_only and not isinstance(self.engine, EmbeddedRollout):
+        if self.partial and isinstance(self.engine, SglangRollout):
             raise ValueError(
-                f"sync_adapter_only=true with engine={self.engine.type}, which takes whole models; set "
-                "engine=embedded, or sync_adapter_only=false"
+                "partial=true with engine=sglang: it cannot be interrupted; set engine=embedded or vllm, or "
+                "partial=false"
             )
-        if self.partial and not (isinstance(self.engine, EmbeddedRollout) and self.engine.process is None):
-            what = f"engine={self.engine.type}" if self.engine.process is None else "engine.process"
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_place(self) -> Self:
+        if self.sync_adapter_only and isinstance(self.engine, SglangRollout):
             raise ValueError(
-                f"partial=true with {what}: it cannot be interrupted; set engine=embedded without a process of its "
-                "own, or partial=false"
+                "sync_adapter_only=true with engine=sglang, which takes whole models; set engine=embedded or vllm, or "
+                "sync_adapter_only=false"
             )
+        if self.sync_adapter_only and isinstance(self.engine, VllmRollout) and self.engine.sleep_level == 2:
+            raise ValueError(
+                "sync_adapter_only=true with engine.sleep_level=2, which drops the model that no weight sync would "
+                "bring again; set engine.sleep_level=1, or sync_adapter_only=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_replayed(self) -> Self:
+        if not self.router_replay:
+            return self
+        embedded = isinstance(self.engine, EmbeddedRollout)
+        problems = {
+            f"engine={self.engine.type}, which does not tell which experts it chose": not embedded,
+            "engine.process": embedded and self.engine.process is not None,
+            "engine.compile_decode=true": isinstance(self.engine, EmbeddedRollout) and self.engine.compile_decode,
+            "environment": self.environment is not None,
+            "placement=split": self.apart is not None,
+        }
+        for problem, is_present in problems.items():
+            if is_present:
+                raise ValueError(
+                    f"router_replay=true with {problem}: choices of experts are kept by engine=embedded in the process "
+                    "of a rank that trains, for completions of one turn; remove one of the two"
+                )
         return self
 
     @model_validator(mode="after")

@@ -35,6 +35,9 @@ class EmbeddedRollout(Choice):
     """torch.compile the forward pass of a decode step, attention excepted. The first batch is slow, later ones are
     faster; on a CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the
     same but for rounding."""
+    allow_unproven: bool = False
+    """Sample also from a family that docs/models.md does not list as proven for this engine. What is known to be
+    computed wrong stays refused."""
     process: EngineProcessConfig | None = None
     """Run the engine in a process of its own, which is replaced where it dies or hangs; null: in that of its rank."""
 

@@ -45,8 +45,9 @@ class TrainerConfig(OptimizerConfig):
     keep_best: KeepBestConfig | None = None
     """Keep the best checkpoint too: `{metric: val/accuracy, mode: max}`."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a checkpoint that cannot be saved does to the run. continue trains on, and the next save tries again; the
-    run still fails at its end if its last checkpoint could not be saved."""
+    """What a checkpoint that cannot be saved does to the run, and a log that cannot be written. continue trains on, the
+    next save tries again, and lines of logs wait in memory (64 MiB a file at most); the run still fails at its end if
+    its last checkpoint could not be saved or lines are left."""
     save_retries: Annotated[int, Field(ge=0)] = 1
     """How often a save that failed is tried again, after 1 s, 2 s and so on. One that would hold NaN or infinities is
     not."""

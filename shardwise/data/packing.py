@@ -169,7 +169,7 @@ def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
         sample_index=[],
         uids=[],
         rewards=torch.zeros(1),
-        **{name: torch.zeros(1, dtype=getattr(samples[0], name).dtype) for name in present},
+        **{name: torch.zeros_like(getattr(samples[0], name)[:1]) for name in present},
     )
 
 

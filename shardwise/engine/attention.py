@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.ulysses import Ulysses
-from shardwise.ops import DROPS_KEYWORDS, PackedKernel, PackedLayout, packed_attention, varlen_attention
+from shardwise.ops import DROPS_KEYWORDS, PackedKernel, PackedLayout, chunk_size, packed_attention, varlen_attention
 
 PACKED_ATTENTION = "shardwise_packed"
 FLASH_PACKAGES = {
@@ -47,6 +47,7 @@ class AttentionBackend:
             return None
         problems = {
             "tensors on the CPU": not query.is_cuda,
+            "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
             "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
             "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
             "attention sinks": sinks is not None,
@@ -105,12 +106,13 @@ def _flash_attention(
 
 
 class PackedCall:
-    """What one forward pass hands to the attention of every layer, and how many layers have used it."""
+    """What one forward pass hands to every layer, and how many attentions and sequence mixers have used it."""
 
     def __init__(self, layout: PackedLayout, backend: AttentionBackend) -> None:
         self.layout = layout
         self.backend = backend
         self.num_attention_calls = 0
+        self.num_mixer_calls = 0
 
 
 def register_packed_attention() -> None:
@@ -150,11 +152,12 @@ def _packed_attention(
     if ulysses is not None:
         query, key, value = ulysses.heads_of_all_tokens(query, key, value)
         sinks = None if sinks is None else ulysses.own_heads(sinks)
+    size = chunk_size(module)
     out = packed_attention(
         query,
         key,
         value,
-        packed.layout,
+        packed.layout if size is None else packed.layout.chunked(size),
         scaling=scaling,
         window=sliding_window,
         softcap=softcap,

@@ -25,6 +25,8 @@ class BusyClock:
     """Seconds by phase, without those of FSDP's gathers and scatters in it: on the host by its clock, on a device
     by events in its streams, which wait for nothing.
 
+    On a device gathers that overlap the computation are left out too: a lower bound of what it computes.
+
     The all-reduce between replicas is not among what is left out: where nothing is sharded, ranks look alike.
     """
 

@@ -65,6 +65,8 @@ class TrainEngine:
         self._units = sharded.units
         self._root = sharded.units[-1]
         self._backend = sharded.backend
+        self._expert_loads = sharded.expert_loads
+        self._replay = sharded.replay
         self._optimizer = optimizer
         self._device = device
         self._seed = seed
@@ -164,7 +166,8 @@ class TrainEngine:
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
         with nullcontext() if with_adapters else self._adapters_off():
             outputs = [
-                self._run(batch, about).to(torch.device("cpu")) for batch, about in zip(batches, wanted, strict=True)
+                self._forward(batch, about).to(torch.device("cpu"))
+                for batch, about in zip(batches, wanted, strict=True)
             ]
         self._reshard()
         return outputs
@@ -185,7 +188,7 @@ class TrainEngine:
         head = self._model.head
         assert isinstance(head, LogprobHead), "a value head has no distribution to learn from"
         wanted = Wanted(logprobs=False, states=True)
-        states = [self._score(batch, wanted)[1]["states"].cpu() for batch in batches]
+        states = [self._model(self._slice(batch), self._backend, wanted)["states"].cpu() for batch in batches]
         self._reshard()
         projection = gathered(head.projection.weight, self._compute_dtype)
         return [
@@ -258,14 +261,21 @@ class TrainEngine:
         parts: list[Metrics] = []
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
-            with self._adapter_dropout(origin):
+            tokens, scale = self._slice(batch), self._optimizer.loss_scale
+            watching = self._expert_loads.watching(
+                batch, tokens, num_sequences=denominators.num_sequences, loss_scale=scale
+            )
+            replaying = self._replay.replaying(tokens.experts, counts=True)
+            with watching, replaying, self._adapter_dropout(origin):
                 with self._busy.phase("forward"):
                     fault_point("forward", first_numbers(self._optimizer.parameters))
-                    outputs = self._run(batch, about)
+                    outputs = self._run(tokens, about)
+                    self._expert_loads.settle()
+                    self._replay.settle()
                     loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
                 with self._busy.phase("backward"):
                     fault_point("backward", loss.data.view(-1))
-                    (loss * self._optimizer.loss_scale).backward()
+                    (loss * scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         return {name: value.host() for name, value in merge_metrics(parts).items()}
@@ -280,6 +290,7 @@ class TrainEngine:
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         losses, self._losses = self._losses, []
+        routed = self._expert_loads.take() | self._replay.take()  # a skipped step is looked at by another pass
         self._copies.wait()
         if on_fault is None:
             metrics = self._optimizer.step(losses)
@@ -287,7 +298,7 @@ class TrainEngine:
             metrics = self._optimizer.step(
                 losses, on_fault=lambda norm: on_fault(norm, [float(loss) for loss in losses])
             )
-        return metrics | self._busy.take()  # the norm has waited for the device already
+        return metrics | routed | self._busy.take()  # the norm has waited for the device already
 
     def diagnose(
         self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any
@@ -312,6 +323,8 @@ class TrainEngine:
             )
         finally:
             self._losses = []
+            self._expert_loads.clear()
+            self._replay.clear()
             self._optimizer.zero_grad()
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -431,6 +444,8 @@ class TrainEngine:
         )
         try:
             self.forward([batch])
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise
         except RuntimeError as error:
             if not config.module_precision:
                 raise
@@ -453,15 +468,19 @@ class TrainEngine:
 
         return adapters_off(self._model.hf_model)
 
-    def _run(self, batch: TokenBatch, wanted: Wanted) -> TokenOutputs:
-        tokens, found = self._score(batch, wanted)
+    def _forward(self, batch: TokenBatch, wanted: Wanted) -> TokenOutputs:
+        tokens = self._slice(batch)
+        with self._replay.replaying(tokens.experts, counts=False):
+            return self._run(tokens, wanted)
+
+    def _run(self, tokens: TokenSlice, wanted: Wanted) -> TokenOutputs:
+        found = self._model(tokens, self._backend, wanted)
         return TokenOutputs(**{name: tokens.assemble(own, self._backend.ulysses) for name, own in found.items()})
 
-    def _score(self, batch: TokenBatch, wanted: Wanted) -> tuple[TokenSlice, dict[str, Tensor]]:
-        """This rank's tokens of the batch, and what the head says about those of them that are scored."""
+    def _slice(self, batch: TokenBatch) -> TokenSlice:
+        """This rank's tokens of the batch."""
         ulysses, head = self._backend.ulysses, self._model.head
-        tokens = TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device, pad_token_id=head.pad_token_id)
-        return tokens, self._model(tokens, self._backend, wanted)
+        return TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device, pad_token_id=head.pad_token_id)
 
     def _reshard(self) -> None:
         for unit in self._units:

@@ -136,8 +136,15 @@ def _num_parameters(model: PreTrainedModel) -> int:
 def fsync_folder(folder: Path) -> None:
     """Makes the files of a folder, and their names in it, durable."""
     for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
+        fsync_path(path)
+
+
+def fsync_path(path: Path) -> None:
+    """Makes one file durable, or the names in one folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
 

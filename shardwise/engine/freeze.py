@@ -1,18 +1,21 @@
-"""Keeps modules, named by the beginning of their path, out of training."""
+"""Keeps modules, named by the beginning of their path, and routers out of training."""
 
 from collections.abc import Sequence
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError
 from shardwise.engine.names import closest_modules, is_within
+from shardwise.ops import EXPERTS, ROUTER_NAMES, Router, routers_of
 
 
-def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
+def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = False) -> None:
     """Freezes every parameter whose name is, or begins before a dot with, one of the prefixes.
 
+    Args:
+        routers: freeze those of every router too.
     Raises:
-        ConfigError: a prefix matches nothing, or nothing is left to train.
+        ConfigError: a prefix matches nothing, there is no router, or nothing is left to train.
     """
     for prefix in prefixes:
         matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix.rstrip("."))]
@@ -23,7 +26,23 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
             )
         for parameter in matched:
             parameter.requires_grad_(False)
+    for router in require_routers(model, "engine.freeze_router=true") if routers else ():
+        router.module.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"engine.freeze_module_prefix={list(prefixes)} freezes the whole model; nothing would be trained"
         )
+
+
+def require_routers(model: PreTrainedModel, setting: str) -> list[Router]:
+    """
+    Raises:
+        ConfigError: the model has none, so the setting (`engine.freeze_router=true`) has no effect on it.
+    """
+    if found := routers_of(model):
+        return found
+    raise ConfigError(
+        f"{setting} has no effect on {type(model).__name__}, which has no router: neither a module that transformers "
+        "records router_logits of (such as Qwen3MoeTopKRouter, MixtralTopKRouter, DeepseekV3TopkRouter) nor one called "
+        f"{' or '.join(ROUTER_NAMES)} beside one called {EXPERTS}; remove it"
+    )

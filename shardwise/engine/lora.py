@@ -13,6 +13,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,6 +26,9 @@ ADAPTER = "default"
 FILE_PREFIX = "base_model.model."
 """What a PeftModel puts before the base model's names, and so in front of every name in an adapter file."""
 
+
+REFUSED_BY_PEFT = {"falcon_h1": {"out_proj"}}
+"""Whose weight the fused kernels of state spaces read without calling the layer."""
 
 TASK_TYPES: Mapping[HeadName, str] = {
     "logprobs": "CAUSAL_LM",
@@ -137,11 +141,12 @@ def _value_heads(model: PreTrainedModel) -> list[str]:
 def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[str]) -> list[str]:
     """The full names of the linear layers that get an adapter; what is trained whole gets none."""
     head = model.get_output_embeddings()
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    linear = [name for name, part in model.named_modules() if _is_linear(part) and part is not head]
     endings = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "there is none"
     targets: list[str] = []
     if given == "all-linear":
-        targets = linear
+        left_out = _not_for_peft(model)
+        targets = [name for name in linear if name.rpartition(".")[2] not in left_out]
     else:
         for target in [given] if isinstance(given, str) else given:
             matches = _matching(model, target)
@@ -163,6 +168,19 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
             f"modules_to_save={saved}; its linear layers end in: {endings}"
         )
     return targets
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Some routers are linear layers by class, with a forward that returns more than a tensor."""
+    return isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+
+
+def _not_for_peft(model: PreTrainedModel) -> set[str]:
+    """Last parts of the names of linear layers that peft refuses, or takes for parts of fused experts, wherever in the
+    model they are."""
+    family = model.config.model_type
+    experts = _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(family), {})
+    return {*experts, *REFUSED_BY_PEFT.get(family, ())}
 
 
 def _not_adapted(name: str, module: nn.Module, *, is_head: bool, endings: str) -> str:

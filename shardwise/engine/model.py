@@ -19,17 +19,31 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig
 from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
-from shardwise.engine.freeze import freeze
+from shardwise.engine.expert_guard import check_experts, guard_experts
+from shardwise.engine.expert_loads import ExpertLoads
+from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
+from shardwise.engine.mixers import PackedMixer, pack_mixers
 from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.precision import Precision
+from shardwise.engine.router_replay import RouterReplay
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.wrap import Units
-from shardwise.ops import UNREGISTERED_ATTENTION, rotary_limit, unsupported_reason
+from shardwise.ops import (
+    UNREGISTERED_ATTENTION,
+    backbone,
+    num_attention_layers,
+    packed_tokens_limit,
+    rotary_limit,
+    routers_of,
+    sequence_mixers,
+    unproven_reason,
+    unsupported_reason,
+)
 
 MODEL_CLASSES = {
     "logprobs": AutoModelForCausalLM,
@@ -51,30 +65,39 @@ class ScoringModel(nn.Module):
         self.hf_model = hf_model
         self.head = head
         config = hf_model.config.get_text_config()
-        self._num_layers: int = config.num_hidden_layers
+        self._num_attentions = num_attention_layers(hf_model)
+        self._num_mixers = sum(isinstance(part, PackedMixer) for part in hf_model.modules())
         self._rotary_limit = rotary_limit(config)
+        self._max_tokens = packed_tokens_limit(config)
 
     def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
         """This rank's tokens -> what the head gives for the scored ones among them, by name.
 
         Raises:
-            ModelError: a sequence is too long to be packed, or not every layer computed its attention through the
+            ModelError: a sequence or the pack is too long, or not every layer computed its attention through the
                 packed one.
         """
         if self._rotary_limit and (reason := self._rotary_limit.refusal(tokens.layout.max_length)):
             raise ModelError(f"{type(self.hf_model).__name__}: {reason}")
+        if self._max_tokens is not None and tokens.layout.num_tokens > self._max_tokens:
+            raise ModelError(
+                f"{type(self.hf_model).__name__}: a pack of {tokens.layout.num_tokens} tokens is longer than the "
+                f"{self._max_tokens} up to which attn_temperature_tuning does not depend on a token's place in it; "
+                "lower engine.max_tokens_per_micro_batch"
+            )
         call = PackedCall(tokens.layout, backend)
-        hidden = self.hf_model.base_model(
+        hidden = backbone(self.hf_model)(
             input_ids=tokens.input_ids[None],
             position_ids=tokens.position_ids[None],
             use_cache=False,
             packed=call,
         ).last_hidden_state[0]
-        if call.num_attention_calls != self._num_layers:
+        if call.num_attention_calls != self._num_attentions:
             raise ModelError(
-                f"{type(self.hf_model).__name__} is not supported: its {self._num_layers} layers called the packed "
+                f"{type(self.hf_model).__name__} is not supported: its {self._num_attentions} layers called the packed "
                 f"attention {call.num_attention_calls} times instead of once each"
             )
+        assert call.num_mixer_calls == self._num_mixers, "a layer passed its sequence mixer by"
         found: dict[str, Tensor] = self.head(hidden, tokens.states, tokens.targets, wanted)
         return found
 
@@ -87,6 +110,8 @@ class ShardedModel:
     units: list[FSDPModule]
     """The root is the last."""
     backend: AttentionBackend
+    expert_loads: ExpertLoads
+    replay: RouterReplay
     num_bytes_read: int
     """Bytes of weights that this rank read from disk."""
 
@@ -147,13 +172,21 @@ def build_unloaded(
         hf_model.config.get_text_config().pad_token_id = pad_token_id
     ulysses = None
     if mesh.sp_group is not None:
+        _refuse_split_states(folder, hf_model, mesh.dims.sp)
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
+    if not config.allow_unproven:
+        _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
     backend = AttentionBackend(config.attention_implementation, ulysses)
     _choose_trained(hf_model, config, head_name)
+    expert_loads, replay = _watch_routers(hf_model, config, ulysses)
+    check_experts(hf_model, is_patched=config.apply_expert_patch)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
     units = Units(hf_model, config, precision)  # paths as they are before anything is wrapped
+    mixers = sequence_mixers(hf_model)
+    units.require_whole(list(mixers), "packing")
+    pack_mixers(hf_model, mixers)
     if config.use_liger_kernels:
         use_liger_kernels(hf_model, device)
     if config.apply_tiled_mlp:
@@ -166,8 +199,32 @@ def build_unloaded(
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))
     sharded = units.shard(model, hf_model, model.head, mesh)
+    guard_experts(hf_model)
     materialize(model, device, params_on_host=config.offload_policy)
-    return ShardedModel(model, sharded, backend, num_bytes_read=0)
+    return ShardedModel(model, sharded, backend, expert_loads, replay, num_bytes_read=0)
+
+
+def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: EngineMesh, head_name: HeadName) -> None:
+    asked = {
+        "packing": True,
+        "fsdp2": mesh.fsdp.size() > 1,
+        "export": isinstance(config, EngineConfig),
+        "ulysses": mesh.sp_group is not None,
+        "lora": isinstance(config, EngineConfig) and config.lora is not None,
+        head_name: head_name != "logprobs",
+    }
+    if reason := unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven"):
+        raise ConfigError(f"{folder}: {reason}")
+
+
+def _refuse_split_states(folder: Path, model: PreTrainedModel, ulysses_size: int) -> None:
+    if mixers := sequence_mixers(model):
+        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
+        raise ModelError(
+            f"{folder}: engine.ulysses_size={ulysses_size} cannot share a sequence of {type(model).__name__} "
+            f"(model_type {model.config.model_type}) between ranks: it carries a recurrent state from token to token "
+            f"({kinds}); set it to 1"
+        )
 
 
 def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: HeadName) -> None:
@@ -178,7 +235,23 @@ def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: Hea
 
         inject_lora(model, config.lora, head_name)
     else:
-        freeze(model, config.freeze_module_prefix)
+        freeze(model, config.freeze_module_prefix, routers=config.freeze_router)
+
+
+def _watch_routers(
+    model: PreTrainedModel, config: LayoutConfig, ulysses: Ulysses | None
+) -> tuple[ExpertLoads, RouterReplay]:
+    """Of a model that is trained; of others nothing is watched."""
+    if not isinstance(config, EngineConfig):
+        return ExpertLoads([], aux_loss_coef=0.0, detail="summary", ulysses=None), RouterReplay([])
+    coef, detail = config.router_aux_loss_coef, config.router_metrics
+    if coef > 0:
+        require_routers(model, f"engine.router_aux_loss_coef={coef}")
+    if detail != "summary":
+        require_routers(model, f"engine.router_metrics={detail}")
+    routers = routers_of(model)
+    loads = ExpertLoads(routers, aux_loss_coef=coef, detail=detail, ulysses=ulysses)
+    return loads, RouterReplay(routers)  # this one's hooks are the outer ones: what loads reads is what was replayed
 
 
 def build_on_meta(
@@ -205,7 +278,7 @@ def build_on_meta(
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
         raise ModelError(f"{folder} cannot be built as a model for {kind}: {error}") from None
-    if reason := unsupported_reason(model, has_projection=not has_value_head):
+    if reason := unsupported_reason(model, has_projection=not has_value_head, is_packed=True):
         raise ModelError(f"{folder}: {reason}")
     if has_value_head and not hasattr(model, "score"):
         raise ModelError(f"{folder}: {type(model).__name__} is not supported: its head is not called score")

@@ -22,7 +22,8 @@ class TrainedParameter:
     rate_prefix: str | None
     """The key of module_learning_rates that applies; None: learning_rate."""
     is_decayed: bool
-    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not."""
+    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not, nor those of fused
+    experts, which have two dimensions."""
     is_hidden_matrix: bool
     """Two dimensions, and inside the decoder: see `hidden_matrices`."""
 
@@ -41,14 +42,16 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     """The ids of the parameters that Muon is meant for: two-dimensional weights between embedding and output.
 
     Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
-    here: whatever is not of two dimensions (fused experts have three), weights of an nn.Embedding (and so tied
-    projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA adapters are matrices.
+    here: whatever is not of two dimensions (fused experts have three), biases of fused experts, weights of an
+    nn.Embedding (and so tied projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA
+    adapters are matrices.
     """
     embeddings = embedding_weights(model)
     return {
         id(parameter)
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2
+        and not name.endswith("bias")
         and id(parameter) not in embeddings
         and OUTPUT_PROJECTIONS.isdisjoint(plain_name(name).split("."))
     }
@@ -80,7 +83,7 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
                 name=name,
                 parameter=parameter,
                 rate_prefix=next((prefix for prefix in longest_first if is_within(name, prefix)), None),
-                is_decayed=parameter.dim() >= 2 and id(parameter) not in embeddings,
+                is_decayed=parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in embeddings,
                 is_hidden_matrix=id(parameter) in matrices,
             )
         )

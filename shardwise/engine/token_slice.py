@@ -52,6 +52,10 @@ class TokenSlice:
     """[N] int64: where in the pack their results belong."""
     num_tokens: int
     """T."""
+    first_token: int
+    """Where in the padded pack this rank's tokens begin."""
+    experts: Tensor | None
+    """[t, M, k] int16: which experts routers send these tokens to; -1 and None leave it to them."""
 
     @classmethod
     def of(
@@ -68,10 +72,13 @@ class TokenSlice:
         num_tokens = len(batch.input_ids)
         num_padding = -num_tokens % num_ranks
         input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        experts = batch.experts
         if num_padding:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(num_padding)])
             position_ids = torch.cat([position_ids, torch.arange(num_padding)])
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([num_tokens + num_padding])])
+            if experts is not None:
+                experts = torch.cat([experts, experts.new_full((num_padding, *experts.shape[1:]), -1)])
         match scored:
             case ScoredTokens.TRAINED:
                 destinations = batch.loss_mask.nonzero()[:, 0]
@@ -96,6 +103,8 @@ class TokenSlice:
             sources=moved(sources),
             destinations=moved(destinations),
             num_tokens=num_tokens,
+            first_token=start,
+            experts=None if experts is None else moved(experts[own]),
         )
 
     def assemble(self, results: Tensor, ulysses: Ulysses | None) -> Tensor:

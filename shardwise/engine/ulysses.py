@@ -57,6 +57,10 @@ class Ulysses:
         gathered: Tensor = _GatherTokens.apply(values, self._group)
         return gathered
 
+    def sum_over_ranks(self, counts: Tensor) -> None:
+        """Adds up, in place, what each rank counted of its tokens."""
+        dist.all_reduce(counts, group=self._group)
+
     def _to_heads(self, x: Tensor) -> Tensor:
         exchanged: Tensor = _AllToAll.apply(x.unflatten(0, (self.size, -1)).contiguous(), self._group)
         return exchanged.transpose(0, 1).flatten(1, 2)

@@ -4,6 +4,7 @@ same seed can be compared byte by byte."""
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,10 @@ from shardwise.fault_plan import fault_point
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+MAX_WAITING_BYTES = 1 << 26
+"""Of lines that a full disk keeps from being written."""
 
 
 class RunLog:
@@ -30,16 +35,22 @@ class RunLog:
             log.log(3, {"train/loss": 1.25}, {"seconds/rollout": 0.8})
     """
 
-    def __init__(self, output_dir: Path, *, tensorboard: bool, last_step: int | None = None) -> None:
+    def __init__(
+        self, output_dir: Path, *, tensorboard: bool, last_step: int | None = None, keeps_lines: bool = False
+    ) -> None:
         """
         Args:
             last_step: of an earlier run that goes on: what was written up to it stays, what comes later is cut off.
                 None moves earlier files aside.
+            keeps_lines: those that cannot be written, on a full disk say, wait in memory until they can, up to
+                MAX_WAITING_BYTES a file, with a warning; False raises.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(_JsonLines(output_dir / "metrics.jsonl", last_step))
-            self._performance = stack.enter_context(_JsonLines(output_dir / "performance.jsonl", last_step))
+            self._metrics, self._performance = (
+                stack.enter_context(_JsonLines(output_dir / name, last_step, keeps_lines=keeps_lines))
+                for name in ("metrics.jsonl", "performance.jsonl")
+            )
             events = output_dir / "tensorboard"
             if last_step is None:
                 move_aside(events)
@@ -61,6 +72,8 @@ class RunLog:
             step: optimizer steps done.
             metrics: only what the same seed gives again.
             performance: everything that depends on the machine: seconds, rates, bytes.
+        Raises:
+            OSError: a file cannot be written, and lines are not kept, or too many of them are.
         """
         for lines, values in ((self._metrics, metrics), (self._performance, performance)):
             if values:
@@ -82,9 +95,10 @@ class SampleLog:
     Example: `samples.append([{"step": 3, "prompt": "2+3=", "completion": "5", "reward": 1.0, "logprobs": [-0.1]}])`
     """
 
-    def __init__(self, output_dir: Path, *, last_step: int | None = None) -> None:
+    def __init__(self, output_dir: Path, *, last_step: int | None = None, keeps_lines: bool = False) -> None:
+        """As those of `RunLog`."""
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = _JsonLines(output_dir / "samples.jsonl", last_step)
+        self._lines = _JsonLines(output_dir / "samples.jsonl", last_step, keeps_lines=keeps_lines)
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +107,7 @@ class SampleLog:
         self.close()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line per row, keys in the order of the row, and flushes once."""
+        """Writes one line per row, keys in the order of the row, and flushes once. Raises as `RunLog.log`."""
         self._lines.write(*rows)
 
     def close(self) -> None:
@@ -132,12 +146,16 @@ def move_aside(path: Path) -> None:
 class _JsonLines:
     """A file of JSON lines: fresh, or continued after those of `last_step`."""
 
-    def __init__(self, path: Path, last_step: int | None) -> None:
+    def __init__(self, path: Path, last_step: int | None, *, keeps_lines: bool) -> None:
         if last_step is None:
             move_aside(path)
         elif path.exists():
             _cut_after(path, last_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._keeps_lines = path, keeps_lines
+        self._file = path.open("ab", buffering=0)  # a write says how many bytes of a line a full disk has taken
+        self._waiting = b""
+        self._is_kept = False
+        """Whether lines wait because they could not be written."""
 
     def __enter__(self) -> Self:
         return self
@@ -146,11 +164,30 @@ class _JsonLines:
         self.close()
 
     def write(self, *rows: Mapping[str, Any]) -> None:
-        self._file.write("".join(_to_json(row) + "\n" for row in rows))
-        self._file.flush()
+        self._waiting += "".join(_to_json(row) + "\n" for row in rows).encode()
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._keeps_lines or len(self._waiting) > MAX_WAITING_BYTES:
+                raise
+            if not self._is_kept:
+                self._is_kept = True
+                print(
+                    f"warning: {self._path} cannot be written ({error}); its lines are kept in memory until it can",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self._is_kept = False
 
 
 def _cut_after(path: Path, last_step: int) -> None:

@@ -2,8 +2,20 @@
 
 from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, varlen_attention
 from shardwise.ops.collectives import all_gather_flat
-from shardwise.ops.families import DROPS_KEYWORDS, UNREGISTERED_ATTENTION, decoder_layers, unsupported_reason
+from shardwise.ops.families import (
+    DROPS_KEYWORDS,
+    UNREGISTERED_ATTENTION,
+    backbone,
+    chunk_size,
+    decoder_layers,
+    num_attention_layers,
+    packed_tokens_limit,
+    sequence_mixers,
+    unsupported_reason,
+)
 from shardwise.ops.finite import is_finite, nonfinite_names
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
 from shardwise.ops.module_trace import ModuleTrace, Place, traced
+from shardwise.ops.proven import CHECKS, PROVEN, proven_record, unproven_reason
 from shardwise.ops.rotary import RotaryLimit, rotary_limit
+from shardwise.ops.routers import EXPERTS, ROUTER_NAMES, Router, routers_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Protocol, Self
 
 import torch
@@ -39,6 +39,21 @@ class PackedLayout:
         lengths = cu_seqlens.diff().tolist()
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
         return cls(cu_seqlens.to(device, non_blocking=True), runs, max(lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count * length for count, length in self.runs)
+
+    def chunked(self, size: int) -> "PackedLayout":
+        """Every sequence cut into chunks of `size` tokens and a rest.
+
+        Example: lengths 5, 2 with size 2: `cu_seqlens=[0, 2, 4, 5, 7]`.
+        """
+        if self.max_length <= size:
+            return self
+        lengths = [length for count, length in self.runs for _ in range(count)]
+        ends = [0, *accumulate(min(size, left) for length in lengths for left in range(length, 0, -size))]
+        return PackedLayout.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32), device=self.cu_seqlens.device)
 
 
 class PackedKernel(Protocol):

@@ -2,7 +2,8 @@
 
 Both replace a model's attention through transformers' registry and leave everything else as it is. That is exact for
 decoder-only models in which tokens see each other through registered attention and nowhere else; any other model would
-run without an error and give wrong numbers.
+run without an error and give wrong numbers. Packed training also knows attention within chunks, and sequence mixers,
+which carry a state from token to token; the cache of generation knows neither.
 """
 
 import inspect
@@ -11,12 +12,16 @@ from typing import Any
 from torch import nn
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"
+"""Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
+MIXER_TYPES = {"linear_attention", "conv"}
+"""Of layers with a sequence mixer instead of attention; transformers calls a layer with both hybrid."""
 
 UNREGISTERED_ATTENTION = "does not support attention implementations that are registered with transformers"
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
 
 
-def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None:
+def unsupported_reason(model: Any, *, has_projection: bool = True, is_packed: bool = False) -> str | None:
     """What the class and the config of a model (transformers' PreTrainedModel) say against it.
 
     The flags are what a family claims. That every layer really calls the registered attention shows in the forward
@@ -24,25 +29,26 @@ def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None
 
     Args:
         has_projection: False for a model with a value head, which needs no output projection.
+        is_packed: True for training on packs, which knows sequence mixers and chunked attention; False for generation.
     Returns:
         A sentence that names the model and what is not supported about it, or None.
     """
-    if (reason := _reason(model, has_projection)) is None:
+    if (reason := _reason(model, has_projection, is_packed)) is None:
         return None
     return f"{type(model).__name__} (model_type {model.config.model_type}) is not supported: it {reason}"
 
 
-def _reason(model: Any, has_projection: bool) -> str | None:
+def _reason(model: Any, has_projection: bool, is_packed: bool) -> str | None:
     config = model.config.get_text_config()
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    parameters = inspect.signature(model.base_model.forward).parameters
+    has_mixers = is_packed and bool(sequence_mixers(model))
+    supported = LAYER_TYPES | ({CHUNKED} if is_packed else set()) | (MIXER_TYPES | {"hybrid"} if has_mixers else set())
+    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - supported)
+    parameters = inspect.signature(backbone(model).forward).parameters
     head = model.get_output_embeddings()
-    if model._is_stateful:
+    if model._is_stateful and not has_mixers:
         return "carries a recurrent state from token to token"
     if other_layers:
-        return f"has layers of type {', '.join(other_layers)}; supported are {', '.join(sorted(LAYER_TYPES))}"
-    if not model._supports_attention_backend:
-        return UNREGISTERED_ATTENTION
+        return f"has layers of type {', '.join(other_layers)}; supported are {', '.join(sorted(supported))}"
     if config.is_encoder_decoder:
         return "is an encoder-decoder model"
     if has_projection and head is None:
@@ -58,6 +64,52 @@ def _reason(model: Any, has_projection: bool) -> str | None:
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return DROPS_KEYWORDS
     return None
+
+
+def sequence_mixers(model: Any) -> dict[str, nn.Module]:
+    """The parts of decoder layers, by path, that carry a state from token to token: those with a convolution over the
+    tokens of their own, which linear attention, state spaces and short convolutions all begin with. Those that do not
+    take what a layer hands on to them are left out."""
+    path_of = {id(module): path for path, module in model.named_modules()}
+    return {
+        path_of[id(part)]: part
+        for layer in decoder_layers(model)
+        for part in layer.modules()
+        if any(isinstance(child, nn.Conv1d) for child in part.children()) and _takes_layout(part)
+    }
+
+
+def _takes_layout(mixer: nn.Module) -> bool:
+    parameters = inspect.signature(mixer.forward).parameters
+    return "hidden_states" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def chunk_size(attention: nn.Module) -> int | None:
+    """Tokens of a chunk, if the layer of this attention module has chunked attention."""
+    config: Any = getattr(attention, "config", None)
+    if CHUNKED not in (getattr(config, "layer_types", None) or ()):
+        return None
+    return config.attention_chunk_size if config.layer_types[attention.layer_idx] == CHUNKED else None
+
+
+def packed_tokens_limit(config: Any) -> int | None:
+    """Tokens that a pack of a decoder with this config may have: Llama 4 scales queries by their place in the batch,
+    which is not their place in a sequence, and by 1 up to here."""
+    return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
+
+
+def num_attention_layers(model: Any) -> int:
+    """Decoder layers with attention, beside a sequence mixer or without one."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ()
+    num_layers: int = config.num_hidden_layers
+    return num_layers - sum(layer_type in MIXER_TYPES for layer_type in layer_types)
+
+
+def backbone(model: Any) -> Any:
+    """The model without its head. Some (Llama 4's language model) call it `model`, where transformers looks for
+    another name, and are their own `base_model`."""
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -78,10 +78,12 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     token_rewards = outcome_token_rewards(torch.tensor([sample.reward for sample in samples]), loss_mask)
     group_ids = torch.tensor([sample.group for sample in samples])
     chosen = config.advantage
-    metrics: Metrics = {}
-    if chosen.name in GROUP_ADVANTAGES and chosen.name != "gdpo":  # gdpo compares every function's rewards apart
-        metrics = group_metrics(token_rewards, loss_mask, group_ids)
-    # The rollout's logprobs are the policy's own: its weights were synced before it sampled. The trainer's are better.
+    metrics: Metrics = {
+        "advantage/num_samples_without_tokens": MetricValue.sum(len(samples) - int(loss_mask.any(1).sum()))
+    }
+    if chosen.name in GROUP_ADVANTAGES:
+        metrics |= group_metrics(_compared_rewards(scored, config), loss_mask, group_ids)
+    # The rollout's logprobs are those of the policy that sampled, which max_staleness lets be an older one.
     policy_logprobs = padded(
         [present(s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs) for s in samples]
     )
@@ -96,8 +98,7 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             advantages, returns = gae(token_rewards, loss_mask, values, **chosen.arguments())
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
-            weights = {name: scored.reward_weights.get(name, 1.0) for name in parts}  # a manager's parts have none
-            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=weights)
+            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=_weights_of_parts(scored))
         case "remax":
             assert scored.greedy_rewards is not None
             advantages = remax(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.greedy_rewards)))
@@ -126,6 +127,20 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     return _with_rows(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
 
 
+def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
+    """[N, K]: what an estimator compares within groups; gdpo compares every function's rewards apart."""
+    if config.advantage.name != "gdpo":
+        return torch.tensor([[sample.reward] for sample in scored.samples])
+    weights = _weights_of_parts(scored)
+    rewards = [torch.tensor(list(scores)) for name, scores in scored.reward_parts.items() if weights[name]]
+    return torch.stack(rewards, dim=1) if rewards else torch.zeros(len(scored.samples), 1)
+
+
+def _weights_of_parts(scored: Scored) -> dict[str, float]:
+    """Those that a manager of one's own returns have none."""
+    return {name: scored.reward_weights.get(name, 1.0) for name in scored.reward_parts}
+
+
 def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Where the turns of completions are, and what they answered: the environment's tokens right before them, or the
     prompt.
@@ -149,10 +164,11 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *, max_tokens: int) -> list[Sample]:
-    """Subtracts DAPO's soft punishment from the rewards of completions that come close to `max_tokens`."""
+    """Subtracts DAPO's soft punishment from the rewards of completions that come close to `max_tokens`, which bounds
+    what was answered between the turns too."""
     if config.overlong_penalty is None:
         return list(samples)
-    lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+    lengths = torch.tensor([_num_response_tokens(sample) for sample in samples])
     penalties = overlong_penalty(
         lengths,
         max_tokens=max_tokens,
@@ -160,6 +176,11 @@ def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *,
         factor=config.overlong_penalty.factor,
     )
     return [replace(s, reward=s.reward + p) for s, p in zip(samples, penalties.tolist(), strict=True)]
+
+
+def _num_response_tokens(sample: Sample) -> int:
+    """From the first trained token on."""
+    return int(sample.loss_mask.cumsum(0).bool().sum())
 
 
 def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) -> tuple[list[Sample], Metrics]:
@@ -232,7 +253,7 @@ def _custom_advantages(
     own = CustomFunction.load(chosen, key="algorithm.advantage")
     samples = scored.samples
     there: dict[str, Any] = {"reward_parts": {name: torch.tensor(list(s)) for name, s in scored.reward_parts.items()}}
-    for name in EXTRAS:
+    for name in EXTRAS[own.key]:
         if name not in there and getattr(samples[0], name) is not None:
             there[name] = padded([present(getattr(sample, name)) for sample in samples])
     returned = own(token_rewards, loss_mask, group_ids, **{name: there[name] for name in own.asked(there)})

@@ -46,8 +46,11 @@ ARGUMENTS: Mapping[type[Config], Mapping[str, tuple[str, ...]]] = {
 }
 """By command every key that takes an import path, and what the function is called with before its parameters."""
 
-EXTRAS = ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts")
-"""What an advantage of one's own gets by keyword where its signature names it and the run has it."""
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "algorithm.advantage": ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts"),
+    "algorithm.policy_loss": ("ref_logprobs", "rollout_logprobs"),
+}
+"""By key what a function of one's own gets by keyword where its signature names it and the run has it."""
 
 _HOW = (
     "values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several optimizer steps for a rollout batch or "
@@ -97,12 +100,13 @@ class CustomFunction:
             signature = inspect.signature(self.function).parameters
         except ValueError:  # a function of C without a signature asks for nothing
             return []
-        named = [name for name in EXTRAS if name in signature and name not in self.parameters]
+        extras = EXTRAS.get(self.key, ())
+        named = [name for name in extras if name in signature and name not in self.parameters]
         for name in named:
             if name not in there and signature[name].default is inspect.Parameter.empty:
                 raise ConfigError(
                     f"{self.key}={self.spec} asks for {name}, which this run does not have; it has "
-                    f"{', '.join(extra for extra in EXTRAS if extra in there)} ({_HOW})"
+                    f"{', '.join(extra for extra in extras if extra in there)} ({_HOW})"
                 )
         return [name for name in named if name in there]
 
@@ -188,7 +192,7 @@ def require_callable(config: Config) -> None:
             continue
         shown = f"({', '.join([*arguments, *chosen.parameters])})"
         own = CustomFunction.load(chosen, key=key, expected=f"a function of {shown}")
-        asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) and key == "algorithm.advantage" else []
+        asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []
         try:
             inspect.signature(own.function).bind(*arguments, **dict.fromkeys(asked), **chosen.parameters)
         except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
@@ -203,7 +207,7 @@ def extras_of(config: RLConfig) -> set[str]:
         "ref_logprobs": algorithm.kl_coef > 0,
         "old_logprobs": algorithm.needs_old_logprobs or algorithm.rollout_correction.bypass,
     }
-    return {name for name in EXTRAS if has.get(name, True)}
+    return {name for names in EXTRAS.values() for name in names if has.get(name, True)}
 
 
 def _at(config: Config, key: str) -> Any:

@@ -176,7 +176,7 @@ def _states(
             f"{found.folder}: the weights have other names than in this version of transformers, so the optimizer's "
             "states cannot be assigned; import the weights alone (without --config)"
         )
-    freeze(meta, run.engine.freeze_module_prefix)
+    freeze(meta, run.engine.freeze_module_prefix, routers=run.engine.freeze_router)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad}
     return AdamWStates.of(shapes, found.optimizer_states(in_order))
 

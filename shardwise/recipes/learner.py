@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
 from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, RLConfig
+from shardwise.config.algorithm import BATCH_ADVANTAGES
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -80,8 +81,10 @@ class Learner:
         samples = with_overlong_penalty(samples, algorithm, max_tokens=self._config.rollout.max_response_tokens)
         with spans("logprobs"):
             scored = self._score(samples, rollout)
+            replayed = self._replay_metrics(samples, step)
         samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
-        self._watch_signal(metrics, samples)
+        metrics |= replayed
+        self._watch_signal(samples)
         samples, corrected = with_rollout_correction(samples, algorithm)
         metrics |= corrected
         seed = self._config.trainer.seed
@@ -95,17 +98,21 @@ class Learner:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
-    def _watch_signal(self, metrics: Metrics, samples: Sequence[Sample]) -> None:
-        """Says so where rewards have been equal within every group for many steps: nothing is learnt from them."""
-        fraction = metrics.get("advantage/zero_variance_fraction")
-        is_idle = fraction is not None and fraction.result() == 1.0
-        is_idle = is_idle and not any(present(sample.advantages).any() for sample in samples)  # gigpo counts turns too
+    def _watch_signal(self, samples: Sequence[Sample]) -> None:
+        """Says so where rewards have told nothing apart for many steps: nothing is learnt from them."""
+        name = self._algorithm.advantage.name
+        is_idle = not any(present(sample.advantages).any() for sample in samples)
+        # Whitening, values and a discount make advantages of rewards that are all equal.
+        is_idle |= name in BATCH_ADVANTAGES and len({sample.reward for sample in samples}) <= 1
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps and self._num_idle_steps % PATIENCE_STEPS == 0:
+            compared = (
+                "of a step" if name in BATCH_ADVANTAGES else "of every group (advantage/zero_variance_fraction = 1)"
+            )
             print(
-                f"warning: no learning signal: for {self._num_idle_steps} steps the rewards of every group have been "
-                "all equal (advantage/zero_variance_fraction = 1); look at samples.jsonl, at the reward function, and "
-                "at whether the prompts are far too easy or too hard",
+                f"warning: no learning signal: for {self._num_idle_steps} steps the rewards have been all equal, "
+                f"{compared}; look at samples.jsonl, at the reward function, and at whether the prompts are far too "
+                "easy or too hard",
                 file=sys.stderr,
                 flush=True,
             )
@@ -121,9 +128,10 @@ class Learner:
         if algorithm.kl_coef > 0:
             own = engines.reference is None
             reference = engines.policy if engines.reference is None else engines.reference
-            samples = _with_scores(samples, "ref_logprobs", reference.score(samples, with_adapters=not own))
+            scores = reference.score(without_experts(samples), with_adapters=not own)
+            samples = _with_scores(samples, "ref_logprobs", scores)
         if engines.critic is not None:
-            samples = _with_scores(samples, "values", engines.critic.score(samples))
+            samples = _with_scores(samples, "values", engines.critic.score(without_experts(samples)))
         greedy, reward = rollout.greedy_rewards, self._config.reward
         return Scored(
             samples=samples,
@@ -134,6 +142,20 @@ class Learner:
             teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
         )
 
+    def _replay_metrics(self, samples: Sequence[Sample], step: int) -> Metrics:
+        """How far the policy's logprobs are from the rollout's, with routers that choose for themselves and with those
+        that replay its choice. It takes two passes, as often as the rollout engine is probed."""
+        every = self._config.rollout.probe_every_syncs
+        if not self._config.rollout.router_replay or not every or (step - 1) % every:
+            return {}
+        trained = torch.cat([sample.loss_mask for sample in samples])
+        rollout = torch.cat([present(sample.rollout_logprobs) for sample in samples])
+        found: Metrics = {}
+        for name, scored in {"own": without_experts(samples), "replayed": list(samples)}.items():
+            apart = (torch.cat(self._engines.policy.score(scored)) - rollout).abs()[trained]
+            found[f"rollout/difference_{name}_experts"] = MetricValue.mean(float(apart.double().sum()), len(apart))
+        return found
+
     def _teach(self, samples: Sequence[Sample], rollout: Rollout) -> list[Tensor]:
         """The logprobs of each sample under the teacher of its source."""
         teachers = self._engines.teachers
@@ -142,14 +164,15 @@ class Learner:
         for name, teacher in teachers.items():
             places = [n for n, source in enumerate(sources) if (source if source in teachers else None) == name]
             if places:
-                found |= zip(places, teacher.score([samples[place] for place in places]), strict=True)
+                taught = without_experts([samples[place] for place in places])
+                found |= zip(places, teacher.score(taught), strict=True)
         return [found[place] for place in range(len(samples))]
 
     def _update(self, samples: Sequence[Sample], step: int, *, seed: int) -> Metrics:
         """One optimizer step of every model that learns."""
         metrics: Metrics = {}
         if self._engines.critic is not None:
-            learned = self._engines.critic.train(samples)
+            learned = self._engines.critic.train(without_experts(samples))
             metrics = {name.replace("train/", "critic/", 1): value for name, value in learned.items()}
         if self._policy_learns(step):
             selected = with_selection(samples, self._algorithm, seed=seed)
@@ -198,6 +221,11 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
         order = torch.randperm(len(samples), generator=generator)
         for part in order.tensor_split(min(config.num_minibatches, len(samples))):
             yield [samples[index] for index in part.tolist()]
+
+
+def without_experts(samples: Sequence[Sample]) -> list[Sample]:
+    """For models other than the policy that sampled them: those choose for themselves."""
+    return [replace(sample, experts=None) for sample in samples]
 
 
 def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor]) -> list[Sample]:

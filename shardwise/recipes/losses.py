@@ -49,7 +49,7 @@ from shardwise.config import (
     SeqMeanTokenSumNorm,
 )
 from shardwise.engine import Divergence, DivergenceKind, LossFn, VocabularyTerms
-from shardwise.recipes.custom import CustomFunction
+from shardwise.recipes.custom import EXTRAS, CustomFunction
 from shardwise.types import Denominators, Metrics, TokenBatch, TokenOutputs
 
 PolicyLossFn = Callable[..., tuple[Tensor, Metrics]]
@@ -62,6 +62,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
     "gmpo": gmpo,
     "sapo": sapo,
     "reinforce": reinforce,
+    "gpg": reinforce,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "topr": topr,
@@ -341,7 +342,9 @@ def _custom_policy_losses(chosen: Custom) -> Callable[[Tensor, Tensor, TokenBatc
     own = CustomFunction.load(chosen, key="algorithm.policy_loss")
 
     def token_losses(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        return own.losses(own(*_policy_tensors(logprobs, old_logprobs, batch)), like=logprobs, each="token")
+        there = {name: value for name in EXTRAS[own.key] if (value := getattr(batch, name)) is not None}
+        extras = {name: there[name] for name in own.asked(there)}
+        return own.losses(own(*_policy_tensors(logprobs, old_logprobs, batch), **extras), like=logprobs, each="token")
 
     return token_losses
 

@@ -51,6 +51,9 @@ def after_saving(run: Path, step: int, trainer: TrainerConfig, reported: Reporte
         reported.require(trainer.keep_best.metric)
     try:
         write_latest(run, step)
+    except OSError as error:
+        print(f"warning: {run} has no `latest` that names step {step}: {error}", file=sys.stderr, flush=True)
+    try:
         remove_old(run, trainer)
     except OSError as error:
         print(f"warning: older checkpoints in {run} were not removed: {error}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from functools import partial
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
+from shardwise.engine import named_failures
 from shardwise.observability import SampleLog, Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engine_turns import EngineTurns
@@ -76,7 +77,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             engines=engines.saved,
             total_steps=total_steps,
         ) as run,
-        SampleLog(run.output_dir, last_step=run.last_logged_step) as sample_log,
+        SampleLog(run.output_dir, last_step=run.last_logged_step, keeps_lines=run.keeps_lines) as sample_log,
     ):
         weights = WeightSync(engines.policy, ranks, examples.rows, probe_every_syncs=config.rollout.probe_every_syncs)
         weights.sync(run.first_step - 1)
@@ -98,7 +99,8 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
                     incidents = ranks.take_restarts() | {"sync/share_of_limit": weights.share_of_limit}
-            sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
+            with named_failures(run.output_dir):
+                sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
             metrics |= rollout_metrics(rollout.groups) | counts
             if ranks.are_split:
                 metrics |= staleness_metrics(rollout.groups, version=step - 1)

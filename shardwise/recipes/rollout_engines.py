@@ -67,6 +67,7 @@ def build_here(
         "stop_token_ids": config.stop_token_ids,
         "bad_token_ids": config.bad_token_ids,
     }
+    attaching = None if lora is None else _attaching(lora)
     match config.engine:
         case EmbeddedRollout():
             decode = partial(load_tokenizer(model).decode, skip_special_tokens=True) if config.stop else None
@@ -74,7 +75,8 @@ def build_here(
                 Path(model.path),
                 decode=decode,
                 compile_decode=config.engine.compile_decode,
-                attach_adapter=None if lora is None else _attaching(lora),
+                allow_unproven=config.engine.allow_unproven,
+                attach_adapter=attaching,
                 **shared,
             )
         case VllmRollout():
@@ -83,6 +85,7 @@ def build_here(
                 config.engine,
                 temperature=config.temperature,
                 has_stop_strings=bool(config.stop),
+                attach_adapter=attaching,
                 **shared,
             )
         case SglangRollout():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
@@ -68,12 +69,20 @@ class Rollouter:
             self._episodes.__exit__(*exception)
 
     def collect(
-        self, examples: Sequence[Example], *, num_completions: int, temperature: float, seed: int, stream: str
+        self,
+        examples: Sequence[Example],
+        *,
+        num_completions: int,
+        temperature: float,
+        seed: int,
+        stream: str,
+        with_experts: bool = False,
     ) -> list[RolloutGroup]:
         """One group for each example, in order.
 
         Args:
             seed, stream: together with the row and the completion's index they determine the random draws.
+            with_experts: keep which experts every token goes to.
         """
         requests = [
             GenerateRequest(
@@ -88,6 +97,7 @@ class Rollouter:
                 stop=self._config.stop,
                 seed=seed,
                 home=index,
+                with_experts=with_experts,
             )
             for index, example in enumerate(examples)
         ]
@@ -167,7 +177,7 @@ class Rollouter:
     def _job(self, episode: Episode) -> RewardJob:
         """The last turn is what is judged; what was said before it belongs to the prompt."""
         example = episode.example
-        extra_info = {**example.extra_info, "num_response_tokens": episode.completion.num_sampled}
+        extra_info = {**example.extra_info, "num_response_tokens": len(episode.completion.token_ids)}
         return RewardJob(
             uid=example.uid,
             prompt=example.prompt + self._tokenizer.decode(episode.ids_before_last_turn),
@@ -182,7 +192,7 @@ class Rollouter:
 
 def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list[GenerateRequest]:
     """What goes on with the completions of a request that were interrupted. Those without a token still share their
-    prompt: they are the last ones."""
+    prompt, as far as they are neighbours."""
     interrupted = [index for index, one in enumerate(completions) if one.finish_reason == "interrupted"]
     begun = [index for index in interrupted if completions[index].token_ids]
     parts = [
@@ -195,10 +205,10 @@ def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list
         )
         for index in begun
     ]
-    num_waiting = len(interrupted) - len(begun)
-    if num_waiting:
-        assert interrupted[-num_waiting:] == list(range(request.num_completions - num_waiting, request.num_completions))
-        parts.append(replace(request, num_completions=num_waiting, first_index=len(completions) - num_waiting))
+    waiting = [index for index in interrupted if not completions[index].token_ids]
+    for _, neighbours in groupby(enumerate(waiting), key=lambda pair: pair[1] - pair[0]):
+        (_, first), *others = neighbours
+        parts.append(replace(request, num_completions=1 + len(others), first_index=first))
     return parts
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.watchdog import enter_phase, enter_step
+from shardwise.engine import named_failures
 from shardwise.observability import Progress, RunLog, Spans, move_aside
 from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
@@ -82,6 +83,11 @@ class Run:
         self._saver = Saver(self.output_dir, config, engines, self._reported, files=self._files)
 
     @property
+    def keeps_lines(self) -> bool:
+        """Whether lines of logs that cannot be written wait until they can."""
+        return self._trainer.on_save_error == "continue"
+
+    @property
     def first_step(self) -> int:
         """The step that comes next."""
         return 1 if self._start is None else self._start.step + 1
@@ -105,7 +111,12 @@ class Run:
             self._start = find_start(self._config, files=self._files, verify=self._verify)
             self._restore()
             self._prepare_folder()
-            log = RunLog(self.output_dir, tensorboard=self._trainer.tensorboard, last_step=self.last_logged_step)
+            log = RunLog(
+                self.output_dir,
+                tensorboard=self._trainer.tensorboard,
+                last_step=self.last_logged_step,
+                keeps_lines=self.keeps_lines,
+            )
             self._log = stack.enter_context(log)
             self._announce()
             progress = Progress(self._title, self._total_steps, start_step=self.first_step - 1)
@@ -117,7 +128,8 @@ class Run:
     def __exit__(self, *exception: object) -> None:
         with suppress(Exception):  # `steps` has raised what there was, unless something else came first
             self._saver.wait()
-        self._open.close()
+        with named_failures(self.output_dir):
+            self._open.close()
         if self._saver.newest is not None:
             print(f"{self._title}: saved {self._saver.newest}", flush=True)
 
@@ -169,7 +181,8 @@ class Run:
         performance |= straggler_metrics(slowest)
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures
-        self._log.log(step, values, performance)
+        with named_failures(self.output_dir):
+            self._log.log(step, values, performance)
         self._reported.add(values, validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         shown |= slow_rank(slowest, step_seconds=seconds)

@@ -111,6 +111,7 @@ class Sampler:
             temperature=self._config.rollout.temperature,
             seed=self._config.trainer.seed,
             stream=f"step {step}" if round == 0 else f"step {step} round {round}",
+            with_experts=self._config.rollout.router_replay,
         )
         for row, group in zip(rows, groups, strict=True):
             verdicts = [verdict for verdict in self._verdicts(group) if verdict is not None]

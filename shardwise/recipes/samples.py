@@ -30,12 +30,16 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
             is_trained = torch.arange(len(token_ids)) >= num_prompt
             if completion.is_sampled is not None:
                 is_trained[num_prompt:] = torch.tensor(completion.is_sampled)
+            experts = completion.experts
+            if experts is not None:  # the last token went through no router
+                experts = torch.cat([experts, torch.full_like(experts[:1], -1)])
             samples.append(
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
                     loss_mask=is_trained & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
+                    experts=experts,
                     reward=reward,
                     group=number,
                     min_policy_version=completion.policy_version,

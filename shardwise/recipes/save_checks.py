@@ -8,6 +8,7 @@ import torch
 
 from shardwise.config import EngineConfig, ExportError, NotFiniteError, TrainerConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.engine import named_failures
 from shardwise.recipes.checkpoints import step_folders
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.resume import STATE
@@ -23,7 +24,8 @@ def check_before_saving(
         ExportError: there is no room for a checkpoint. NotFiniteError: it would hold NaN or infinities.
     """
     engines = list(engines)
-    _require_room(run, engines, trainer)
+    with named_failures(run):
+        _require_room(run, engines, trainer)
     _require_finite(engines, holders)
 
 

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.engine import fsync_folder, named_failures
+from shardwise.engine import fsync_folder, fsync_path, named_failures
 from shardwise.fault_plan import fault_point
 from shardwise.observability import move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder
@@ -32,17 +33,23 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
             move_aside(final)  # one that is not whole, or it would have been resumed from
             fault_point("commit")
             os.replace(staging, final)
-            fault_point("commit")
-            fsync_folder(final.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
+    # It has its name and is whole: to save it once more would move it aside.
+    try:
+        fault_point("commit")
+        fsync_path(final.parent)
+        fsync_path(run)
+    except OSError as error:
+        print(f"warning: {final} is saved, but may not survive a power cut: {error}", file=sys.stderr, flush=True)
 
 
 def remove_leftovers(run: Path) -> None:
     """Removes what a process that died left half written, or half removed."""
     for folder in (run / CHECKPOINTS).glob(staging_folder(run / "step_*").name):
         shutil.rmtree(folder)
+    shutil.rmtree(run / "nonfinite" / ".bundle.tmp", ignore_errors=True)
 
 
 def staging_folder(final: Path) -> Path:

@@ -17,20 +17,24 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checksum import checksums
-from shardwise.config import ModelError, TrainingError
+from shardwise.config import ConfigError, ModelError, TrainingError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
     ModuleTrace,
+    backbone,
     project_float32,
     repeated_projection,
     rotary_limit,
     traced,
+    unproven_reason,
     unsupported_reason,
 )
+from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.rollout.stop_strings import Decode, brings_stop
 from shardwise.types import Completion, FinishReason, GenerateRequest
 
 
@@ -43,18 +47,18 @@ class _Row:
     """Among the request's completions."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    """[tokens of a pass, M, k], where they are asked for."""
 
     def completion(self, finish_reason: FinishReason, version: int) -> Completion:
         """What has been sampled by the weights of `version`."""
         return Completion(
-            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=finish_reason, policy_version=version
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=finish_reason,
+            policy_version=version,
+            experts=torch.cat(self.experts) if self.experts else None,
         )
-
-
-Decode = Callable[[list[int]], str]
-
-_MAX_TOKENS_PER_CHAR = 4
-"""Byte-level tokens may be single bytes of a character."""
 
 
 class EmbeddedEngine:
@@ -83,7 +87,7 @@ class EmbeddedEngine:
                 None: the whole model, by its own names.
         """
         self._model = model
-        self._decode_forward = torch.compile(model.base_model, dynamic=True) if compile_decode else model.base_model
+        self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
@@ -96,6 +100,7 @@ class EmbeddedEngine:
         self._decode = decode
         self._adapter = adapter
         self._version: int | None = 0
+        self._record: ExpertRecord | None = None
         require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
 
     @classmethod
@@ -107,11 +112,13 @@ class EmbeddedEngine:
         max_rows: int,
         device: torch.device,
         attach_adapter: Callable[[PreTrainedModel], Mapping[str, str]] | None = None,
+        allow_unproven: bool = False,
         **options: Any,
     ) -> Self:
         """Loads a model folder; `options` as in `__init__`, whose `adapter` is what `attach_adapter` gives.
 
         Raises:
+            ConfigError: nobody has proven that cached attention computes the family, and allow_unproven is False.
             ModelError: transformers cannot load it or would make up weights; cached attention cannot compute it.
         """
         register_cached_attention()
@@ -126,6 +133,10 @@ class EmbeddedEngine:
             raise ModelError(f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}") from None
         if reason := unsupported_reason(model):
             raise ModelError(f"{folder}: {reason}")
+        if not allow_unproven and (
+            reason := unproven_reason(model.config.model_type, ["embedded"], "rollout.engine.allow_unproven")
+        ):
+            raise ConfigError(f"{folder}: {reason}")
         if missing := sorted(report["missing_keys"]):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
@@ -229,7 +240,9 @@ class EmbeddedEngine:
             ModelError: not every layer computed its attention through the cache.
         """
         # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
-        forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else self._model.base_model
+        forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else backbone(self._model)
+        if self._record is not None:
+            self._record.begin()
         with cache.in_use():
             output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
         if cache.layers_seen != self._layers:
@@ -238,6 +251,16 @@ class EmbeddedEngine:
                 f"attention {len(cache.layers_seen)} times instead of once each, in order"
             )
         return output.last_hidden_state
+
+    def expert_record(self) -> ExpertRecord:
+        """Of the newest `hidden_states`, from the first call of this on.
+
+        Raises:
+            ModelError: the model has no experts.
+        """
+        if self._record is None:
+            self._record = ExpertRecord(self._model)
+        return self._record
 
     def projection(self) -> Tensor:
         """[V, D], what `logits` takes; valid until the weights change."""
@@ -254,9 +277,7 @@ class EmbeddedEngine:
         if not stop:
             return False
         assert self._decode is not None, "stop strings need an engine that was given `decode`"
-        num_tail = _MAX_TOKENS_PER_CHAR * max(map(len, stop))
-        tail = self._decode(token_ids[-num_tail:])
-        return any(text in tail for text in stop)
+        return brings_stop(token_ids, stop, self._decode)
 
     @property
     def banned(self) -> Tensor | None:
@@ -287,6 +308,7 @@ class _Decoding:
         self.rows: list[_Row] = []
         """Being decoded."""
         self._projection = engine.projection()
+        self._record = engine.expert_record() if any(request.with_experts for request in requests) else None
         needed = sum(request.num_completions for request in requests)
         self._cache = KVCache(
             num_rows=min(engine.max_rows, needed), capacity_tokens=_longest(requests), device=engine.device
@@ -333,6 +355,10 @@ class _Decoding:
         logits = self._engine.logits(last, self._projection)[prompt_of_row]
         first_row = len(self.rows)
         self._append_rows(admitted, lengths[prompt_of_row])
+        if self._record is not None:
+            experts = self._record.take().unflatten(0, padded.shape)
+            for row, prompt in zip(self.rows[first_row:], prompt_of_row.tolist(), strict=True):
+                row.experts.append(experts[prompt, : len(prompts[prompt])])
         return self._sample(logits, first_row)
 
     def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor) -> None:
@@ -354,6 +380,9 @@ class _Decoding:
         self._cache.begin_decode(self._positions, span=span)
         hidden = self._engine.hidden_states(self._tokens[:, None], self._positions[:, None], self._cache)
         self._positions = self._positions + 1
+        if self._record is not None:
+            for row, experts in zip(self.rows, self._record.take(), strict=True):
+                row.experts.append(experts[None])
         return self._sample(self._engine.logits(hidden[:, 0], self._projection), 0)
 
     def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, FinishReason]]:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -29,6 +29,8 @@ POLL_SECONDS = 0.5
 open."""
 _PROBE_SECONDS = 1.0
 """From the answer to a health probe to the next one."""
+_GLANCE_SECONDS = 0.05
+"""How often it is looked whether a call is interrupted."""
 _END_SECONDS = 10.0
 _NUM_LAST_LINES = 5
 _LINE_CHARACTERS = 200
@@ -125,22 +127,26 @@ class EngineProcess:
         self._is_there.set()
         return said
 
-    def call(self, method: str, *arguments: Any, uids: Iterable[str] = ()) -> Any:
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        uids: Iterable[str] = (),
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> Any:
         """Returns what the engine does.
 
         Args:
             uids: of the requests among the arguments.
+            is_interrupted: is asked until it is true; the engine then returns what it has. None: it is not.
         Raises:
             ProcessLost: the process died, or hung and was ended. ConfigError, ModelError, TrainingError: as the engine.
             RuntimeError: another error in the process.
         """
-        try:
-            self._commands.send_bytes(encode({"method": method, "arguments": list(arguments)}).numpy().data)
-        except OSError:
-            raise self._lost() from None
+        self._send(method, *arguments)
         if method in _PHASES:
             fault_point(_PHASES[method], pid=self.pid)
-        return self._answer(method, uids, self._config.request_timeout_seconds)
+        return self._answer(method, uids, self._config.request_timeout_seconds, is_interrupted)
 
     def close(self) -> None:
         """Ends the process and all that it has started."""
@@ -153,13 +159,28 @@ class EngineProcess:
         self._commands.close()
         self._probes.close()
 
-    def _answer(self, method: str, uids: Iterable[str], seconds: float) -> Any:
+    def _send(self, method: str, *arguments: Any) -> None:
+        try:
+            self._commands.send_bytes(encode({"method": method, "arguments": list(arguments)}).numpy().data)
+        except OSError:
+            raise self._lost() from None
+
+    def _answer(
+        self,
+        method: str,
+        uids: Iterable[str],
+        seconds: float,
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> Any:
         """The answer to what was sent last. Every `finished` that comes before it gives the others `seconds` more."""
         unfinished = dict(enumerate(uids))
         since = noticed = time.monotonic()
         while True:
+            if is_interrupted is not None and is_interrupted():
+                self._send("interrupt")
+                is_interrupted = None
             try:
-                message = self._received(seconds / 4)
+                message = self._received(seconds / 4 if is_interrupted is None else min(seconds / 4, _GLANCE_SECONDS))
             except (EOFError, OSError):
                 raise self._lost() from None
             now = time.monotonic()

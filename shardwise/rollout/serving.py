@@ -3,6 +3,7 @@ another one.
 
     nothing  ->  {"result": the forms of the weights that the engine takes}, once it is there
     {"method": "generate", "arguments": [requests]}  ->  {"finished": place} for each request, then {"result": ...}
+    {"method": "interrupt"}  ->  nothing; a "generate" that goes on returns what it has
     any other call  ->  {"result": ...}, or {"error": class, "message": ..., "traceback": ...}
 
 Messages are those of `codec.py`: nothing is unpickled. Weights come through memory that both sides have mapped.
@@ -52,7 +53,8 @@ def serve(
 
     def begin() -> list[list[Any]]:
         nonlocal served
-        served = _Served(build(), memory_fd, lambda place: _send(commands, {"finished": place}))
+        # Whoever waits for completions sends one thing alone: that they are interrupted.
+        served = _Served(build(), memory_fd, lambda place: _send(commands, {"finished": place}), commands.poll)
         return packed(served.forms)
 
     _send(commands, _answer(begin))
@@ -61,14 +63,21 @@ def serve(
     with suppress(EOFError, ConnectionResetError):
         while True:
             message = decode(torch.frombuffer(bytearray(commands.recv_bytes()), dtype=torch.uint8))
-            _send(commands, _answer(partial(served.do, message["method"], message["arguments"])))
+            if message["method"] != "interrupt":  # whose call has returned
+                _send(commands, _answer(partial(served.do, message["method"], message["arguments"])))
 
 
 class _Served:
     """The engine, by the calls that there are."""
 
-    def __init__(self, engine: RolloutEngine, memory_fd: int, on_finished: Callable[[int], None]) -> None:
-        self._engine, self._on_finished = engine, on_finished
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        memory_fd: int,
+        on_finished: Callable[[int], None],
+        is_interrupted: Callable[[], bool],
+    ) -> None:
+        self._engine, self._on_finished, self._is_interrupted = engine, on_finished, is_interrupted
         self.forms = [Form.of(name, tensor) for name, tensor in engine.served_weights()]
         self._weights = SharedWeights(self.forms, memory_fd)
 
@@ -76,7 +85,9 @@ class _Served:
         match method:
             case "generate":
                 (requests,) = arguments
-                return self._engine.generate(requests, on_finished=self._on_finished)
+                return self._engine.generate(
+                    requests, on_finished=self._on_finished, is_interrupted=self._is_interrupted
+                )
             case "logprobs":
                 return self._engine.logprobs(*arguments)
             case "load":

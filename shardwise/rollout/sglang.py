@@ -15,22 +15,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.checksum import checksums
 from shardwise.config import SGLANG_LEAST_TEMPERATURE, ConfigError, ModelError, SglangRollout, TrainingError
 from shardwise.ops import ModuleTrace
+from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
-from shardwise.rollout.skeleton import load_skeleton, served_by
+from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest
 
 _BUCKET_BYTES = 1 << 30
 """Of weights that are held in this process before they are written."""
-_FIT, _UNCOMMITTED = "", "weights have arrived that are not committed"
-_DROPPED = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
 
 
 class SglangEngine:
@@ -47,11 +45,8 @@ class SglangEngine:
         self._server = server
         self._skeleton = skeleton
         self._weights_folder = Path(config.weights_folder)
-        self._sleep_level = config.sleep_level
         self._stop_ids = list(stop_token_ids)
-        self._asleep: set[str] = set()
-        self._unfit = _FIT
-        self._version = 0
+        self._readiness = Readiness(server.name, sleep_level=config.sleep_level)
 
     @classmethod
     def from_folder(
@@ -124,7 +119,7 @@ class SglangEngine:
             ConfigError: a request that SGLang cannot sample. TrainingError: the server failed, died or was stopped, or
                 sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
         """
-        self._require_weights()
+        self._readiness.require()
         for request in requests:
             _require_possible(request)
         prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
@@ -138,7 +133,7 @@ class SglangEngine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
-        self._require_weights()
+        self._readiness.require()
         scoring = {"max_new_tokens": 0, "temperature": 0.0}
         answers = self._run(sequences, [scoring] * len(sequences), logprob_start_len=0)
         return [self._logprobs_of(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
@@ -153,15 +148,13 @@ class SglangEngine:
         served = dict(self.served_weights())
         missing = dict(served)
         with scratch_folder(self._weights_folder) as folder:
-            _write_files(folder, self._to_checkpoint(weights, missing))
+            _write_files(folder, in_hub_names(self._skeleton, self._readiness.arriving(weights, missing)))
             if len(missing) == len(served):
                 return  # nothing came, nothing has changed
-            if missing:
-                self._unfit = f"the last weight sync did not bring {', '.join(missing)}"
-                return
-            files = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True}
-            self._server.administer("/update_weights_from_disk", files)
-        self._unfit = _UNCOMMITTED
+            if not missing:
+                files = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True}
+                self._server.administer("/update_weights_from_disk", files)
+        self._readiness.arrived(missing)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The names, shapes and dtypes that `load_weights` takes, as meta tensors: SGLang fuses weights, and what it
@@ -178,38 +171,21 @@ class SglangEngine:
         Raises:
             RuntimeError: the weights are not whole.
         """
-        if self._unfit not in (_FIT, _UNCOMMITTED):
-            raise RuntimeError(f"version {version} cannot be committed to SGLang: {self._unfit}")
+        self._readiness.commit(version)
         self._server.administer("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._unfit, self._version = _FIT, version
 
     def sleep(self) -> None:
         """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
-        if self._sleep_level and not self._asleep:
-            self._server.administer("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-            self._asleep = {"kv_cache", "weights"}
-            if self._sleep_level == 2:
-                self._unfit = _DROPPED
+        everything = {"tags": ["kv_cache", "weights"]}
+        self._readiness.sleep(lambda: self._server.administer("/release_memory_occupation", everything))
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
-        tags = [part for part in parts if part in self._asleep]
-        if tags:
-            self._server.administer("/resume_memory_occupation", {"tags": tags})
-            self._asleep.difference_update(tags)
+        self._readiness.wake(parts, lambda tags: self._server.administer("/resume_memory_occupation", {"tags": tags}))
 
     def close(self) -> None:
         """Ends the server; the engine cannot be used again."""
         self._server.close()
-
-    def _to_checkpoint(
-        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Names of the transformers class -> names of the hub, fused experts apart; takes what came from `missing`."""
-        for name, tensor in weights:
-            self._unfit = "the last weight sync broke off"
-            del missing[name]
-            yield from revert_weight_conversion(self._skeleton, {name: tensor}).items()
 
     def _sampling(self, request: GenerateRequest, index: int) -> dict[str, Any]:
         limits = {"top_k": request.top_k or -1, "top_p": request.top_p} if request.temperature else {}
@@ -225,8 +201,10 @@ class SglangEngine:
     def _completion(self, request: GenerateRequest, answer: dict[str, Any]) -> Completion:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
-        if meta["weight_version"] != str(self._version):
-            raise self._server.failure(f"sampled with version {meta['weight_version']}, {self._version} is due")
+        if meta["weight_version"] != str(self._readiness.version):
+            raise self._server.failure(
+                f"sampled with version {meta['weight_version']}, {self._readiness.version} is due"
+            )
         if reason["type"] == "abort":
             raise self._server.failure(f"broke off a completion of {request.uid}: {reason['message']}")
         entries = meta["output_token_logprobs"]
@@ -240,7 +218,7 @@ class SglangEngine:
             token_ids=[entry[1] for entry in entries],
             logprobs=self._logprobs_of(entries),
             finish_reason=reason["type"],
-            policy_version=self._version,
+            policy_version=self._readiness.version,
         )
 
     def _logprobs_of(self, entries: list[tuple[float | None, int, None]]) -> list[float]:
@@ -261,11 +239,6 @@ class SglangEngine:
             "logprob_start_len": logprob_start_len,
         }
         return self._server.generate(body)
-
-    def _require_weights(self) -> None:
-        if self._unfit:
-            error = TrainingError if self._unfit == _DROPPED else RuntimeError
-            raise error(f"{self._server.name} cannot generate: {self._unfit}")
 
 
 def _write_files(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

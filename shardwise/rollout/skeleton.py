@@ -1,12 +1,13 @@
 """A model without values: the names, shapes and dtypes that weights come with, for engines that keep them in a form of
 their own and cannot give them back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ModelError
 
@@ -29,3 +30,9 @@ def served_by(skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Its tensors by the names of the transformers class, tied copies left out."""
     tied = set(skeleton.get_expanded_tied_weights_keys())
     return ((name, tensor) for name, tensor in skeleton.state_dict().items() if name not in tied)
+
+
+def in_hub_names(skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the transformers class as a checkpoint on the hub has them: its names, fused experts apart."""
+    for name, tensor in weights:
+        yield from revert_weight_conversion(skeleton, {name: tensor}).items()

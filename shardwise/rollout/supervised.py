@@ -67,17 +67,20 @@ class SupervisedEngine:
         on_finished: Callable[[int], None] | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
-        """See RolloutEngine.generate; `on_finished` is called when all are there, whatever `is_interrupted` says.
+        """See RolloutEngine.generate; `on_finished` is called when all completions have come.
 
         Raises:
             EngineLostError: too many processes were lost, or two did not get done with the same requests.
         """
         self._require_weights()
         found: list[list[Completion]] = self._ask(
-            "generate", list(requests), uids=[request.uid for request in requests]
+            "generate",
+            list(requests),
+            uids=[request.uid for request in requests],
+            is_interrupted=is_interrupted,
         )
-        if on_finished is not None:
-            for place in range(len(requests)):
+        for place, group in enumerate(found):
+            if on_finished is not None and all(one.finish_reason != "interrupted" for one in group):
                 on_finished(place)
         return found
 
@@ -142,13 +145,19 @@ class SupervisedEngine:
         if self._unfit:
             raise RuntimeError(f"{self._name} cannot generate: {self._unfit}")
 
-    def _ask(self, method: str, *arguments: Any, uids: Sequence[str] = ()) -> Any:
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        uids: Sequence[str] = (),
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> Any:
         """The answer of a process, of the next one where one is lost. Raises EngineLostError as `generate`."""
         is_second = False
         while True:
             process = self._ready()
             try:
-                return process.call(method, *arguments, uids=uids)
+                return process.call(method, *arguments, uids=uids, is_interrupted=is_interrupted)
             except ProcessLost as lost:
                 self._bury(process, method, lost, is_last=is_second)
                 is_second = isinstance(lost, RequestsLost)

@@ -6,34 +6,40 @@ vLLM is imported when an engine is built, so that this file can be read without 
 import difflib
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
-from shardwise.checksum import checksums
+from shardwise.checksum import checksum, checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
+from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.sampling import stream_key
-from shardwise.rollout.skeleton import load_skeleton, served_by
+from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
-from shardwise.types import Completion, GenerateRequest
+from shardwise.rollout.stop_strings import first_stop_across
+from shardwise.scratch import scratch_folder
+from shardwise.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 """In this process, and nothing is reported to vLLM's authors."""
 _SEED_BITS = (1 << 63) - 1
-_FIT, _UNCOMMITTED = "", "weights have arrived that are not committed"
-_DROPPED = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync came since; use 1"
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupted"}
+_IN_MEMORY = Path("/dev/shm")
+"""Where vLLM is given adapters."""
 
 
 class WeightLoader:
@@ -82,6 +88,7 @@ class VllmEngine:
         sleep_level: Literal[0, 1, 2] = 0,
         has_raw_logprobs: bool,
         has_workers: bool = False,
+        adapter: "_Adapter | None" = None,
     ) -> None:
         """
         Args:
@@ -92,18 +99,17 @@ class VllmEngine:
             has_raw_logprobs: vLLM gives logprobs at temperature 1, before any token is left out; else those of the
                 distribution that it draws from.
             has_workers: vLLM computes in processes that it has started.
+            adapter: all that syncs bring; None: the whole model.
         """
         self._llm = llm
         self._skeleton = skeleton
         self._stop_ids = list(stop_token_ids)
         self._bias = dict.fromkeys(bad_token_ids, float("-inf")) or None
-        self._sleep_level = sleep_level
         self._has_raw_logprobs = has_raw_logprobs
         self._has_workers = has_workers
+        self._adapter = adapter
         self._max_tokens = llm.model_config.max_model_len
-        self._asleep: set[str] = set()
-        self._unfit = _FIT
-        self._version = 0
+        self._readiness = Readiness(f"the vLLM engine of {_rank_name()}", sleep_level=sleep_level)
 
     @classmethod
     def from_folder(
@@ -118,6 +124,7 @@ class VllmEngine:
         stop_token_ids: Sequence[int] = (),
         bad_token_ids: Sequence[int] = (),
         has_stop_strings: bool = False,
+        attach_adapter: Callable[[PreTrainedModel], Mapping[str, str]] | None = None,
     ) -> Self:
         """Loads a model folder.
 
@@ -126,9 +133,11 @@ class VllmEngine:
             temperature: of the requests that are not greedy; logprobs are exact at this one.
             stop_token_ids: beside the model's own end-of-sequence tokens.
             has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
+            attach_adapter: puts the adapter that syncs will bring by itself into a model, and returns name in an
+                adapter file -> name in its state_dict; None: they bring the whole model.
         Raises:
-            ConfigError: vLLM is not installed, or refuses an argument. ModelError: transformers cannot read the folder,
-                or vLLM cannot take new weights for the model.
+            ConfigError: vLLM is not installed, or refuses an argument or the adapter. ModelError: transformers cannot
+                read the folder, or vLLM cannot take new weights for the model.
         """
         if config.sleep_level and device.type == "cpu":
             raise ConfigError(
@@ -144,6 +153,7 @@ class VllmEngine:
         text_config = skeleton.config.get_text_config()
         require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
+        _check_vllm(device)
         has_raw_logprobs = temperature == 1
         own = {
             "model": str(folder),
@@ -160,14 +170,19 @@ class VllmEngine:
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "enable_prefix_caching": config.enable_prefix_caching,
         }
+        in_file = {} if attach_adapter is None else attach_adapter(skeleton)
+        if in_file:
+            own |= _lora_arguments(skeleton)
+        llm, has_workers = _open(own, config.args), config.tensor_parallel_size > 1
         return cls(
-            _open(own, config.args, device),
+            llm,
             skeleton,
             stop_token_ids=[*ends, *stop_token_ids],
             bad_token_ids=bad_token_ids,
             sleep_level=config.sleep_level,
             has_raw_logprobs=has_raw_logprobs,
-            has_workers=config.tensor_parallel_size > 1,
+            has_workers=has_workers,
+            adapter=_Adapter(llm, skeleton, in_file, is_readable=not has_workers) if in_file else None,
         )
 
     def generate(
@@ -177,20 +192,20 @@ class VllmEngine:
         on_finished: Callable[[int], None] | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
-        """Completes every request, whatever `is_interrupted` says; see RolloutEngine.generate.
+        """See RolloutEngine.generate.
 
         Each completion is a request of its own to vLLM, with its own seed; they share their prompt's blocks in the
-        prefix cache.
+        prefix cache. One that goes on has another seed than the request that was interrupted.
 
         Raises:
             ConfigError: a request is longer than the engine's context, or wants logprobs that vLLM does not give.
             TrainingError: vLLM failed, or sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
         """
-        self._require_weights()
+        self._readiness.require()
         for request in requests:
             self._require_possible(request)
-        prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
-        params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
+        prompts = [r.prompt_ids + r.begun for r in requests for _ in range(r.num_completions)]
+        params = [self._sampling(r, r.first_index + index) for r in requests for index in range(r.num_completions)]
         request_of = [place for place, r in enumerate(requests) for _ in range(r.num_completions)]
         num_missing = [request.num_completions for request in requests]
 
@@ -199,14 +214,14 @@ class VllmEngine:
             if on_finished is not None and not num_missing[request_of[place]]:
                 on_finished(request_of[place])
 
-        outputs = iter(self._run(prompts, params, on_output=count))
-        return [[self._completion(next(outputs)) for _ in range(r.num_completions)] for r in requests]
+        outputs = iter(self._run(prompts, params, on_output=count, is_interrupted=is_interrupted))
+        return [[self._completion(r, next(outputs)) for _ in range(r.num_completions)] for r in requests]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         from vllm import SamplingParams
 
-        self._require_weights()
+        self._readiness.require()
         scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         scores = []
         for sequence, output in zip(sequences, self._run(sequences, [scoring] * len(sequences)), strict=True):
@@ -237,27 +252,37 @@ class VllmEngine:
         return traced(model.named_modules(), read_input=read_input, read_output=read_output)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the tensors over the served ones, by the names of the transformers class, and drops the prefix cache.
-        From the first one to the commit the engine refuses to generate; without all of them it stays so."""
+        """Copies the tensors over the served ones, by the names of the transformers class or of an adapter file, and
+        drops the prefix cache. From the first one to the commit the engine refuses to generate; without all of them it
+        stays so."""
         served = dict(self.served_weights())
         missing = dict(served)
-        arriving: Iterable[tuple[str, Tensor]] = self._to_checkpoint(weights, missing)
-        if self._has_workers:  # other processes, which are sent copies
-            arriving = list(arriving)
-        self._llm.collective_rpc("load_checkpoint_weights", args=(arriving,))
+        # vLLM keeps a tensor until its layer is whole, the sender only until the next one is taken.
+        arriving = ((name, tensor.clone()) for name, tensor in self._readiness.arriving(weights, missing))
+        if self._adapter is not None:
+            tensors = {name: tensor.cpu() for name, tensor in arriving}
+            if not missing:
+                self._adapter.serve(tensors)
+        else:
+            renamed: Iterable[tuple[str, Tensor]] = in_hub_names(self._skeleton, arriving)
+            if self._has_workers:  # other processes, which are sent copies
+                renamed = list(renamed)
+            self._llm.collective_rpc("load_checkpoint_weights", args=(renamed,))
         if len(missing) == len(served):
             return  # nothing came, nothing has changed
-        self._llm.reset_prefix_cache()
-        self._unfit = f"the last weight sync did not bring {', '.join(missing)}" if missing else _UNCOMMITTED
+        if not self._llm.reset_prefix_cache():
+            raise TrainingError(f"the vLLM engine of {_rank_name()} kept what it has computed with earlier weights")
+        self._readiness.arrived(missing)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and repacks them
-        for its kernels, so they cannot be read back."""
-        return served_by(self._skeleton)
+        for its kernels, so they cannot be given back."""
+        return served_by(self._skeleton) if self._adapter is None else iter(self._adapter.forms.items())
 
     def served_checksums(self) -> Iterator[tuple[str, int | None]]:
-        """None of any: see `served_weights`."""
-        return checksums(self.served_weights())
+        """Of an adapter; None of a whole model: see `served_weights`. Raises TrainingError: vLLM computes with other
+        values than were loaded."""
+        return checksums(self.served_weights()) if self._adapter is None else self._adapter.checksums()
 
     def commit_weights(self, version: int) -> None:
         """From here on completions carry `version`.
@@ -265,9 +290,7 @@ class VllmEngine:
         Raises:
             RuntimeError: the weights are not whole.
         """
-        if self._unfit not in (_FIT, _UNCOMMITTED):
-            raise RuntimeError(f"version {version} cannot be committed to vLLM: {self._unfit}")
-        self._unfit, self._version = _FIT, version
+        self._readiness.commit(version)
 
     def close(self) -> None:
         """Gives all memory back; the engine cannot be used again."""
@@ -280,28 +303,11 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
-        if self._sleep_level and not self._asleep:
-            self._llm.sleep(level=self._sleep_level)
-            self._asleep = {"weights", "kv_cache"}
-            if self._sleep_level == 2:
-                self._unfit = _DROPPED
+        self._readiness.sleep(lambda: self._llm.sleep(level=self._readiness.sleep_level))
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
-        tags = [part for part in parts if part in self._asleep]
-        if tags:
-            self._llm.wake_up(tags)
-            self._asleep.difference_update(tags)
-
-    def _to_checkpoint(
-        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Names of the transformers class -> names of the hub, fused experts apart; takes what came from `missing`."""
-        for name, tensor in weights:
-            self._unfit = "the last weight sync broke off"
-            del missing[name]
-            # vLLM keeps a tensor until its layer is whole, the sender only until the next one is taken.
-            yield from revert_weight_conversion(self._skeleton, {name: tensor.clone()}).items()
+        self._readiness.wake(parts, lambda tags: self._llm.wake_up(tags))
 
     def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
         from vllm import SamplingParams
@@ -312,7 +318,7 @@ class VllmEngine:
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
-            seed=stream_key(request.seed, request.uid, index) & _SEED_BITS,
+            seed=_seed(request, index),
             stop=request.stop,
             include_stop_str_in_output=True,
             stop_token_ids=self._stop_ids,
@@ -323,48 +329,78 @@ class VllmEngine:
             detokenize=bool(request.stop),
         )
 
-    def _completion(self, output: "RequestOutput") -> Completion:
+    def _completion(self, request: GenerateRequest, output: "RequestOutput") -> Completion:
         (completion,) = output.outputs
-        return Completion(
+        if completion.finish_reason not in _FINISH_REASONS:
+            raise TrainingError(
+                f"the vLLM engine of {_rank_name()} ended a completion of {request.uid}: {completion.finish_reason}"
+            )
+        found = Completion(
             token_ids=list(completion.token_ids),
-            logprobs=completion.logprobs.logprobs,
-            finish_reason="stop" if completion.finish_reason == "stop" else "length",
-            policy_version=self._version,
+            logprobs=list(completion.logprobs.logprobs),
+            finish_reason=_FINISH_REASONS[completion.finish_reason],
+            policy_version=self._readiness.version,
         )
+        if not (request.begun and request.stop):
+            return found
+        # vLLM looks for stop strings in what it has sampled for this request alone.
+        count = first_stop_across(request.begun, found.token_ids, request.stop, self._decode)
+        if count is None:
+            return found
+        return replace(found, token_ids=found.token_ids[:count], logprobs=found.logprobs[:count], finish_reason="stop")
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _run(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence["SamplingParams"],
+        *,
         on_output: Callable[[int], None] = lambda place: None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list["RequestOutput"]:
-        """LLM.generate, which tells `on_output` the place of each prompt that is done."""
+        """LLM.generate, which tells `on_output` the place of each prompt that is done, and ends them all once
+        `is_interrupted`."""
         if not prompts:
             return []
+        adapter = None if self._adapter is None else self._adapter.request
+        engine = self._llm.llm_engine
         outputs: list[RequestOutput] = []
         try:
-            ids = self._llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+            ids = self._llm.enqueue(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, lora_request=adapter, use_tqdm=False
+            )
             first = int(ids[0].partition("-")[0])  # numbers, which the engine makes unique with a suffix
-            while self._llm.llm_engine.has_unfinished_requests():
-                for output in self._llm.llm_engine.step():
+            while engine.has_unfinished_requests() and not is_interrupted():
+                for output in engine.step():
                     if output.finished:
                         outputs.append(output)
                         on_output(int(output.request_id) - first)
+            outputs += self._abort()
         except Exception as error:
             raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {_said(error)}") from error
         return sorted(outputs, key=lambda output: int(output.request_id))
 
-    def _require_weights(self) -> None:
-        if self._unfit:
-            error = TrainingError if self._unfit == _DROPPED else RuntimeError
-            raise error(f"the vLLM engine of {_rank_name()} cannot generate: {self._unfit}")
+    def _abort(self) -> list["RequestOutput"]:
+        """Ends what is being computed. Returns what it has come to, which an engine without queues keeps to itself."""
+        from vllm.v1.engine import FinishReason
+
+        engine, core = self._llm.llm_engine, self._llm.llm_engine.engine_core.engine_core
+        states = dict(engine.output_processor.request_states)
+        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states.values()]
+        engine.abort_request(list(states), internal=True)
+        while core.scheduler.has_requests() or core.batch_queue:  # its cache is held until these are done
+            engine.step()
+        return outputs
 
     def _require_possible(self, request: GenerateRequest) -> None:
-        length = len(request.prompt_ids) + request.max_tokens
+        length = len(request.prompt_ids) + len(request.begun) + request.max_tokens
         if length > self._max_tokens:
             raise ConfigError(
-                f"a prompt of {len(request.prompt_ids)} tokens and its max_tokens={request.max_tokens} are more than "
-                f"the {self._max_tokens} of the vLLM engine (max_model_len); shorten them or raise it in "
+                f"a prompt of {length - request.max_tokens} tokens and its max_tokens={request.max_tokens} are more "
+                f"than the {self._max_tokens} of the vLLM engine (max_model_len); shorten them or raise it in "
                 "rollout.engine.args"
             )
         if self._has_raw_logprobs:
@@ -378,16 +414,102 @@ class VllmEngine:
             )
 
 
-def _open(own: dict[str, Any], args: dict[str, Any], device: torch.device) -> "LLM":
-    """Builds vLLM with our arguments and the user's own.
+class _Adapter:
+    """The adapter that vLLM's requests are computed with. vLLM reads each version from a folder, under a number of its
+    own."""
 
-    Raises:
-        ConfigError: vLLM is missing, is built for another device, has no such argument, or refuses a value.
-    """
+    def __init__(self, llm: "LLM", skeleton: PreTrainedModel, in_file: Mapping[str, str], *, is_readable: bool) -> None:
+        """Begins with one of zeros.
+
+        Args:
+            skeleton: the model with the adapter, on the meta device.
+            in_file: name in an adapter file -> name in the skeleton's state_dict.
+            is_readable: vLLM's layers are in this process, and whole.
+        Raises:
+            ConfigError: vLLM cannot compute with such an adapter.
+        """
+        state = skeleton.state_dict()
+        self.forms = {name: state[path] for name, path in in_file.items()}
+        """By their names in an adapter file, on the meta device."""
+        self.request: LoRARequest | None = None
+        self._engine, self._llm = llm.llm_engine, llm
+        self._config = _lora_config(skeleton)
+        self._paths = dict(in_file)
+        self._is_readable = is_readable
+        self._tensors: dict[str, Tensor] = {}
+        try:
+            self.serve({name: torch.zeros(form.shape, dtype=form.dtype) for name, form in self.forms.items()})
+            for _ in self.checksums():
+                pass
+        except (ValueError, RuntimeError, TrainingError) as error:
+            raise ConfigError(
+                f"rollout.sync_adapter_only=true: vLLM cannot serve this adapter: {_said(error)}; change engine.lora, "
+                "set rollout.sync_adapter_only=false, or use rollout.engine=embedded"
+            ) from error
+
+    def serve(self, tensors: dict[str, Tensor]) -> None:
+        """Computes with these from the next request on, and no longer with those before."""
+        from vllm.lora.request import LoRARequest
+
+        number = 1 if self.request is None else self.request.lora_int_id + 1
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > num_bytes
+        with scratch_folder(_IN_MEMORY if has_room else None) as folder:
+            self._config.save_pretrained(str(folder))
+            save_file(tensors, folder / "adapter_model.safetensors")
+            request = LoRARequest(f"version {number}", number, str(folder))
+            if self.request is not None:
+                self._engine.remove_lora(self.request.lora_int_id)
+            self._engine.add_lora(request)
+        self.request, self._tensors = request, tensors
+
+    def checksums(self) -> Iterator[tuple[str, int | None]]:
+        """Of what was loaded, once vLLM's layers are found to hold it; None where they cannot be read.
+
+        Raises:
+            TrainingError: they hold something else, or have no place for it.
+        """
+        served = dict(self._served()) if self._is_readable else {}
+        for name, tensor in self._tensors.items():
+            if not self._is_readable:
+                yield name, None
+                continue
+            module, _, kind = self._paths[name].partition(".lora_")
+            held = served.get((module, kind[:1]))
+            if held is None:
+                raise TrainingError(f"vLLM computes nothing with {name}")
+            expected = torch.zeros_like(held)
+            expected[: tensor.shape[0], : tensor.shape[1]] = tensor * self._scale if kind[:1] == "B" else tensor
+            if not torch.equal(held, expected):
+                raise TrainingError(f"vLLM computes with other values of {name} than were loaded")
+            yield name, checksum(tensor)
+
+    @property
+    def _scale(self) -> float:
+        """Which vLLM multiplies B by when it loads an adapter."""
+        rank = self._config.r
+        return float(self._config.lora_alpha / (rank**0.5 if self._config.use_rslora else rank))
+
+    def _served(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """((path of a module in transformers, "A" or "B"), what its layer computes with), in host memory."""
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+        (model,) = self._llm.apply_model(_itself)
+        for path, layer in model.named_modules():
+            if not isinstance(layer, BaseLinearLayerWithLoRA):
+                continue
+            parent, _, fused = path.rpartition(".")
+            parts = model.packed_modules_mapping.get(fused, [fused])
+            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                yield (f"{parent}.{part}", "A"), a[0, 0].cpu()
+                yield (f"{parent}.{part}", "B"), b[0, 0].cpu()
+
+
+def _check_vllm(device: torch.device) -> None:
+    """Raises ConfigError: vLLM is missing, or is built for another device."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        from vllm import LLM, EngineArgs
         from vllm.platforms import current_platform
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -399,6 +521,16 @@ def _open(own: dict[str, Any], args: dict[str, Any], device: torch.device) -> "L
             f"rollout.engine=vllm: this vLLM is built for {current_platform.device_type}, and the trainer's device is "
             f"{device.type}; install the build for it"
         )
+
+
+def _open(own: dict[str, Any], args: dict[str, Any]) -> "LLM":
+    """Builds vLLM with our arguments and the user's own.
+
+    Raises:
+        ConfigError: vLLM has no such argument, or refuses a value.
+    """
+    from vllm import LLM, EngineArgs
+
     _require_known(args, own, [field.name for field in fields(EngineArgs)])
     try:
         llm = LLM(**own, **args)
@@ -425,6 +557,34 @@ def _executor(tensor_parallel_size: int) -> str:
     if tensor_parallel_size > 1:
         return "mp"
     return "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else "uni"
+
+
+def _seed(request: GenerateRequest, index: int) -> int:
+    """vLLM draws for a request from its first token on: with the same seed the rest would repeat the draws of the
+    beginning."""
+    uid = f"{request.uid} after {len(request.begun)}" if request.begun else request.uid
+    return stream_key(request.seed, uid, index) & _SEED_BITS
+
+
+def _lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:
+    """Of EngineArgs, for the one adapter that was put into the model."""
+    from vllm.config.lora import MaxLoRARanks
+
+    config = _lora_config(skeleton)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min((known for known in get_args(MaxLoRARanks) if known >= config.r), default=config.r),
+        # The head among them, vLLM 0.32 could give no logprobs of prompts, which a probe of the weights asks for.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
+    }
+
+
+def _lora_config(skeleton: PreTrainedModel) -> Any:
+    """peft's, of the one adapter that was put into the model."""
+    (config,) = skeleton.peft_config.values()
+    return config
 
 
 def _rank_name() -> str:

@@ -40,6 +40,15 @@ def outcomes_of(token_rewards, loss_mask):
     return torch.where(loss_mask, token_rewards.double(), 0.0).sum(1)
 
 
+def remax_of(token_rewards, loss_mask, group_ids):
+    return remax(token_rewards, loss_mask, group_ids, greedy_of(token_rewards))
+
+
+def greedy_of(token_rewards):
+    """Of every sample a baseline of its own, which padding and order do not change."""
+    return token_rewards.abs().amax(1)
+
+
 ESTIMATORS = {
     "grpo": lambda *arrays: grpo(*arrays, scale="std"),
     "dr_grpo": lambda *arrays: grpo(*arrays, scale="none"),
@@ -53,6 +62,8 @@ ESTIMATORS = {
     "gdpo": gdpo_of,
 }
 """All that compare the samples of a group."""
+
+INVARIANT = ESTIMATORS | {"remax": remax_of}
 
 
 def loop_grpo(outcome, group):
@@ -145,6 +156,15 @@ def test_dr_grpo_and_rloo_by_hand():
     assert rloo(*step)[:, 2].tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
 
 
+@given(step=steps())
+def test_remax_equals_a_loop(step):
+    token_rewards, loss_mask, groups = step
+    expected = np.zeros(loss_mask.shape)
+    for i, (rewards, mask, greedy) in enumerate(zip(token_rewards, loss_mask, greedy_of(token_rewards), strict=True)):
+        expected[i, mask.numpy()] = sum(rewards[mask].tolist()) - float(greedy)
+    np.testing.assert_allclose(remax_of(token_rewards, loss_mask, groups), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(deadline=None, max_examples=100)
 @given(step=steps())
@@ -187,16 +207,16 @@ def test_nothing_trained_is_all_zero(name):
     assert not ESTIMATORS[name](torch.ones(3, 4), nothing, torch.tensor([0, 0, 1])).any()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", INVARIANT)
 @given(step=steps(), data=st.data())
 def test_order_of_samples_does_not_matter(name, step, data):
     order = torch.tensor(data.draw(st.permutations(range(len(step[0])))))
-    shuffled = ESTIMATORS[name](*(array[order] for array in step))
-    expected = ESTIMATORS[name](*step)[order]
+    shuffled = INVARIANT[name](*(array[order] for array in step))
+    expected = INVARIANT[name](*step)[order]
     torch.testing.assert_close(shuffled, expected, atol=1e-4 if name == "gdpo" else 1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", INVARIANT)
 @settings(max_examples=30)
 @given(step=steps(), left=st.integers(0, 2), right=st.integers(0, 2))
 def test_padding_does_not_matter(name, step, left, right):
@@ -204,8 +224,8 @@ def test_padding_does_not_matter(name, step, left, right):
     token_rewards = token_rewards.clone()
     token_rewards[:, 0] = 0.0  # read by gdpo_of, and moved by padding
     padded = [torch.nn.functional.pad(a, (left, right), value=v) for a, v in ((token_rewards, 0.0), (loss_mask, False))]
-    advantages = ESTIMATORS[name](*padded, groups)
-    expected = torch.nn.functional.pad(ESTIMATORS[name](token_rewards, loss_mask, groups), (left, right))
+    advantages = INVARIANT[name](*padded, groups)
+    expected = torch.nn.functional.pad(INVARIANT[name](token_rewards, loss_mask, groups), (left, right))
     torch.testing.assert_close(advantages, expected, atol=1e-4 if name == "gdpo" else 1e-6, rtol=1e-5)
 
 
@@ -222,7 +242,8 @@ def test_f35_every_estimator_is_defined_where_there_is_nothing_to_compare(name):
     assert advantages[4].any()
     if name not in ("reinforce_plus_plus_baseline", "gdpo"):  # whitening moves the zero
         assert not advantages[1:4].any()
-    metrics = {name: value.result() for name, value in group_metrics(token_rewards, loss_mask, groups).items()}
+    rewards = outcomes_of(token_rewards, loss_mask)[:, None]
+    metrics = {name: value.result() for name, value in group_metrics(rewards, loss_mask, groups).items()}
     assert metrics["advantage/num_groups_without_baseline"] == 1
     assert metrics["advantage/num_zero_variance_groups"] == 1
     assert metrics["advantage/zero_variance_fraction"] == 0.5
@@ -344,11 +365,19 @@ def test_outcome_is_the_reward_that_was_placed(step):
     assert not placed[~loss_mask].any()
 
 
+def test_a_group_whose_parts_differ_teaches_something_though_their_sums_are_equal():
+    _, loss_mask, groups = step_of([0.0] * 4, [0, 0, 1, 1])
+    parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
+    found = {name: value.result() for name, value in group_metrics(parts, loss_mask, groups).items()}
+    assert found["advantage/num_zero_variance_groups"] == 1
+    assert found["advantage/zero_variance_fraction"] == 0.5
+
+
 def test_group_metrics_by_hand():
     # 0: one sample; 1: equal rewards; 2: different; 3: two samples of which one has no trained token
     token_rewards, loss_mask, groups = step_of([1.0, 0.1, 0.1, 0.1, 0.0, 1.0, 1.0, 1.0], [0, 1, 1, 1, 2, 2, 3, 3])
     loss_mask[7] = False
-    metrics = group_metrics(token_rewards, loss_mask, groups)
+    metrics = group_metrics(outcomes_of(token_rewards, loss_mask)[:, None], loss_mask, groups)
     assert {name: value.result() for name, value in metrics.items()} == {
         "advantage/num_groups_without_baseline": 2.0,
         "advantage/num_zero_variance_groups": 1.0,

@@ -1,4 +1,6 @@
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.algorithms.distillation import reverse_kl_advantages
 from shardwise.algorithms.policy_loss import reinforce
@@ -10,6 +12,18 @@ def test_advantage_is_the_teachers_lead_on_trained_tokens():
     advantages = reverse_kl_advantages(logprobs, torch.tensor([[nan, -0.5, -4.0]]), torch.tensor([[False, True, True]]))
     assert advantages.tolist() == [[0.0, 0.5, -2.0]]
     assert not advantages.requires_grad
+
+
+@given(data=st.data(), num_samples=st.integers(1, 5), width=st.integers(1, 4), left=st.integers(0, 2))
+def test_order_and_padding_do_not_matter(data, num_samples, width, left):
+    shape = (num_samples, width)
+    numbers = st.lists(st.floats(-20, 0, width=32), min_size=num_samples * width, max_size=num_samples * width)
+    student, teacher = (torch.tensor(data.draw(numbers)).view(shape) for _ in range(2))
+    mask = student > data.draw(st.floats(-20, 0))
+    order = torch.tensor(data.draw(st.permutations(range(num_samples))))
+    changed = [torch.nn.functional.pad(array[order], (left, 2)) for array in (student, teacher, mask)]
+    expected = torch.nn.functional.pad(reverse_kl_advantages(student, teacher, mask)[order], (left, 2))
+    assert reverse_kl_advantages(*changed).tolist() == expected.tolist()
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl():

@@ -108,6 +108,17 @@ def test_order_and_padding_do_not_matter(step, data):
         assert not found[:, end:].any()
 
 
+@given(step=steps(), data=st.data())
+def test_order_and_padding_do_not_matter_to_reinforce_plus_plus(step, data):
+    order = torch.tensor(data.draw(st.permutations(range(len(step[0])))))
+    width = data.draw(st.integers(0, 3))
+    groups = torch.zeros(len(order), dtype=torch.int64)
+    rewards, loss_mask = (torch.nn.functional.pad(array[order], (width, 2)) for array in step[:2])
+    found = reinforce_plus_plus(rewards, loss_mask, groups, gamma=0.9)
+    expected = torch.nn.functional.pad(reinforce_plus_plus(*step[:2], groups, gamma=0.9)[order], (width, 2))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mask", [[[False, False]], [[False, True]]])
 def test_f35_nothing_or_a_single_token_to_whiten_is_zero(mask):
     """Trap 8: an empty response, and one that is only its end token."""

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import rewards
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_hangs", [0, 2])
 def test_f48_a_small_run_counts_the_slot_time_of_hangs(tmp_path, monkeypatch, num_hangs):
     monkeypatch.chdir(tmp_path)

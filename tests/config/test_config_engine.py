@@ -56,6 +56,11 @@ def test_engine_value_out_of_range_is_refused(key, value):
             "freeze_module_prefix=['model.embed'] has no effect with lora, which freezes the whole base; remove it",
         ),
         (
+            {"lora": {}, "freeze_router": True},
+            "freeze_router=true has no effect with lora, which freezes the whole base; remove it, and leave routers "
+            "out of lora.target_modules",
+        ),
+        (
             {"lora": {"dropout": 0.1}, "apply_tiled_mlp": True},
             "lora.dropout=0.1 with apply_tiled_mlp=true: a tiled MLP is computed twice and would drop other elements "
             "the second time; set lora.dropout=0",

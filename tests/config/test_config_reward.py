@@ -33,6 +33,12 @@ def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
         functions=[JUDGE], memory_bytes=1 << 26
     )
     assert "67108864" in error_of(functions="a:b", memory_bytes=1)
+    for key in ("num_workers", "timeout_seconds"):
+        shown = error_of(functions=[JUDGE], **{key: 7})
+        assert f"{key}=7" in shown
+        assert "is of the processes of reward functions, and there are none; remove it" in shown
+    assert RewardConfig(functions=[], manager="a:b", num_workers=7).num_workers == 7
+    assert "max_failure_rate=0.9 has no effect with on_failure=abort" in error_of(functions="a:b", max_failure_rate=0.9)
 
 
 @pytest.mark.parametrize(

@@ -297,9 +297,40 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "rollout.sync_adapter_only=true needs an adapter: set engine.lora, or rollout.sync_adapter_only=false",
         ),
         (
-            [*RL, "rollout.sync_adapter_only=true", "engine.lora={rank: 2}", "rollout.engine=vllm"],
-            "rollout: sync_adapter_only=true with engine=vllm, which takes whole models; set engine=embedded, or "
-            "sync_adapter_only=false",
+            [*RL, "rollout.sync_adapter_only=true", "engine.lora={rank: 2}", "rollout.engine=sglang"],
+            "rollout: sync_adapter_only=true with engine=sglang, which takes whole models; set engine=embedded or "
+            "vllm, or sync_adapter_only=false",
+        ),
+        (
+            [
+                *RL,
+                "rollout.sync_adapter_only=true",
+                "engine.lora={rank: 2}",
+                "rollout.engine={type: vllm, sleep_level: 2}",
+            ],
+            "rollout: sync_adapter_only=true with engine.sleep_level=2, which drops the model that no weight sync "
+            "would bring again; set engine.sleep_level=1, or sync_adapter_only=false",
+        ),
+        (
+            [*RL, "rollout.sync_adapter_only=true", "engine.lora={use_dora: true}", "rollout.engine=vllm"],
+            "rollout.sync_adapter_only=true with rollout.engine=vllm, which cannot compute with engine.lora.use_dora; "
+            "remove it, set rollout.sync_adapter_only=false, or rollout.engine=embedded",
+        ),
+        (
+            [*RL, "rollout.router_replay=true", "rollout.engine=vllm"],
+            "rollout: router_replay=true with engine=vllm, which does not tell which experts it chose: choices of "
+            "experts are kept by engine=embedded in the process of a rank that trains, for completions of one turn; "
+            "remove one of the two",
+        ),
+        (
+            [*RL, "rollout.router_replay=true", "rollout.engine.compile_decode=true"],
+            "rollout: router_replay=true with engine.compile_decode=true: choices of experts are kept by "
+            "engine=embedded in the process of a rank that trains, for completions of one turn; remove one of the two",
+        ),
+        (
+            [*RL, "rollout.router_replay=true", "engine.compile_layers=true"],
+            "rollout.router_replay=true with engine.compile_layers=true: what a compiled router chooses cannot be "
+            "replaced; remove one of the two",
         ),
         (
             [*RL, "engine.optimizer_offload=true", "trainer.optimizer=adamw_cpu"],

@@ -77,6 +77,7 @@ def test_every_key_of_the_list_is_one_of_some_config():
     assert engine - MAY_CHANGE == {
         *("engine.param_dtype", "engine.master_dtype", "engine.reduce_dtype", "engine.module_precision"),
         *("engine.freeze_module_prefix", "engine.lora", "engine.strategy"),
+        *("engine.freeze_router", "engine.router_aux_loss_coef"),
     }
     own = {path for path in MAY_CHANGE if path.startswith(("trainer.", "data.", "rollout.", "reward.num", "engine."))}
     assert own <= known

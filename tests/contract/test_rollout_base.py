@@ -1,6 +1,7 @@
 """What every rollout engine has to do, against transformers. A new engine adds itself to KINDS in conftest.py."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import GenerationConfig
 
 from shardwise.config import ConfigError
 from shardwise.ops import Place, traced
+from shardwise.recipes.rollouts import rest_of
 from shardwise.rollout import SupervisedEngine
 from shardwise.types import GenerateRequest
 
@@ -30,6 +32,25 @@ def requests(prompt_ids: list[list[int]], **options) -> list[GenerateRequest]:
 
 def tokens(groups) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
+
+
+def generated_in_pieces(engine, wanted, *, between=lambda: None):
+    """Completions of three calls that are interrupted and one that is not, and how many parts the longest has."""
+    # A process is told of an interruption some time after it began.
+    looks = 2 if isinstance(engine, SupervisedEngine) else 13
+
+    def call(requests, *, is_last=False):
+        seen = count()
+        return engine.generate(requests, is_interrupted=lambda: not is_last and next(seen) >= looks)
+
+    groups, num_parts = call(wanted), 1
+    while rest := [(place, part) for place, one in enumerate(wanted) for part in rest_of(one, groups[place])]:
+        between()
+        for (place, part), more in zip(rest, call([part for _, part in rest], is_last=num_parts == 3), strict=True):
+            for index, completion in enumerate(more, start=part.first_index):
+                groups[place][index] = groups[place][index].then(completion)
+        num_parts += 1
+    return groups, num_parts
 
 
 def generated_by_transformers(model, prompt_ids: list[int], max_tokens: int) -> list[int]:
@@ -61,7 +82,9 @@ def test_greedy_completions_equal_those_of_generate_token_for_token(open_engine,
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)], ids=["float32", "bf16"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-def test_sampled_logprobs_are_of_the_policy_at_the_temperature(open_engine, references, temperature, dtype, bound):
+def test_trap_09_sampled_logprobs_are_of_the_policy_at_the_temperature(
+    open_engine, references, temperature, dtype, bound
+):
     """Against a float32 forward. bfloat16 keeps 8 bits of logits up to 20 and of everything before them."""
     prompt_ids = prompts(4, seed=1)
     engine = open_engine("llama", dtype=dtype, temperature=temperature)
@@ -85,7 +108,7 @@ def test_greedy_logprobs_are_at_temperature_one_whatever_the_samples_have(open_e
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_what_is_left_out_changes_no_logprob(open_engine, kind, references, limits):
+def test_trap_09_what_is_left_out_changes_no_logprob(open_engine, kind, references, limits):
     if kind.startswith("sglang") and "min_p" in limits:
         pytest.skip("SGLang cannot, and SglangEngine refuses")
     prompt_ids = prompts(4, seed=3)
@@ -230,3 +253,41 @@ def test_a_completion_ends_where_its_text_holds_a_stop_string_which_it_keeps(ope
     for found, ids in zip(stopped, plain, strict=True):
         cut = next((n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n])), len(ids))
         assert found[0].token_ids == ids[:cut]
+
+
+def test_what_is_interrupted_goes_on_as_if_nothing_had_been(not_in_a_server, open_engine):
+    """12 completions in 8 rows: at an interruption some have ended, some go on, some have not begun."""
+    engine, wanted = open_engine("llama"), requests(prompts(6), num_completions=2, max_tokens=60)
+    wanted[2] = replace(wanted[2], max_tokens=3)
+    told: list[int] = []
+    whole = engine.generate(wanted, on_finished=told.append)
+    found, num_parts = generated_in_pieces(engine, wanted)
+    assert num_parts > 2
+    assert tokens(found) == tokens(whole)
+    for one, other in zip((c for group in found for c in group), (c for group in whole for c in group), strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.token_versions is None
+    at_once: list[int] = []
+    untouched = engine.generate(wanted, on_finished=at_once.append, is_interrupted=lambda: True)
+    assert "interrupted" in {completion.finish_reason for group in untouched for completion in group}
+    assert len(at_once) < len(told) == len(wanted)
+    assert tokens(engine.generate(wanted[2:3])) == tokens(whole[2:3])  # nothing is left of what was interrupted
+
+
+def test_a_stop_string_that_begins_before_an_interruption_ends_what_goes_on(not_in_a_server, open_engine, tokenizer):
+    prompt_ids, engine = prompts(8), open_engine("llama", has_stop_strings=True)
+    plain = [group[0].token_ids for group in engine.generate(requests(prompt_ids))]
+    row, start = next(
+        (row, start)
+        for row, ids in enumerate(plain)
+        for start in range(3, len(ids) - 4)
+        if len(text := tokenizer.decode(ids[start : start + 3])) == 3 and text.isascii()
+    )
+    stop = tokenizer.decode(plain[row][start : start + 3])
+    (request,) = requests([prompt_ids[row]], stop=["never there", stop])
+    for begun in (start + 1, start + 2, start - 1):
+        ids = plain[row][:begun]
+        ((found,),) = engine.generate([replace(request, begun=ids, max_tokens=12 - begun)])
+        assert (ids + found.token_ids, found.finish_reason) == (plain[row][: start + 3], "stop")
+        assert len(found.logprobs) == len(found.token_ids)

@@ -1,8 +1,18 @@
 """Weights that arrive in a rollout engine: served at once and whole, or not at all."""
 
+from copy import deepcopy
+
 import pytest
 import torch
-from test_rollout_base import LONG, generated_by_transformers, logprobs_by_transformers, prompts, requests, tokens
+from test_rollout_base import (
+    LONG,
+    generated_by_transformers,
+    generated_in_pieces,
+    logprobs_by_transformers,
+    prompts,
+    requests,
+    tokens,
+)
 
 from shardwise.transfer import WeightSyncError, sync_local
 
@@ -142,3 +152,29 @@ def test_logprobs_are_those_that_sampling_at_temperature_1_reported(open_engine)
     for (ids, completion), logprobs in zip(pairs, scored, strict=True):
         assert len(logprobs) == len(ids) + len(completion.token_ids) - 1
         assert logprobs[len(ids) - 1 :] == pytest.approx(completion.logprobs, abs=1e-4)
+
+
+def test_each_token_carries_the_version_that_sampled_it_and_its_logprob(not_in_a_server, restored, references):
+    """Weights that arrive between the parts of completions; each token's logprob is of the model at its version."""
+    engine, models = restored("llama"), [references["llama"]]
+
+    def serve_new_weights():
+        models.append(deepcopy(models[-1]))
+        models[-1].get_parameter(PROJECTION).data.mul_(1.2)
+        models[-1].get_parameter("model.layers.0.mlp.up_proj.weight").data.mul_(0.8)
+        sync(engine, Sender(models[-1]), len(models) - 1)
+
+    sync(engine, Sender(models[0]), 0)
+    wanted = requests(prompts(6), num_completions=2, max_tokens=60, temperature=1.0)
+    found, _ = generated_in_pieces(engine, wanted, between=serve_new_weights)
+    several = 0
+    for request, group in zip(wanted, found, strict=True):
+        for completion in group:
+            versions = torch.tensor(completion.versions)
+            assert completion.versions == sorted(completion.versions)
+            for version in versions.unique().tolist():
+                scored = logprobs_by_transformers(models[version], request.prompt_ids, completion.token_ids, 1.0)
+                held = torch.tensor(completion.logprobs).double()
+                torch.testing.assert_close(held[versions == version], scored[versions == version], atol=1e-4, rtol=0)
+            several += len(versions.unique()) > 1
+    assert several > 2

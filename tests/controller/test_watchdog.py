@@ -110,6 +110,7 @@ def test_a_command_in_the_background_is_told_beside_the_other(watched):
         assert watched().place == "`train policy`"
 
 
+@pytest.mark.alone
 def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):
     """Of 10 ms. In time of the processor, and the best of ten, because others may use this machine too."""
 
@@ -123,6 +124,7 @@ def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):
     assert min(seconds(100) for _ in range(10)) < 0.01 * 0.010
 
 
+@pytest.mark.alone
 def test_a_rank_that_gives_up_waits_until_the_others_were_asked_and_no_longer(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "_DUMP_SECONDS", 0.1)
     start = time.monotonic()

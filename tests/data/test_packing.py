@@ -96,7 +96,7 @@ def test_sequences_without_trained_tokens_are_packed_but_not_counted():
     assert step.denominators == Denominators(num_tokens=3, num_sequences=1)
 
 
-def test_sample_over_the_cap_is_refused_by_name_with_both_numbers():
+def test_trap_02_sample_over_the_cap_is_refused_by_name_with_both_numbers():
     """Trap 2."""
     with pytest.raises(DataError, match=r"sample 1 has 9 tokens, more than engine\.max_tokens_per_micro_batch=8,"):
         pack(samples_of([3, 9]), num_shards=1, max_tokens=8)
@@ -131,7 +131,7 @@ lengths_and_shards = st.tuples(st.lists(st.integers(1, 32), max_size=60), st.int
 
 
 @given(lengths_and_shards)
-def test_packing_holds_its_promises(case):
+def test_trap_02_packing_holds_its_promises(case):
     """Trap 2: no batch exceeds the cap, whatever the lengths."""
     lengths, num_shards, max_tokens = case
     samples = samples_of(lengths)

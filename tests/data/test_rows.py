@@ -36,7 +36,7 @@ PLAIN = {"apply_chat_template": False}
 RL_ROW = {"prompt": "2+3=", "reward_model": {"ground_truth": "5"}}
 
 
-def test_plain_rows_become_samples(tokenizer, write):
+def test_trap_08_plain_rows_become_samples_that_train_their_end_token(tokenizer, write):
     files = write({"prompt": "2+3=", "response": "5"}, {"prompt": "40+2=", "response": "42"})
     loaded = supervised(tokenizer, files, **PLAIN)
     assert loaded.counts == {"num_rows": 2, "num_dropped": 0, "num_truncated": 0}

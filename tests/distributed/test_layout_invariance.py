@@ -489,6 +489,7 @@ def test_covering_cells_hold_every_pair_of_options_that_can_be_combined():
     assert len(set(cells)) == len(cells)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cells", batches_of_cells(covering_cells(), 16))
 def test_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
     assert_cells_equal_the_reference(run_ranks, families, cells)

@@ -44,7 +44,7 @@ def losses_by_cap(folder, samples, caps):
     return results
 
 
-def test_loss_is_the_same_number_for_any_number_of_micro_batches(run_ranks, tmp_path):
+def test_trap_01_loss_is_the_same_number_for_any_number_of_micro_batches(run_ranks, tmp_path):
     """Trap 1: elsewhere .160, .321 and .642 for 1, 2 and 4 micro-batches."""
     from dataclasses import replace
 
@@ -73,7 +73,7 @@ def forward_versions(folder, versions, keys):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_tokens_see_those_that_other_ranks_compute(run_ranks, tmp_path, world_size):
+def test_trap_04_tokens_see_those_that_other_ranks_compute(run_ranks, tmp_path, world_size):
     """Trap 4: with attention inside each rank's slice, the first token could not reach the logprobs of later slices."""
     folder = tiny_folder("qwen3", tmp_path)
     [sample] = random_samples([16], prompt_tokens=1)
@@ -106,7 +106,7 @@ def gradient_by_layout(folders, layouts):
     return results
 
 
-def test_gradients_have_no_factor_of_the_ranks(run_ranks, tmp_path):
+def test_trap_05_gradients_have_no_factor_of_the_ranks(run_ranks, tmp_path):
     """Trap 5: elsewhere SFT gradients came out times 1/sp, and those of a critic times dp."""
     from transformers import AutoModelForTokenClassification, Qwen3Config
 
@@ -145,7 +145,7 @@ def tied_engine(folder, keys):
 
 
 @pytest.mark.parametrize("keys", [{}, {"fsdp_size": 2}, {"ulysses_size": 2}], ids=str)
-def test_tied_embeddings_are_read_once_exported_once_and_trained_from_both_ends(run_ranks, tmp_path, keys):
+def test_trap_12_tied_embeddings_are_read_once_exported_once_and_trained_from_both_ends(run_ranks, tmp_path, keys):
     """Trap 12. The gradient is the sum of those that the two ends would have as weights of their own."""
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path)
@@ -176,7 +176,7 @@ def share_of_the_weights(folder, fsdp_size):
     return sum(p.to_local().numel() for p in engine._model.parameters()) / engine.num_parameters
 
 
-def test_fsdp_size_is_a_number_of_ranks_and_null_is_all_of_them(run_ranks, tmp_path):
+def test_trap_20_fsdp_size_is_a_number_of_ranks_and_null_is_all_of_them(run_ranks, tmp_path):
     """Trap 20: 1 never means "all"."""
     folder = str(tiny_folder("qwen3", tmp_path))
     assert run_ranks(share_of_the_weights, 4, folder, 1) == [1.0] * 4
@@ -200,7 +200,9 @@ def shapes_of_a_step(folder, sample, chunk_elements, keys):
 
 @pytest.mark.parametrize("num_trained", [120, 3])
 @pytest.mark.parametrize(("world_size", "keys"), [(1, {}), (2, {"ulysses_size": 2})], ids=["1", "2 sp2"])
-def test_step_never_holds_all_logits_and_has_none_for_prompt_tokens(run_ranks, tmp_path, num_trained, world_size, keys):
+def test_trap_28_step_never_holds_all_logits_and_has_none_for_prompt_tokens(
+    run_ranks, tmp_path, num_trained, world_size, keys
+):
     """Trap 28: 160 tokens, a vocabulary of 8192, and room for 65,536 logits, which three rows of them fit into."""
     num_tokens, vocab, hidden, chunk = 160, 8192, 16, 2**16
     folder = tiny_folder("llama", tmp_path, vocab_size=vocab, hidden_size=hidden, num_attention_heads=2)

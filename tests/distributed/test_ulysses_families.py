@@ -234,8 +234,10 @@ def build(folder, ulysses_size):
     TrainEngine.build(Path(folder), EngineConfig(ulysses_size=ulysses_size), device=CPU, optimizer=OptimizerConfig())
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
-def test_linear_attention_is_refused(run_ranks, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "mixer"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("qwen3_5_text", "Qwen3_5GatedDeltaNet")]
+)
+def test_linear_attention_is_refused(run_ranks, tmp_path, name, mixer):
     """A state that passes from token to token would have to pass from rank to rank."""
     from transformers import AutoConfig
 
@@ -244,7 +246,7 @@ def test_linear_attention_is_refused(run_ranks, tmp_path, name):
     config.save_pretrained(tmp_path)
     with pytest.raises(RankError) as error:
         run_ranks(build, 2, str(tmp_path), 2)
-    message = f"(model_type {name}) is not supported: it carries a recurrent state from token to token\n"
+    message = f"between ranks: it carries a recurrent state from token to token ({mixer}); set it to 1\n"
     assert str(error.value).count("ModelError: ") == str(error.value).count(message) == 2
 
 

@@ -45,6 +45,7 @@ def answer(call):
         return "error: "
 
 
+@pytest.mark.slow
 def test_the_tools_answer_stands_between_the_turns_and_is_not_trained(folder, metrics_of):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     samples = [json.loads(line) for line in (folder / "rl" / "samples.jsonl").read_text().splitlines()]

@@ -130,6 +130,28 @@ def test_grpo_with_adapters_learns_because_the_merged_weights_reach_the_engine(c
     assert max(row["rollout/logprob_abs_diff_max"] for row in rows) < 2e-5
 
 
+def test_adapters_that_are_synced_alone_and_interrupted_completions_train_as_the_probe_says(
+    config_of, shell, metrics_of
+):
+    """One rank trains, one samples with vLLM in a process of its own, a step ahead; new adapters do not wait."""
+    rollout = {
+        "engine": VLLM | {"process": {}},
+        "placement": "split",
+        "max_staleness": 1,
+        "partial": True,
+        "sync_adapter_only": True,
+        "probe_every_syncs": 1,
+        "max_concurrent_sequences": 4,
+    }
+    config = config_of("alone", model="sure", engine={"lora": {"rank": 16}}, rollout=rollout, total_steps=4)
+    done = shell("shardwise", "rl", "--nproc", "2", "-c", str(config), timeout=400)
+    assert done.code == 0, done.err
+    rows = metrics_of(config.with_suffix(""))
+    assert max(row["staleness/interrupted"] for row in rows) > 0
+    assert max(row["sync/probe_max_difference"] for row in rows if "sync/probe_max_difference" in row) < 2e-5
+    assert {row["sync/bytes"] for row in rows} == {rows[0]["sync/bytes"]}
+
+
 def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_of, marked, metrics_of, tmp_path):
     """kill -9 of the rank that hosts an engine: the other is stopped, the launcher names it within 15 seconds, and the
     same command finishes the run as if nothing had been."""

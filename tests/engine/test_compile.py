@@ -1,4 +1,6 @@
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -96,10 +98,23 @@ def test_liger_kernels_are_refused_on_a_cpu(run_ranks, tmp_path):
 
 
 def test_liger_kernels_without_the_package_are_refused(monkeypatch):
-    def not_installed(*_args):
-        raise ImportError("liger-kernel")
-
-    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", not_installed)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError) as error:
         use_liger_kernels(tiny_model("llama"), torch.device("cuda", 0))
     assert str(error.value) == "engine.use_liger_kernels=true needs the package liger-kernel, which is not installed"
+
+
+def test_families_without_liger_kernels_are_refused_and_others_get_them(monkeypatch):
+    """The package itself only logs that it has none, and computes as before."""
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        module = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": None, "gemma2": None}
+    applied = []
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", lambda *given: applied.append(given))
+    with pytest.raises(ConfigError, match="liger-kernel has no kernels for llama; it has them for gemma2, qwen3"):
+        use_liger_kernels(tiny_model("llama"), torch.device("cuda", 0))
+    assert applied == []
+    model = tiny_model("qwen3")
+    use_liger_kernels(model, torch.device("cuda", 0))
+    assert applied == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]

@@ -118,7 +118,9 @@ class OnCuda:
     is_cuda: bool = True
 
 
+AMPERE, TURING = (8, 0), (7, 5)
 PROBLEMS = {
+    "tensors on a GPU older than Ampere": {"capability": TURING},
     "tensors on the CPU": {"query": OnCuda(is_cuda=False)},
     "float32 (set engine.param_dtype=bfloat16)": {"query": OnCuda(torch.float32)},
     "attention sinks": {"sinks": torch.ones(4)},
@@ -135,6 +137,7 @@ def flash_modules(monkeypatch):
         module = ModuleType(name)
         module.flash_attn_varlen_func = partial(stand_in_flash, returns_tuple=name == "flash_attn_interface")
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: AMPERE)
 
 
 def stand_in_flash(
@@ -174,10 +177,12 @@ def stand_in_flash(
 @pytest.mark.parametrize("problem", [None, *PROBLEMS])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_kernel_is_used_where_it_can_and_refused_where_it_was_asked_for_and_cannot(
-    flash_modules, implementation, problem
+    flash_modules, monkeypatch, implementation, problem
 ):
     backend = AttentionBackend(implementation, None)
     arguments = {"query": OnCuda(), "value": OnCuda(), "softcap": None, "sinks": None} | PROBLEMS.get(problem, {})
+    capability = arguments.pop("capability", AMPERE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     flash = implementation.startswith("flash")
     if problem is None or (flash and problem == "soft-capped scores"):
         kernel = backend.kernel(**arguments)

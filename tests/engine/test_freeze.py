@@ -2,8 +2,9 @@ import pytest
 from tiny_models import tiny_folder
 
 from shardwise.config import ConfigError
-from shardwise.engine.freeze import freeze
+from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.model import build_on_meta
+from shardwise.ops import routers_of
 
 
 @pytest.fixture
@@ -45,4 +46,23 @@ def test_freezing_everything_is_refused(model, prefixes):
         freeze(model, prefixes)
     assert str(error.value) == (
         f"engine.freeze_module_prefix={prefixes} freezes the whole model; nothing would be trained"
+    )
+
+
+def test_routers_are_frozen_beside_what_prefixes_name_and_no_others(tmp_path):
+    model = build_on_meta(tiny_folder("mixtral", tmp_path))
+    freeze(model, ["model.norm"], routers=True)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == [*(f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)), "model.norm.weight"]
+
+
+def test_a_dense_model_has_no_routers_and_says_which_others_have(tmp_path):
+    model = build_on_meta(tiny_folder("qwen3", tmp_path))
+    assert routers_of(model) == []
+    with pytest.raises(ConfigError) as error:
+        require_routers(model, "engine.freeze_router=true")
+    assert str(error.value) == (
+        "engine.freeze_router=true has no effect on Qwen3ForCausalLM, which has no router: neither a module that "
+        "transformers records router_logits of (such as Qwen3MoeTopKRouter, MixtralTopKRouter, DeepseekV3TopkRouter) "
+        "nor one called gate or router beside one called experts; remove it"
     )

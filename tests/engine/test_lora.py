@@ -119,11 +119,33 @@ def test_fused_experts_are_refused():
 
 @pytest.mark.filterwarnings("ignore:The following")  # peft's, of the mapping that is then refused
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_dense_layers_that_peft_takes_for_experts_are_refused(use_dora):
+def test_dense_layers_that_peft_takes_for_experts_get_no_adapter(use_dora):
     """peft maps gate_proj of such families to the fused experts, also where it is a dense layer's."""
-    model = mixture_of_experts(mlp_only_layers=[0], num_hidden_layers=2)
+    options = {"mlp_only_layers": [0], "num_hidden_layers": 2}
+    model = mixture_of_experts(**options)
+    inject_lora(model, LoraConfig(use_dora=use_dora))
+    adapted = {name.split(".lora_A.")[0].rpartition(".")[2] for name in adapter_names(model) if ".lora_A." in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    lora = LoraConfig(use_dora=use_dora, target_modules=["gate_proj", "up_proj", "down_proj"])
     with pytest.raises(ConfigError, match=r"peft takes names such as gate_proj .* name other layers \(q_proj"):
-        inject_lora(model, LoraConfig(use_dora=use_dora))
+        inject_lora(mixture_of_experts(**options), lora)
+
+
+def test_a_router_that_is_a_linear_layer_by_class_gets_no_adapter():
+    """Phi-3.5-MoE's returns three tensors."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    config = PhimoeConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, num_hidden_layers=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = PhimoeForCausalLM(config)
+    assert isinstance(model.model.layers[0].mlp.router, torch.nn.Linear)
+    inject_lora(model, LoraConfig())
+    assert not any("router" in name for name in adapter_names(model))
+    with pytest.raises(ConfigError, match="router is PhimoeTopKRouter; this version adapts linear layers"):
+        inject_lora(model, LoraConfig(target_modules=["router"]))
 
 
 def randomize_adapters(model):
@@ -241,7 +263,7 @@ def mixed_precision_step(folder, lora, off_first):
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_unit_of_frozen_bfloat16_and_float32_adapters_gathers_one_dtype_and_reduces_float32(
+def test_trap_11_unit_of_frozen_bfloat16_and_float32_adapters_gathers_one_dtype_and_reduces_float32(
     run_ranks, folders, variant
 ):
     """Trap 11. Also when the very first forward pass is one of the reference, without adapters."""

@@ -69,7 +69,7 @@ def test_empty_tensor_and_no_tensor_are_nothing_to_take():
     copies.give_back()
 
 
-def test_offload_that_returns_to_the_wrong_device():
+def test_trap_27_offload_that_returns_to_the_wrong_device():
     """Trap 27: the storage itself is filled again, so there is no other device to return to."""
     tensor = torch.arange(5.0)
     storage = tensor.untyped_storage()
@@ -154,7 +154,7 @@ def leave_and_step(folder):
     return here, away, {part: local_bytes(tensors_of(engine, part)) for part in PARTS}
 
 
-def test_optimizer_states_that_never_leave(run_ranks, tmp_path):
+def test_trap_27_optimizer_states_that_never_leave(run_ranks, tmp_path):
     """Trap 27: after `offload` nothing of the two moments is on the device."""
     for here, away, back in run_ranks(leave_and_step, 2, str(tiny_folder("llama", tmp_path))):
         assert away == dict.fromkeys(PARTS, 0)

@@ -46,6 +46,16 @@ def test_muon_takes_the_matrices_of_the_layers_alone(family):
     assert matrices == {f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds}
 
 
+def test_biases_of_fused_experts_are_neither_decayed_nor_matrices():
+    """GPT-OSS has one of [experts, columns] for each of its two products."""
+    model = nn.ModuleDict({"experts": nn.Linear(3, 3)})
+    model["experts"].gate_up_proj_bias = nn.Parameter(torch.zeros(4, 6))
+    trained = {one.name: one for one in trained_parameters(model)}
+    assert not trained["experts.gate_up_proj_bias"].is_decayed
+    assert not trained["experts.gate_up_proj_bias"].is_hidden_matrix
+    assert trained["experts.weight"].is_decayed
+
+
 @pytest.mark.parametrize("head", ["score", "embed_out", "lm_head"])
 def test_muon_leaves_heads_and_their_adapters_and_fused_experts(head):
     model = nn.ModuleDict({"up": nn.Linear(3, 3), head: nn.ModuleDict({"lora_A": nn.Linear(3, 2, bias=False)})})

@@ -272,3 +272,23 @@ def test_gradients_do_not_depend_on_the_units(run_ranks, tmp_path, options):
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-7, msg=name)
         assert gradient.any(), name
+
+
+def prefetched(folder, options):
+    """Of every layer the layers whose weights are gathered while it computes, forward and backward."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
+    states = [layer._get_fsdp_state() for layer in engine._model.hf_model.model.layers]
+    return [
+        [
+            [states.index(other) for other in found]
+            for found in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+        ]
+        for state in states
+    ]
+
+
+def test_weights_of_so_many_layers_are_gathered_ahead(run_ranks, tmp_path):
+    folder = str(tiny_folder("llama", tmp_path, num_hidden_layers=4))
+    assert run_ranks(prefetched, 1, folder, {}) == [[[[], []]] * 4]
+    (found,) = run_ranks(prefetched, 1, folder, {"forward_prefetch": 2, "backward_prefetch": 1})
+    assert found == [[[1, 2], []], [[2, 3], [0]], [[3], [1]], [[], [2]]]

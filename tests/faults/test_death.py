@@ -114,6 +114,7 @@ def assert_restarted_once(run, rank: int) -> None:
     assert re.fullmatch(rf"restart 1 of 1: goes on from {run.run}/checkpoints/step_[12]|.*: starts as before", restart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
@@ -152,6 +153,7 @@ def test_f25_a_run_with_rollouts_ahead_goes_on_with_them(rl_arguments, undisturb
     assert len(state["parts"]["pipeline"]["ready"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [

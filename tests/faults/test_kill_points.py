@@ -41,6 +41,7 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "async_save",
     [pytest.param(True, id="in the background"), pytest.param(False, id="at once", marks=pytest.mark.full)],

@@ -73,6 +73,7 @@ def test_f1_f10_a_run_that_was_stopped_and_lost_a_rank_ends_as_if_nothing_had_be
     assert (first.run / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_f11_ctrl_c_to_every_process_is_one_clean_stop_and_a_dead_launcher_takes_all_with_it(assets, start, tmp_path):
     arguments = [
         *("rl", "--nproc", "2"),

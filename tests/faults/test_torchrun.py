@@ -27,6 +27,7 @@ def options(assets, run):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "state"),
     [
@@ -57,6 +58,7 @@ def test_f03_a_rank_that_hangs_is_named_with_the_stacks_of_all_and_ended(assets,
     assert ("is stopped (SIGSTOP)" in second) if action == "stop" else ("in fault_point" in second)
 
 
+@pytest.mark.slow
 def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets, shell, tmp_path):
     run = tmp_path / "run"
     done = shell(

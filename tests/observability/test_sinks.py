@@ -1,5 +1,7 @@
 import json
 import os
+import resource
+from contextlib import contextmanager
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -115,3 +117,39 @@ def test_tensorboard_forgets_what_came_after_the_last_step(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
+
+
+@contextmanager
+def room_for(num_bytes):
+    """The disk takes that much of each file: a write ends in the middle of a line, the next one fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_f20_lines_that_a_full_disk_does_not_take_wait_and_none_is_lost_or_doubled(tmp_path, capsys):
+    with RunLog(tmp_path, tensorboard=False, keeps_lines=True) as log:
+        log.log(1, {"a": 1.0}, {"s": 1.0})
+        with room_for(30):
+            for step in (2, 3):
+                log.log(step, {"a": float(step)}, {"s": 0.5})
+            assert len((tmp_path / "metrics.jsonl").read_bytes()) == 30
+        log.log(4, {"a": 4.0}, {"s": 0.5})
+        assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / "performance.jsonl").open()] == [1, 2, 3, 4]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert f"warning: {tmp_path}/metrics.jsonl cannot be written ([Errno 27] File too large); its lines are" in lines[0]
+
+
+def test_f20_a_full_disk_is_an_error_where_lines_are_not_kept_or_never_written(tmp_path, capsys):
+    with room_for(30), pytest.raises(OSError, match="File too large"), RunLog(tmp_path, tensorboard=False) as log:
+        log.log(1, {"a": 1.0, "b": 1.0}, {})
+    samples = SampleLog(tmp_path, keeps_lines=True)
+    with room_for(5):
+        samples.append([{"step": 1}])
+        with pytest.raises(OSError, match="File too large"):
+            samples.close()

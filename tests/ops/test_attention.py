@@ -59,6 +59,14 @@ def test_layout_groups_neighbours_of_equal_length():
     assert layout.cu_seqlens.dtype == torch.int32
 
 
+def test_chunks_of_a_layout_end_where_their_sequence_ends():
+    layout = layout_of([5, 2, 4])
+    chunked = layout.chunked(2)
+    assert chunked.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 9, 11]
+    assert (chunked.runs, chunked.max_length, chunked.num_tokens) == (((2, 2), (1, 1), (3, 2)), 2, 11)
+    assert layout.chunked(5) is layout
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("lengths", [LENGTHS, [6], [1]], ids=["mixed", "one-sequence", "one-token"])
 def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(lengths, settings):

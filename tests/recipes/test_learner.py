@@ -158,6 +158,52 @@ def test_only_what_the_algorithm_needs_is_scored_and_it_reaches_the_policy(
                     torch.testing.assert_close(values, scores_of(torch.tensor(tokens), role, with_adapters))
 
 
+@pytest.mark.parametrize(("every", "step", "is_due"), [(2, 1, True), (2, 2, False), (2, 3, True), (0, 1, False)])
+def test_experts_reach_the_policy_alone_and_where_due_it_is_scored_with_and_without(
+    learner_of, rollout, every, step, is_due
+):
+    """The learner's fake scores do not depend on experts, so both differences are those of the tokens' ids."""
+    settings = {"router_replay": True, "probe_every_syncs": every}
+    roles = ("policy", "reference", "critic")
+    learner, group = learner_of(
+        config(tree=CRITIC["tree"] | {"rollout": settings}, advantage="gae", kl_coef=0.1), roles=roles
+    )
+    groups = [
+        replace(
+            one,
+            completions=[
+                replace(
+                    completion,
+                    experts=torch.zeros(len(one.prompt_ids(completion)) + len(completion.token_ids) - 1, 3, 2).short(),
+                )
+                for completion in one.completions
+            ],
+        )
+        for one in rollout.groups
+    ]
+    metrics = learn(learner, replace(rollout, groups=groups), step=step)
+    given = [
+        (call[0], call[2] if call[0] == "score" else call[3], call[1][0][0].experts is not None)
+        for call in group.calls
+        if call[0] in ("score", "train")
+    ]
+    others = [("score", "reference", False), ("score", "critic", False)]
+    due = [("score", "policy", False), ("score", "policy", True)] if is_due else []
+    assert given == [*others, *due, ("train", "critic", False), ("train", "policy", True)]
+    for _, shards, *_ in calls_of(group, "train")[1:]:
+        for batch in shards[0]:
+            ends = batch.cu_seqlens[1:].long() - 1
+            assert batch.experts[ends].unique().tolist() == [-1]
+            assert batch.experts.shape == (len(batch.input_ids), 3, 2)
+    apart = [
+        (scores_of(sample.token_ids, "policy") - sample.rollout_logprobs).abs()[sample.loss_mask]
+        for sample in to_samples(groups)
+    ]
+    for name in ("own", "replayed"):
+        found = metrics.get(f"rollout/difference_{name}_experts")
+        assert found == (pytest.approx(float(torch.cat(apart).mean())) if is_due else None)
+
+
 @pytest.mark.parametrize(("num_minibatches", "num_epochs"), [(1, 1), (3, 1), (2, 2)])
 def test_every_optimizer_step_sees_the_parts_of_the_step(learner_of, rollout, num_minibatches, num_epochs):
     settings = config(num_minibatches=num_minibatches, num_epochs=num_epochs)
@@ -454,12 +500,17 @@ def test_f44_steps_without_a_learning_signal_are_reported_once_in_ten(learner_of
     assert "advantage/zero_variance_fraction = 1" in first
 
 
-def test_f44_advantages_that_compare_no_group_have_a_signal_all_the_same(learner_of, make_group, capsys):
-    learner, _ = learner_of(config(advantage="reinforce_plus_plus"))
-    dull = Rollout(groups=[make_group([1.0, 1.0, 1.0])], greedy_rewards=None, metrics={})
+def test_f44_advantages_that_compare_no_group_compare_a_step(learner_of, make_group, capsys):
+    learner, _ = learner_of(config(advantage={"name": "reinforce_plus_plus", "gamma": 0.5}))
+    apart = Rollout(groups=[make_group([1.0, 1.0]), make_group([0.0, 0.0])], greedy_rewards=None, metrics={})
+    dull = Rollout(groups=[make_group([1.0, 1.0]), make_group([1.0, 1.0])], greedy_rewards=None, metrics={})
     for step in range(1, 12):
-        learn(learner, dull, step)
+        learn(learner, apart, step)
     assert capsys.readouterr().err == ""
+    for step in range(12, 22):
+        learn(learner, dull, step)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no learning signal: for 10 steps the rewards have been all equal, of a step" in line
 
 
 def test_fewer_samples_than_minibatches_make_fewer_optimizer_steps(make_group):

@@ -103,6 +103,7 @@ def test_a_larger_bound_holds_and_is_used(sample_seconds, train_seconds):
         assert max(staleness) == 3  # nothing but the bound stops sampling
 
 
+@pytest.mark.alone
 def test_sampling_and_training_overlap():
     """Ten steps of 50 ms each: 1 s in turn, little more than half of it with one step ahead."""
 
@@ -116,6 +117,7 @@ def test_sampling_and_training_overlap():
     assert 0.5 < ahead < 0.8 * in_turn
 
 
+@pytest.mark.alone
 def test_idle_time_is_what_sampling_waited_for_training():
     start = time.perf_counter()
     _, _, idle = play(max_staleness=0, train_seconds=0.05, total_steps=4)
@@ -155,6 +157,7 @@ def test_what_ends_sampling_ends_training():
             pytest.fail("weights were served after sampling failed")
 
 
+@pytest.mark.alone
 def test_leaving_it_does_not_wait_for_rollouts_that_have_begun():
     stream = new_stream()
     engines = Engines(stream)

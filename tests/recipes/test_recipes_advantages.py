@@ -180,7 +180,7 @@ def test_gdpo_scales_every_reward_function_in_its_group_before_they_are_added(ma
     samples = two_groups(make_group)
     weights = {"big": 0.5, "small": 1.0}
     scored, metrics = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards, reward_weights=weights)
-    assert "advantage/zero_variance_fraction" not in metrics  # the sums of rewards, which it does not read
+    assert metrics["advantage/zero_variance_fraction"].result() == 0
     combined = np.zeros(6)
     for name, weight in (("big", 0.5), ("small", 1.0)):
         for start in (0, 3):
@@ -381,7 +381,7 @@ def test_gae_of_ones_own_trains_the_critic_as_the_built_in_one(make_group, own):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.advantages, b.advantages)
         torch.testing.assert_close(a.returns, b.returns)
-    assert metrics.keys() == other.keys() == {"critic/explained_variance"}
+    assert metrics.keys() == other.keys() == {"critic/explained_variance", "advantage/num_samples_without_tokens"}
     name = "critic/explained_variance"
     assert metrics[name].result() == pytest.approx(other[name].result(), rel=1e-5)
 
@@ -446,6 +446,31 @@ def test_the_overlong_penalty_grows_over_the_buffer(make_group):
     found = [sample.reward for sample in with_overlong_penalty(samples, algorithm, max_tokens=10)]
     assert found == pytest.approx([1.0, 1.0, 1.0 - 2 / 4, 1.0 - 4 / 4, 1.0 - 8 / 4])
     assert with_overlong_penalty(samples, AlgorithmConfig(), max_tokens=10) == samples
+
+
+def test_the_overlong_penalty_counts_what_was_answered_between_the_turns(make_group):
+    """rollout.max_response_tokens bounds it too."""
+    (sample,) = to_samples([make_group([1.0], lengths=[8])])
+    answered = sample.loss_mask.clone()
+    answered[-5:-1] = False
+    algorithm = AlgorithmConfig(overlong_penalty={"buffer_tokens": 4})
+    (found,) = with_overlong_penalty([rewritten(sample, loss_mask=answered)], algorithm, max_tokens=10)
+    assert found.reward == pytest.approx(1.0 - 2 / 4)
+    nothing = rewritten(sample, loss_mask=torch.zeros_like(answered))
+    assert with_overlong_penalty([nothing], algorithm, max_tokens=10)[0].reward == 1.0
+
+
+def test_gdpo_counts_groups_whose_every_part_is_equal_and_samples_without_tokens(make_group):
+    """Parts of weight 0 are not compared; those of other weights are, though their sums are equal."""
+    rewards = {"big": [1.0, 0.0, 0.5, 2.0, 2.0, 2.0], "small": [0.0, 1.0, 0.5, 1.0, 1.0, 1.0], "off": [*range(6)]}
+    samples = two_groups(make_group)
+    weights = {"big": 1.0, "small": 1.0, "off": 0.0}
+    _, metrics = advantages_of(samples, {"advantage": "gdpo"}, reward_parts=rewards, reward_weights=weights)
+    assert metrics["advantage/zero_variance_fraction"].result() == 0.5
+    assert metrics["advantage/num_samples_without_tokens"].result() == 0
+    empty = rewritten(samples[0], loss_mask=torch.zeros_like(samples[0].loss_mask))
+    _, metrics = advantages_of([empty, *samples[1:]], {"advantage": "reinforce_plus_plus"})
+    assert metrics["advantage/num_samples_without_tokens"].result() == 1
 
 
 def corrected(samples, **correction):

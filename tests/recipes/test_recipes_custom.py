@@ -40,6 +40,9 @@ from shardwise.types import MetricValue
 def policy(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, power=1):
     return torch.where(loss_mask, -advantages * logprobs ** power, 0.0), {"policy/own": MetricValue.mean(3.0, 1)}
 
+def with_extras(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, rollout_logprobs):
+    return torch.where(loss_mask, logprobs * (ref_logprobs + 2 * rollout_logprobs), 0.0), {}
+
 def seq_mean(losses, loss_mask, cu_seqlens, denominators, factor=1.0):
     parts = losses.split(cu_seqlens.diff().tolist())
     counts = [max(int(mask.sum()), 1) for mask in loss_mask.split(cu_seqlens.diff().tolist())]
@@ -222,6 +225,18 @@ def test_a_policy_loss_of_ones_own_is_summed_and_divided_as_the_built_in_ones(ow
     assert loss != 0
 
 
+def test_a_policy_loss_of_ones_own_gets_the_logprobs_that_its_signature_names(own):
+    given, config = batch(), algorithm(kl_in="reward", policy_loss=own("with_extras"))
+    _, gradient, _ = result_of("policy", config, given, {"kl_coef": 0.0})
+    expected = torch.where(given.loss_mask, (given.ref_logprobs + 2 * given.rollout_logprobs) / 17, 0.0)
+    assert gradient == pytest.approx(expected.tolist(), rel=1e-5)
+    with pytest.raises(
+        ConfigError, match=r"policy_loss=.* asks for ref_logprobs, which this run does not have; it has r"
+    ):
+        result_of("policy", algorithm(kl_coef=0, policy_loss=own("with_extras")), replace(given, ref_logprobs=None),
+                  {"kl_coef": 0.0})  # fmt: skip
+
+
 LOSSES = "losses of shape [{}], one for each {}, and a dict of MetricValues by name)"
 WRONG = [
     *(
@@ -360,10 +375,10 @@ def test_the_page_in_docs_shows_how_every_function_is_called(key, arguments):
         ),
         (
             {"critic": {}, "algorithm": {"advantage": "rules.py:mine", "kl_coef": 1, "num_epochs": 2}},
-            set(EXTRAS),
+            {*EXTRAS["algorithm.advantage"], *EXTRAS["algorithm.policy_loss"]},
         ),
     ],
 )
-def test_what_a_run_has_for_an_advantage_follows_from_its_config(tree, there):
+def test_what_a_run_has_for_functions_of_ones_own_follows_from_its_config(tree, there):
     base = {"model": {"path": "m"}, "data": {"train_files": "t"}, "reward": {"functions": "a:b"}}
     assert extras_of(RLConfig.parse(base | tree, origin="test")) == there

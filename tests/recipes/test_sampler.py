@@ -37,6 +37,7 @@ class FakeRollouter:
         self._rewards = {row: list(groups) for row, groups in rewards.items()}
         self.calls = []
         self.counted = []
+        self.experts_kept = []
 
     @contextmanager
     def counting_failures(self, min_completions):
@@ -44,7 +45,8 @@ class FakeRollouter:
         yield
         self.counted.append((min_completions, len(self.calls) - before))
 
-    def collect(self, examples, *, num_completions, temperature, seed, stream):
+    def collect(self, examples, *, num_completions, temperature, seed, stream, with_experts=False):
+        self.experts_kept.append(with_experts)
         rows = [int(example.prompt) for example in examples]
         self.calls.append((rows, num_completions, temperature, seed, stream))
         groups = []
@@ -179,6 +181,18 @@ def test_a_reward_that_fails_too_often_stops_the_step_in_the_round_that_shows_it
     with pytest.raises(RewardError, match="reward calls failed") if len(judged) < 3 else nullcontext():
         sampler.collect(1)
     assert tuple(call[0] for call in rollouter.calls) == judged
+
+
+@pytest.mark.parametrize("router_replay", [False, True])
+def test_experts_are_kept_of_what_is_trained_where_they_are_replayed(make_group, router_replay):
+    """Not of greedy completions, which only give a baseline."""
+    settings = config(advantage="remax")
+    settings = settings.model_copy(
+        update={"rollout": settings.rollout.model_copy(update={"router_replay": router_replay})}
+    )
+    sampler, rollouter, _ = sampler_of(make_group, settings, {row: [DIFFERENT] for row in range(2)})
+    sampler.collect(1)
+    assert rollouter.experts_kept == [router_replay, False]
 
 
 @pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])

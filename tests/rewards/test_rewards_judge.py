@@ -159,6 +159,7 @@ def test_f47_trouble_of_the_endpoint_is_asked_again(server, trouble):
     assert (answer.score, answer.failure, len(server.requests)) == (0.5, None, 3)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("action", "settings", "num_requests", "failure"),
     [
@@ -195,6 +196,7 @@ def test_nobody_listening_is_a_failure():
     assert answer.failure.startswith("cannot connect to 127.0.0.1:")
 
 
+@pytest.mark.alone
 def test_rate_and_concurrency_are_bounded_over_all_threads(server):
     answers = ask(server, slow, num_jobs=30, requests_per_second=20, max_concurrent_requests=3)
     assert all(answer.score == 1.0 for answer in answers)
@@ -204,6 +206,7 @@ def test_rate_and_concurrency_are_bounded_over_all_threads(server):
     assert times[-1] - times[0] > 0.45
 
 
+@pytest.mark.alone
 def test_a_server_that_asks_for_a_pause_gets_it(server):
     ask(server, status(429, Retry_After="1"), says("Score: 1"))
     (first, *_), (second, *_) = server.requests
@@ -266,6 +269,7 @@ def test_a_judge_goes_by_the_policies_like_a_function(server):
     assert (second.score, second.parts) == (1.0, {"exact_match": 0.0, "judge": 0.5})
 
 
+@pytest.mark.alone
 def test_closing_breaks_off_requests_that_are_under_way(server):
     server.script = [hangs]
     judge = Judge(JudgeReward(**config(server, timeout_seconds=60)))

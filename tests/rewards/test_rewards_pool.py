@@ -69,16 +69,11 @@ def _rules(tmp_path, monkeypatch):
     (tmp_path / "rules.py").write_text(RULES)
 
 
-def config(**settings):
-    return RewardConfig(
-        **{
-            "functions": "rules.py:compute_score",
-            "max_failure_rate": 1,
-            "on_failure": "value",
-            "failure_value": -1.0,
-            **settings,
-        }
-    )
+VALUE = {"on_failure": "value", "max_failure_rate": 1, "failure_value": -1.0}
+
+
+def config(failures=VALUE, **settings):
+    return RewardConfig(**{"functions": "rules.py:compute_score", **failures, **settings})
 
 
 def job(action, number=0, **extra_info):
@@ -176,7 +171,7 @@ def test_trap_22_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
 
 
 def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():
-    with Rewards(config(num_workers=1, on_failure="abort", failure_value=0.0)) as pool:
+    with Rewards(config({"on_failure": "abort"}, num_workers=1)) as pool:
         (first,) = pool.score([job("pid")])
         os.kill(int(first.score), signal.SIGKILL)
         time.sleep(0.2)
@@ -191,7 +186,7 @@ def test_close_leaves_no_process_and_an_error_closes():
         assert all(is_alive(pid) for pid in pids)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
-    pool = Rewards(config(on_failure="abort", failure_value=0.0))
+    pool = Rewards(config({"on_failure": "abort"}))
     pids = pool._pool.pids
     with pytest.raises(RewardError):
         pool.score([job("sleep 100"), job("raise")])
@@ -207,7 +202,7 @@ def test_pipes_are_closed_when_processes_are_replaced():
 
 
 def test_f41_abort_names_function_row_and_reason():
-    with Rewards(config(on_failure="abort", failure_value=0.0)) as pool, pytest.raises(RewardError) as caught:
+    with Rewards(config({"on_failure": "abort"})) as pool, pytest.raises(RewardError) as caught:
         pool.score([job("number 1", 6), job("raise", 7)])
     assert str(caught.value) == (
         "reward function rules.py:compute_score failed for row train.jsonl:7: ValueError: cannot parse "
@@ -224,6 +219,7 @@ def test_a_row_without_a_json_form_is_an_error_that_names_it():
     )
 
 
+@pytest.mark.alone
 def test_f48_short_jobs_keep_the_pool_busy():
     """Against what the calls themselves took, so that a busy machine slows both sides."""
     num_jobs = 2000

@@ -17,7 +17,7 @@ class Stubborn:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
-    def generate(self, requests, on_finished):
+    def generate(self, requests, on_finished, is_interrupted):
         print(f"generating {len(requests)}", flush=True)
         found = self._engine.generate(
             [request for request in requests if request.uid != "stuck"], on_finished=on_finished

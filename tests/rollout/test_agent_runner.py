@@ -44,6 +44,7 @@ def test_functions_and_coroutines_are_told_of(runner):
     assert run(runner, doubled)[0].get(timeout=5) == 4  # the loop has outlived it
 
 
+@pytest.mark.alone
 def test_the_caller_does_not_wait(runner):
     release = threading.Event()
     began = time.monotonic()

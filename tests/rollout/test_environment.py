@@ -44,6 +44,7 @@ def test_what_a_call_raises_is_its_answer_alone(error):
         assert str(error) in str(raised) or "StopIteration" in str(raised)
 
 
+@pytest.mark.alone
 def test_a_call_that_hangs_costs_its_deadline_and_nobody_elses_answer():
     release = threading.Event()
 

@@ -88,6 +88,7 @@ def test_without_a_known_token_nothing_is_answered(server, token):
     assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
 
 
+@pytest.mark.alone
 def test_f47_no_byte_of_a_body_is_waited_for_before_its_token_is_known(server):
     began = time.monotonic()
     assert "401 Unauthorized" in send(server, b"POST /x HTTP/1.1\r\nContent-Length: 4000\r\n\r\n")
@@ -121,6 +122,7 @@ def test_what_is_no_request_is_refused(server, data, told):
     assert ask(server)[0] == 200
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("data", [HEAD, HEAD + b"Content-Length: 50\r\n\r\n" + b" " * 50])
 def test_f47_bytes_that_drip_do_not_move_the_deadline(server, data):
     began = time.monotonic()
@@ -129,6 +131,7 @@ def test_f47_bytes_that_drip_do_not_move_the_deadline(server, data):
     assert ask(server)[0] == 200
 
 
+@pytest.mark.alone
 def test_f47_who_says_nothing_is_told_so_and_cut_off(server):
     began = time.monotonic()
     assert "408 Request Timeout" in send(server, HEAD)

@@ -28,9 +28,10 @@ class Engine:
         for name, tensor in weights:
             self.weights[name].copy_(tensor)
 
-    def generate(self, requests, on_finished):
+    def generate(self, requests, on_finished, is_interrupted):
         on_finished(0)
-        return [[Completion(token_ids=[1], logprobs=[-1.0], finish_reason="stop", policy_version=3)] for _ in requests]
+        reason = "interrupted" if is_interrupted() else "stop"
+        return [[Completion(token_ids=[1], logprobs=[-1.0], finish_reason=reason, policy_version=3)] for _ in requests]
 
     def __getattr__(self, name):
         return lambda *arguments: self.calls.append((name, arguments))
@@ -41,7 +42,7 @@ def served():
     """The engine, what serves it, the memory as the other side sees it, and what was told of finished requests."""
     engine, finished = Engine(), []
     ours = SharedWeights([])
-    child = _Served(engine, ours.descriptor, finished.append)
+    child = _Served(engine, ours.descriptor, finished.append, lambda: bool(engine.calls))
     return engine, child, SharedWeights(child.forms, ours.descriptor), finished
 
 
@@ -68,7 +69,8 @@ def test_what_cannot_be_read_back_is_compared_as_it_arrives(served):
 def test_calls_reach_the_engine_and_unknown_ones_are_errors(served):
     engine, child, _, finished = served
     request = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=1, temperature=1.0)
-    assert child.do("generate", [[request]])[0][0].policy_version == 3
+    (completion,) = child.do("generate", [[request]])[0]
+    assert (completion.policy_version, completion.finish_reason) == (3, "stop")
     assert finished == [0]
     for method, arguments in [("logprobs", ([[1, 2]],)), ("commit", (4,)), ("sleep", ()), ("wake", ("weights",))]:
         child.do(method, arguments)
@@ -78,6 +80,7 @@ def test_calls_reach_the_engine_and_unknown_ones_are_errors(served):
         ("sleep", ()),
         ("wake", ("weights",)),
     ]
+    assert child.do("generate", [[request]])[0][0].finish_reason == "interrupted"  # as the fixture says after a call
     found = _answer(lambda: child.do("unpickle", []))
     assert (found["error"], found["message"]) == ("ValueError", "there is no call 'unpickle'")
     assert "do(" in found["traceback"]

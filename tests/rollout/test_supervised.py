@@ -18,6 +18,7 @@ from shardwise import fault_plan
 from shardwise.config import ConfigError, EngineLostError, EngineProcessConfig, GenerationConfig, ModelConfig
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.recipes.rollouts import rest_of
 from shardwise.rollout import EngineProcess, SupervisedEngine, environment_of
 from shardwise.transfer import WeightSyncError, sync_local
 from shardwise.types import GenerateRequest
@@ -204,6 +205,30 @@ def test_f06_after_a_sync_that_broke_off_no_process_generates_until_a_whole_one(
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
 
 
+def test_f06_a_process_killed_as_it_is_interrupted_loses_no_token(undisturbed, supervised, synced):
+    """The next one is interrupted in its place; what both have not sampled is asked for afterwards."""
+    synced(13)
+    supervised.take_restarts()
+    victim = supervised.pid
+
+    def kill_and_interrupt():
+        _kill(victim)
+        return True
+
+    groups = supervised.generate(REQUESTS, is_interrupted=kill_and_interrupt)
+    assert supervised.take_restarts() == 1
+    assert "interrupted" in {completion.finish_reason for group in groups for completion in group}
+    for request, expected, group in zip(REQUESTS, undisturbed.generate(REQUESTS), groups, strict=True):
+        for part in rest_of(request, group):
+            ((*rest,),) = supervised.generate([part])
+            for index, completion in enumerate(rest, start=part.first_index):
+                group[index] = group[index].then(completion)
+        for completion, other in zip(group, expected, strict=True):
+            assert completion.token_ids == other.token_ids
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert completion.versions == [13] * len(completion.token_ids)
+
+
 @pytest.mark.parametrize("when", ["idle", "serving"])
 def test_f07_a_stopped_process_is_found_by_its_health_and_replaced(
     undisturbed, supervised, synced, planned, capfd, when
@@ -275,6 +300,7 @@ def test_f08_a_model_that_cannot_be_loaded_is_no_reason_to_restart(tmp_path):
     assert type(caught.value).__name__ == "ModelError"
 
 
+@pytest.mark.slow
 def test_f09_a_row_that_never_finishes_is_asked_once_more_and_then_named(model_folders, capfd):
     engine = open_stubborn(model_folders["llama"], max_restarts=5, request_timeout_seconds=15)
     stuck = GenerateRequest(uid="stuck", prompt_ids=[5], max_tokens=1, temperature=1.0)

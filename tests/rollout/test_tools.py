@@ -65,6 +65,7 @@ def test_every_call_of_a_turn_is_answered_in_order_by_a_message():
     assert made.reward() == {"score": 0.0, "tool_calls": 2, "tool_errors": 0}
 
 
+@pytest.mark.alone
 def test_calls_of_a_turn_run_at_the_same_time():
     began = time.perf_counter()
     answers(environment(), call("nap", seconds=0.4), call("nap", seconds=0.4), call("slow_echo", text="", seconds=0.4))

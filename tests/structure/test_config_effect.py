@@ -160,7 +160,8 @@ def test_choices_that_are_no_functions_are_read_by_name():
         *("Custom", "CustomPreference", "FixedKl", "AdaptiveKl", "FunctionReward", "JudgeReward", "ModelReward"),
         *("EnvironmentReward", "CustomEnvironment", "ToolsEnvironment", "AgentEnvironment"),
         *("EmbeddedRollout", "VllmRollout", "SglangRollout", "Colocated", "Split"),
-        *("ForwardKl", "ReverseKl", "JensenShannon", "K1", "Abs", "K2", "K3", "K1Plus", "AbsPlus", "K3Plus"),
+        *("ForwardKl", "ReverseKl", "JensenShannon", "K1", "Abs", "K2", "K3", "K1Plus", "AbsPlus", "K2Plus"),
+        "K3Plus",
         *("TokenMean", "SeqMeanTokenMean", "SeqMeanTokenSum", "SeqMeanTokenSumNorm", "TokenSum"),
     }
 

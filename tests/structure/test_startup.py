@@ -41,10 +41,10 @@ def test_a_rank_starts_without_what_few_runs_need():
 
 def test_the_engine_starts_without_what_only_runs_need():
     """A machine with a GPU may have little more than torch and transformers: see `make gpu-test`."""
-    packages = ["rich", "xxhash", "datasets", "pyarrow", "peft", "math_verify", "tensorboard"]
+    packages = ["rich", "xxhash", "datasets", "pyarrow", "peft", "math_verify", "tensorboard", "hypothesis"]
     script = (
-        f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
-        "import shardwise.data.packing, shardwise.engine, shardwise.recipes.losses"
+        f"import sys\nsys.modules.update(dict.fromkeys({packages}))\nsys.path.append({str(TESTS)!r})\n"
+        "import shardwise.data.packing, shardwise.engine, shardwise.recipes.losses, benchmarks.gpu_train, conftest"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,134 @@
+"""Router replay: in training, tokens go to the experts that they went to when they were sampled (Ma et al. 2025,
+"Stabilizing MoE reinforcement learning by aligning training and inference routers").
+
+A rounding may send a token to another expert in training than in the rollout, which changes its logprob by far more
+than the rounding itself. With the rollout's choice only the weights of the experts are computed anew, with their
+gradient.
+
+Shapes: t tokens of this rank, M routers, E experts, k experts that each token goes to.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.config import ModelError
+from shardwise.ops import Router
+from shardwise.types import Metrics, MetricValue
+
+
+class RouterReplay:
+    """Replaces what `topk` finds inside routers, while there are experts to replay; counts how often they differ."""
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        """
+        Args:
+            routers: hooks are put on them.
+        """
+        self._experts: Tensor | None = None
+        self._num_seen: dict[int, int] = {}
+        self._is_counting = False
+        self._counts: Tensor | None = None
+        self._choices: dict[int, _Replayed] = {}
+        for place, router in enumerate(routers):
+            router.module.register_forward_pre_hook(partial(self._before, place, router))
+            # Also after an error: what is entered would stay.
+            router.module.register_forward_hook(partial(self._after, place, router), always_call=True)
+
+    @contextmanager
+    def replaying(self, experts: Tensor | None, *, counts: bool) -> Iterator[None]:
+        """Inside it run the forward of a micro-batch and, in training, its backward.
+
+        Args:
+            experts: [t, M, k], -1 where a router chooses for itself; None replays nothing.
+            counts: differing choices, until `settle`.
+        """
+        self._experts, self._num_seen, self._is_counting = experts, {}, counts
+        try:
+            yield
+        finally:
+            self._experts = None
+
+    def settle(self) -> None:
+        """Between forward and backward: what is computed again was counted."""
+        self._is_counting = False
+
+    def take(self) -> Metrics:
+        """Collective. Of the micro-batches of all ranks since the last call the share of chosen experts that the
+        rollout did not choose; nothing where none was replayed."""
+        if self._counts is None:
+            return {}
+        dist.all_reduce(self._counts)
+        differing, total = self._counts.tolist()
+        self._counts = None
+        return {"train/router/replay_mismatch": MetricValue.mean(differing, total)}
+
+    def clear(self) -> None:
+        """Forgets what was counted."""
+        self._counts = None
+
+    @torch.compiler.disable
+    def _before(self, place: int, router: Router, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._experts is None:
+            return
+        start, num_tokens = self._num_seen.get(place, 0), args[0].shape[:-1].numel()
+        self._num_seen[place] = (start + num_tokens) % len(self._experts)  # a tiled MLP brings the next ones
+        choice = _Replayed(self._experts[start : start + num_tokens, place], _num_experts(router))
+        choice.__enter__()
+        self._choices[place] = choice
+
+    @torch.compiler.disable
+    def _after(self, place: int, router: Router, _module: nn.Module, _args: Any, output: Any) -> None:
+        choice = self._choices.pop(place, None)
+        if choice is None:
+            return
+        choice.__exit__(None, None, None)
+        if output is None:
+            return  # it raised
+        if choice.counts is None:
+            raise ModelError(
+                f"rollout.router_replay=true: {type(router.module).__name__} does not choose experts by topk over all "
+                "of them, so its choice cannot be replaced; set it to false for this model"
+            )
+        if self._is_counting:
+            self._counts = choice.counts if self._counts is None else self._counts + choice.counts
+
+
+class _Replayed(TorchFunctionMode):
+    """Inside it `topk` over all experts gives the replayed ones, and the scores that they have now."""
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts = experts.long()
+        self._num_experts = num_experts
+        self.counts: Tensor | None = None
+        """[2] float64: choices that differ, and choices; None before one was replaced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape != (len(self._experts), self._num_experts):
+            return found  # of groups of experts
+        is_given = self._experts[:, :1] >= 0
+        experts = torch.where(is_given, self._experts, found.indices)
+        is_same = (found.indices[:, :, None] == experts[:, None, :]).any(-1)
+        self.counts = torch.stack([(~is_same).sum(), is_given.expand_as(experts).sum()]).double()
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
+
+
+def _num_experts(router: Router) -> int:
+    found = getattr(router.module, "num_experts", None)
+    if isinstance(found, int):
+        return found
+    raise ModelError(
+        f"rollout.router_replay=true: {type(router.module).__name__} does not say in num_experts how many it has; set "
+        "it to false for this model"
+    )

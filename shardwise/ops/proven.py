@@ -1,0 +1,53 @@
+"""Which model families have been proven to compute right, and in what: the record that `make models` writes.
+
+`unsupported_reason` refuses what is known to be computed wrong; this says what has been compared with transformers.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+
+RECORD_NAME = "proven.json"
+PROVEN = "proven"
+
+CHECKS: Mapping[str, str] = {
+    "packing": "training on packed sequences",
+    "fsdp2": "sharding over ranks",
+    "export": "export to the Hugging Face layout",
+    "ulysses": "sequence parallelism (ulysses_size above 1)",
+    "lora": "LoRA",
+    "token_values": "a value head",
+    "sequence_scores": "a score head",
+    "embedded": "the embedded rollout engine",
+}
+"""What is proven of a family one by one, in words."""
+
+
+@cache
+def proven_record() -> Mapping[str, Mapping[str, str]]:
+    """model_type -> check -> PROVEN, or why it is not. Families refused as a whole have the check packing only."""
+    record: dict[str, dict[str, str]] = json.loads((files(__package__) / RECORD_NAME).read_text(encoding="utf-8"))
+    return record
+
+
+def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | None:
+    """What has not been proven of a family.
+
+    Args:
+        model_type: of config.json.
+        asked: keys of CHECKS.
+        key: of the config, that allows it all the same.
+    Returns:
+        A sentence that names it, what has been proven instead, and `key`; None if all of it is proven.
+    """
+    row = proven_record().get(model_type, {})
+    missing = [CHECKS[check] for check in asked if row.get(check) != PROVEN]
+    if not missing:
+        return None
+    proven = [words for check, words in CHECKS.items() if row.get(check) == PROVEN]
+    return (
+        f"{', '.join(missing)}: not proven for the family {model_type}, of which "
+        f"{', '.join(proven) or 'nothing'} is proven (docs/models.md has all families); choose another, or set "
+        f"{key}=true to try it unproven"
+    )

@@ -1,0 +1,46 @@
+"""Which experts the embedded engine sends tokens to, for their replay in training.
+
+Shapes: n tokens of a forward pass, M routers, k experts that each token goes to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.config import ModelError
+from shardwise.ops import Router, routers_of
+
+
+class ExpertRecord:
+    """Keeps what every router chose in the newest forward pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ModelError: the model has no routers.
+        """
+        routers = routers_of(model)
+        if not routers:
+            raise ModelError(
+                f"rollout.router_replay=true: {type(model).__name__} has no routers, so nothing to replay; remove it"
+            )
+        self._chosen: list[Tensor] = []
+        for router in routers:
+            router.module.register_forward_hook(self._hook(router))
+
+    def begin(self) -> None:
+        """Forgets the pass before."""
+        self._chosen = []
+
+    def take(self) -> Tensor:
+        """[n, M, k] int16, on the host."""
+        return torch.stack(self._chosen, dim=1).cpu()
+
+    def _hook(self, router: Router) -> Callable[[nn.Module, Any, Any], None]:
+        def after_router(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._chosen.append(router.read(output)[1].to(torch.int16))
+
+        return after_router

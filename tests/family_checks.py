@@ -1,0 +1,308 @@
+"""What can be proven of a model family, check by check, on one gloo rank and on two, against plain transformers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from family_table import FAMILIES, REFUSED, save_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, OptimizerConfig
+from shardwise.data.packing import pack, unpack
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.engine import TrainEngine
+from shardwise.engine.names import plain_name
+from shardwise.ops import PROVEN
+from shardwise.rollout import EmbeddedEngine
+from shardwise.types import GenerateRequest, Sample
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 5, 13, 5)
+MAX_TOKENS = 6
+"""Of a completion."""
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, adam_eps=1e-3)
+"""An epsilon that keeps Adam from turning the rounding of gradients near 0 into whole steps."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the package would not do it."""
+
+    reason: str
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def eager_logprobs(model, tokens: Tensor) -> Tensor:
+    """[L - 1]: of every token but the first, its sequence alone."""
+    logprobs = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(dim=-1)
+    return logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+def packed(tokens: list[Tensor], num_shards: int = 1):
+    """All sequences in one pack on every rank that computes others."""
+    samples = [Sample(uid=str(i), token_ids=t, loss_mask=torch.arange(len(t)) > 0) for i, t in enumerate(tokens)]
+    return pack(samples, num_shards=num_shards, max_tokens=128)
+
+
+def build(folder: Path, head="logprobs", **keys) -> TrainEngine:
+    config = EngineConfig(allow_unproven=True, **keys)
+    return TrainEngine.build(Path(folder), config, device=CPU, optimizer=OPTIMIZER, head=head)
+
+
+def outputs(engine: TrainEngine, num_sharing: int = 1, **options) -> list[Tensor]:
+    """[L] of every sequence: logprobs or values."""
+    step = packed(sequences(), dist.get_world_size() // num_sharing)
+    own = [
+        out.logprobs if out.values is None else out.values
+        for out in engine.forward(step.shards[dist.get_rank() // num_sharing], **options)
+    ]
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, own)
+    return unpack(step, shards[::num_sharing])
+
+
+def loss(found, batch, denominators):
+    values = found.logprobs if found.values is None else found.values
+    return -values[batch.loss_mask].sum() / denominators.num_tokens, {}
+
+
+def accumulate(engine: TrainEngine, num_sharing: int = 1) -> None:
+    step = packed(sequences(), dist.get_world_size() // num_sharing)
+    engine.forward_backward(step.shards[dist.get_rank() // num_sharing], loss, step.denominators)
+
+
+def trained(folder: str, **keys) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Logprobs of every sequence, gradients, and the weights after a step."""
+    num_sharing = keys.get("ulysses_size", 1)
+    engine = build(Path(folder), **keys)
+    logprobs = outputs(engine, num_sharing)
+    accumulate(engine, num_sharing)
+    named = {plain_name(name): parameter for name, parameter in engine._model.hf_model.named_parameters()}
+    gradients = {name: p.grad.full_tensor().clone() for name, p in named.items() if p.grad is not None}
+    engine.optim_step()
+    return logprobs, gradients, {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+
+
+def adapted(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Logprobs with an adapter that took a step, and without it; writes the adapter."""
+    engine = build(Path(folder), lora=LoraConfig(rank=4))
+    accumulate(engine)
+    engine.optim_step()
+    engine.export_adapter(Path(out), folder)
+    return outputs(engine), outputs(engine, with_adapters=False)
+
+
+def headed(folder: str, head: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Values of a saved head, and after a step those of what is written."""
+    engine = build(Path(folder), head)
+    before = outputs(engine)
+    accumulate(engine)
+    engine.optim_step()
+    engine.export_hf(Path(out), tokenizer())
+    return before, outputs(engine)
+
+
+def exported(folder: str, out: str) -> None:
+    build(Path(folder)).export_hf(Path(out), tokenizer())
+
+
+def generated(folder: str) -> list[tuple[list[int], list[float], list[float]]]:
+    """Of each prompt greedily and at random: tokens, their logprobs, and those that the trainer gives them."""
+    rollout = EmbeddedEngine.from_folder(Path(folder), dtype=torch.float32, max_rows=3, device=CPU, allow_unproven=True)
+    requests = [
+        GenerateRequest(uid=f"{i} {t}", prompt_ids=prompt.tolist(), max_tokens=MAX_TOKENS, temperature=t)
+        for t in (0.0, 1.0)
+        for i, prompt in enumerate(sequences())
+    ]
+    completions = [group[0] for group in rollout.generate(requests)]
+    wholes = [
+        torch.tensor(request.prompt_ids + found.token_ids) for request, found in zip(requests, completions, strict=True)
+    ]
+    step = packed(wholes)
+    engine = build(Path(folder))
+    scored = unpack(step, [[out.logprobs for out in engine.forward(step.shards[0])]])
+    return [
+        (found.token_ids, found.logprobs, logprobs[len(request.prompt_ids) :].tolist())
+        for request, found, logprobs in zip(requests, completions, scored, strict=True)
+    ]
+
+
+def tokenizer():
+    return train_tokenizer(["2+3=5"], vocab_size=261)
+
+
+def attempt(function: Callable[..., Any], folder: str, *arguments: Any, **keys: Any) -> Any:
+    """What it gives, or a Refusal."""
+    try:
+        return function(folder, *arguments, **keys)
+    except (ModelError, ConfigError) as error:
+        return Refusal(str(error).removeprefix(f"{folder}: "))
+
+
+def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
+    found = {
+        "packing": attempt(trained, folders["logprobs"]),
+        "lora": attempt(adapted, folders["logprobs"], f"{out}/lora"),
+        "embedded": attempt(generated, folders["logprobs"]),
+    }
+    for head in HEADS:
+        found[head] = attempt(headed, folders[head], head, f"{out}/{head}")
+    return found
+
+
+def on_two_ranks(folders: dict[str, str], out: str) -> dict[str, Any]:
+    return {
+        "fsdp2": attempt(trained, folders["logprobs"]),
+        "ulysses": attempt(trained, folders["logprobs"], ulysses_size=2),
+        "export": attempt(exported, folders["logprobs"], f"{out}/export"),
+    }
+
+
+HEADS = {"token_values": "AutoModelForTokenClassification", "sequence_scores": "AutoModelForSequenceClassification"}
+ON_ONE_RANK = ("packing", "lora", "token_values", "sequence_scores", "embedded")
+ON_TWO_RANKS = ("fsdp2", "ulysses", "export")
+
+
+class Proof:
+    """A family's model, saved, and transformers' answers about it."""
+
+    def __init__(self, family: str, scratch: Path) -> None:
+        import transformers
+
+        options = FAMILIES[family] if family in FAMILIES else REFUSED[family][0]
+        self._scratch = scratch
+        self._model = save_model(family, options, scratch / "model")
+        self._folders = {"logprobs": str(scratch / "model")}
+        self._classifiers = {}
+        for head, name in HEADS.items():
+            self._folders[head] = str(scratch / "model")
+            try:
+                classifier = save_model(
+                    family, options | {"num_labels": 1}, scratch / f"saved {head}", getattr(transformers, name)
+                )
+            except ValueError:  # transformers has none of this family
+                continue
+            self._classifiers[head] = classifier
+            self._folders[head] = str(scratch / f"saved {head}")
+
+    def on_one_rank(self, run_ranks) -> dict[str, str]:
+        """Check -> PROVEN, or why not."""
+        (found,) = run_ranks(on_one_rank, 1, self._folders, str(self._scratch))
+        return {
+            "packing": verdict(found["packing"], self._packing),
+            "lora": verdict(found["lora"], lambda lora: self._lora(lora, found["packing"])),
+            "token_values": verdict(found["token_values"], self._token_values),
+            "sequence_scores": verdict(found["sequence_scores"], self._sequence_scores),
+            "embedded": verdict(found["embedded"], self._embedded),
+        }
+
+    def on_two_ranks(self, run_ranks) -> dict[str, str]:
+        """Check -> PROVEN, or why not."""
+        (alone,) = run_ranks(attempt, 1, trained, self._folders["logprobs"])
+        ranks = run_ranks(on_two_ranks, 2, self._folders, str(self._scratch))
+        return {
+            "fsdp2": verdict(ranks[0]["fsdp2"], lambda found: self._same_step(found, alone)),
+            "ulysses": verdict(ranks[1]["ulysses"], lambda found: self._same_step(found, alone)),
+            "export": verdict(ranks[0]["export"], self._export),
+        }
+
+    def _packing(self, found) -> None:
+        """Trap 6: in a pack every sequence is what it is alone."""
+        logprobs, gradients, _ = found
+        for tokens, values in zip(sequences(), logprobs, strict=True):
+            torch.testing.assert_close(values[1:], eager_logprobs(self._model, tokens), atol=2e-5, rtol=0)
+        self._model.zero_grad()
+        num_tokens = sum(LENGTHS) - len(LENGTHS)
+        for tokens in sequences():
+            scores = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            (-scores.gather(1, tokens[1:, None]).sum() / num_tokens).backward()
+        expected = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, atol=1e-4 * largest, rtol=1e-3)
+
+    def _lora(self, found, packing) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        on, off = found
+        assert all(map(torch.equal, off, packing[0])), "with the adapter off the model is not its base"
+        base = AutoModelForCausalLM.from_pretrained(
+            self._folders["logprobs"], dtype=torch.float32, attn_implementation="eager"
+        )
+        model = PeftModel.from_pretrained(base, self._scratch / "lora").eval()
+        for tokens, values, without in zip(sequences(), on, off, strict=True):
+            torch.testing.assert_close(values[1:], eager_logprobs(model, tokens), atol=1e-4, rtol=0)
+            assert (values - without).abs().max() > 1e-3, "the adapter does nothing"
+
+    def _token_values(self, found) -> None:
+        for values, model in self._before_and_after("token_values", found):
+            for tokens, own in zip(sequences(), values, strict=True):
+                expected = model(input_ids=tokens[None], use_cache=False).logits[0, :-1, 0]
+                torch.testing.assert_close(own[1:], expected, atol=2e-5, rtol=1e-4)
+
+    def _sequence_scores(self, found) -> None:
+        for values, model in self._before_and_after("sequence_scores", found):
+            expected = [model(input_ids=tokens[None], use_cache=False).logits[0, 0] for tokens in sequences()]
+            assert len(set(torch.stack(expected).tolist())) == len(expected)
+            torch.testing.assert_close([own[-1] for own in values], expected, atol=2e-5, rtol=1e-4)
+
+    def _before_and_after(self, head, found):
+        import transformers
+
+        reloaded = getattr(transformers, HEADS[head]).from_pretrained(
+            self._scratch / head, dtype=torch.float32, attn_implementation="eager"
+        )
+        before, after = found
+        with torch.no_grad():
+            yield before, self._classifiers[head]
+            yield after, reloaded.eval()
+        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), "a step changed nothing"
+
+    def _embedded(self, found) -> None:
+        for tokens, logprobs, trainer in found:
+            assert len(tokens) == len(logprobs)
+            torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(trainer), atol=2e-5, rtol=0)
+        for prompt, (tokens, _, _) in zip(sequences(), found[: len(LENGTHS)], strict=True):
+            whole = self._model.generate(
+                prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS, do_sample=False
+            )
+            assert tokens == whole[0, len(prompt) :].tolist(), "another token than model.generate"
+
+    def _same_step(self, found, alone) -> None:
+        logprobs, gradients, weights = found
+        torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
+        largest = max(float(gradient.abs().max()) for gradient in alone[1].values())
+        torch.testing.assert_close(gradients, alone[1], atol=1e-5 * largest, rtol=1e-4)
+        torch.testing.assert_close(weights, alone[2], atol=2e-5, rtol=0)
+
+    def _export(self, _) -> None:
+        """The tensors of save_pretrained, bit for bit."""
+        saved, written = (
+            {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+            for folder in (self._scratch / "model", self._scratch / "export")
+        )
+        assert saved.keys() == written.keys(), saved.keys() ^ written.keys()
+        for name, tensor in saved.items():
+            assert tensor.dtype == written[name].dtype, name
+            assert torch.equal(tensor, written[name]), name
+
+
+def verdict(found: Any, compare: Callable[[Any], None]) -> str:
+    if isinstance(found, Refusal):
+        return found.reason
+    try:
+        compare(found)
+    except AssertionError as error:
+        return f"fails: {str(error).strip().splitlines()[0]}"
+    return PROVEN

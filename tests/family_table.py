@@ -1,0 +1,177 @@
+"""Tiny random models of the families that transformers has: those that are proven, and those that are refused.
+
+The families differ in what the two attentions must honour (grouped heads, windows, soft caps, scales, learned or
+partial positions) and in what lies around them (head scales, norms after the layer, renamed weights).
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MIXED_WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 4},
+    "llama": {},
+    "phi3": {},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, **MIXED_WINDOWS},
+    "gemma3_text": {"head_dim": 8, **MIXED_WINDOWS},
+    "olmo2": {},
+    "olmo3": MIXED_WINDOWS,
+    "cohere": {},
+    "cohere2": MIXED_WINDOWS,
+    "granite": {
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+    },
+    "smollm3": {},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "gpt2": GPT,
+    "gpt_bigcode": GPT,
+    "gpt_neox": {},
+    "opt": {"dropout": 0.0, "attention_dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "exaone4": MIXED_WINDOWS,
+    "arcee": {},
+    "helium": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "ministral": MIXED_WINDOWS | {"head_dim": 8},
+    "ministral3": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "olmo": {"clip_qkv": 2.0},
+    "apertus": {},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "vaultgemma": {"head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, **MIXED_WINDOWS},
+    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+}
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+"""Multi-head latent attention: the value's head dim is not the query's."""
+FAMILIES |= {
+    "deepseek_v2": ROUTED | LATENT,
+    "deepseek_v3": ROUTED | LATENT,
+    "gpt_oss": EXPERTS | {"num_local_experts": 4, "head_dim": 8, **MIXED_WINDOWS},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "phimoe": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4},
+    "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 16},
+    "glm4_moe": ROUTED,
+    "dots1": ROUTED,
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2},
+    "exaone_moe": ROUTED | {"num_experts": 4, "num_shared_experts": 1},
+    "solar_open": ROUTED,
+    "afmoe": EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": EXPERTS | {"num_experts": 4, "num_shared_experts": 1},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "mellum": EXPERTS | {"num_experts": 4},
+}
+
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4}
+FAMILIES |= {
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+    "bamba": STATES | {"attn_layer_indices": [1]},
+    "granitemoehybrid": STATES
+    | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"shared_intermediate_size": 16},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_next": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "llama4_text": {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}
+    | {"no_rope_layers": [1, 0], "attention_chunk_size": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+}
+"""Linear attention, state spaces and short convolutions, attention between or beside them; chunked attention."""
+
+RECURRENT = "carries a recurrent state"
+KEYWORDS = "does not pass keyword arguments on to its attention"
+UNREGISTERED = "does not support attention implementations that are registered with transformers"
+REFUSED = {
+    "mamba": ({"state_size": 4}, f"{RECURRENT}|takes no position_ids"),
+    "mamba2": ({"head_dim": 8, "num_heads": 8, "n_groups": 1}, f"{RECURRENT}|takes no position_ids"),
+    "rwkv": ({}, RECURRENT),
+    "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, RECURRENT),
+    "bloom": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}, "takes no position_ids"),
+    "xglm": (
+        {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "attention_dropout": 0.0, "dropout": 0.0},
+        r"its 2 layers called the (packed|cached) attention 0 times",
+    ),
+    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "takes no position_ids"),
+    "codegen": ({"n_ctx": 64, "rotary_dim": 4, **GPT}, "has a bias on its output projection"),
+    "jamba": (
+        {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+        f"JambaMambaMixer .* {KEYWORDS}|{RECURRENT}",
+    ),
+    "stablelm": ({}, f"StableLmAttention .* {KEYWORDS}"),
+    "falcon": ({"alibi": False, "new_decoder_architecture": False}, UNREGISTERED),
+    "gptj": ({"rotary_dim": 4, **GPT}, UNREGISTERED),
+    "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, UNREGISTERED),
+    "bert": ({}, "has a bias on its output projection"),
+    "phi": ({}, "has a bias on its output projection"),
+    "nemotron": ({}, f"NemotronAttention .* {KEYWORDS}"),
+    "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
+    "doge": ({}, "brings an attention mask of its own"),
+}
+
+
+def save_model(family: str, options: dict, folder: Path, model_class=AutoModelForCausalLM):
+    """A random model with no two parameters alike, saved; returned as transformers computes it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.split()[0], **COMMON | options)
+    model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3 if parameter.dim() > 1 else 0.1)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,78 @@
+"""The record of what is proven of each family: that it says the truth, and that engines go by it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_checks import CPU, Proof
+from family_table import FAMILIES, REFUSED, save_model
+from prove_models import PAGE, page
+from ranks import RankError
+
+from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.engine import TrainEngine
+from shardwise.ops import CHECKS, proven_record, unproven_reason
+from shardwise.rollout import EmbeddedEngine
+
+COVERING = ["gemma3_text", "deepseek_v3", "mixtral", "falcon_h1"]
+"""Windows and tied weights, latent attention, renamed experts, a state space. The others: make test-full."""
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in COVERING else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+)
+def test_what_is_proven_of_a_family_is_what_the_record_says(run_ranks, tmp_path, family):
+    proof = Proof(family, tmp_path)
+    found = proof.on_one_rank(run_ranks) | proof.on_two_ranks(run_ranks)
+    assert found == proven_record()[family]
+
+
+def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
+    record = proven_record()
+    assert record.keys() == FAMILIES.keys() | REFUSED.keys()
+    assert all(row.keys() == CHECKS.keys() for family, row in record.items() if family in FAMILIES)
+    assert PAGE.read_text(encoding="utf-8") == page(record), "run make models"
+
+
+def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name():
+    proven = [row for family, row in proven_record().items() if family in FAMILIES]
+    assert len(proven) >= 30
+    for row in proven:
+        assert row["packing"] == row["fsdp2"] == row["export"] == "proven"
+        assert not any(result.startswith("fails") for result in row.values())
+
+
+UNLISTED = "cwm"
+"""A family that would be computed right, had anybody looked."""
+
+
+def build_unlisted(folder, options):
+    TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
+
+
+def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_is_allowed(run_ranks, tmp_path):
+    save_model(UNLISTED, {"sliding_window": 4}, tmp_path)
+    with pytest.raises(RankError) as error:
+        run_ranks(build_unlisted, 2, str(tmp_path), {})
+    message = (
+        f"ConfigError: {tmp_path}: training on packed sequences, sharding over ranks, export to the Hugging Face "
+        "layout: not proven for the family cwm, of which nothing is proven (docs/models.md has all families); choose "
+        "another, or set engine.allow_unproven=true to try it unproven\n"
+    )
+    assert str(error.value).count(message) == 2
+    run_ranks(build_unlisted, 2, str(tmp_path), {"allow_unproven": True})
+    options = {"dtype": torch.float32, "max_rows": 1, "device": CPU}
+    with pytest.raises(ConfigError, match=r"embedded rollout .* set rollout\.engine\.allow_unproven=true"):
+        EmbeddedEngine.from_folder(tmp_path, **options)
+    EmbeddedEngine.from_folder(tmp_path, **options, allow_unproven=True)
+
+
+def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():
+    assert unproven_reason("qwen3", CHECKS, "key") is None
+    family, check = next(
+        (family, check) for family in FAMILIES for check in CHECKS if proven_record()[family][check] != "proven"
+    )
+    assert unproven_reason(family, ["packing"], "key") is None
+    reason = unproven_reason(family, ["packing", check], "key")
+    assert reason.startswith(f"{CHECKS[check]}: not proven for the family {family}, of which training on packed seq")
+    assert reason.endswith("or set key=true to try it unproven")

@@ -1,0 +1,99 @@
+"""`make models`: proves every family of family_table.py, check by check; writes the record that the package reads, and
+its page docs/models.md. Arguments: the families to prove anew, the others keep their rows; none: all."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from family_checks import Proof
+from family_table import FAMILIES, REFUSED
+from ranks import RankError, RankPool
+from transformers.utils.logging import disable_progress_bar
+
+from shardwise.ops import CHECKS, PROVEN, proven_record
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "shardwise" / "ops" / "proven.json"
+PAGE = ROOT / "docs" / "models.md"
+
+
+def page(record: Mapping[str, Mapping[str, str]]) -> str:
+    """Markdown."""
+    proven = {family: row for family, row in record.items() if row["packing"] == PROVEN}
+    lines = [
+        "# Models",
+        "",
+        f"Made by `make models` with transformers {transformers.__version__}, from `shardwise/ops/proven.json`: the",
+        "record that engines read before they load a model. Of every family a tiny random model is compared with plain",
+        f"transformers. {len(proven)} families are proven; of those below them every engine says why it refuses them.",
+        "",
+        "Whatever is not proven here is an error that names what is, unless `engine.allow_unproven=true` (training) or",
+        "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it.",
+        "",
+        *(f"- **{check}**: {words}" for check, words in MEANING.items()),
+        "",
+        "| family | " + " | ".join(CHECKS) + " |",
+        "|---|" + "---|" * len(CHECKS),
+    ]
+    reasons: list[str] = []
+    for family, row in sorted(proven.items()):
+        cells = [_cell(row[check].removesuffix(f" of the family {family}"), reasons) for check in CHECKS]
+        lines.append(f"| `{family}` | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    lines += ["", "## Refused families", "", "| family | reason |", "|---|---|"]
+    lines += [f"| `{family}` | {row['packing']} |" for family, row in sorted(record.items()) if family not in proven]
+    return "\n".join(lines) + "\n"
+
+
+MEANING = {
+    "packing": "logprobs and gradients of packed sequences are those of each sequence alone",
+    "fsdp2": "a step on two ranks, logprobs, gradients and weights after it, is that of one process",
+    "export": "what two ranks write is what `save_pretrained` writes, bit for bit",
+    "ulysses": "the same step with every sequence on both ranks",
+    "lora": "an adapter on all linear layers: off, the model is its base bit for bit; peft loads what is written and "
+    "gives the engine's logprobs",
+    "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "
+    "transformers those of the engine",
+    "sequence_scores": "likewise a score head and `AutoModelForSequenceClassification`",
+    "embedded": "greedy tokens are those of `model.generate`, and logprobs the trainer's",
+}
+
+
+def _cell(result: str, reasons: list[str]) -> str:
+    if result == PROVEN:
+        return "yes"
+    if result not in reasons:
+        reasons.append(result)
+    return f"no ({reasons.index(result) + 1})"
+
+
+def main(chosen: list[str]) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    record = {family: row for family, row in proven_record().items() if family in {*FAMILIES, *REFUSED}}
+    pool = RankPool()
+    run_ranks = partial(pool.run, timeout_seconds=600)  # a busy machine proves nothing of a family
+    for family in chosen or [*FAMILIES, *REFUSED]:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                proof = Proof(family, Path(scratch))
+                row = proof.on_one_rank(run_ranks)
+                if row["packing"] == PROVEN:
+                    row |= proof.on_two_ranks(run_ranks)
+            except RankError as error:
+                row = {"packing": f"fails: {str(error).strip().splitlines()[-1]}"}
+                print(error, flush=True)
+        record[family] = row if row["packing"] == PROVEN else {"packing": row["packing"]}
+        print("==", family, {check: result for check, result in record[family].items() if result != PROVEN}, flush=True)
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    pool.close()
+    PAGE.write_text(page(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

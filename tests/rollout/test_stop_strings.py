@@ -1,0 +1,42 @@
+import pytest
+
+from shardwise.rollout.stop_strings import brings_stop, first_stop_across
+
+
+def decode(token_ids):
+    """Tokens are bytes."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "expected"),
+    [
+        ("two = 2", ["= 2"], True),
+        ("two = 2", ["3", "2"], True),
+        ("two = 2", ["= 3"], False),
+        ("= 2 and far more than four bytes a character", ["= 2"], False),  # it ended there
+        ("zwölf", ["ölf"], True),
+    ],
+)
+def test_a_stop_string_is_looked_for_in_the_last_tokens(said, stop, expected):
+    assert brings_stop(list(said.encode()), stop, decode) is expected
+
+
+@pytest.mark.parametrize(
+    ("begun", "sampled", "stop", "expected"),
+    [
+        ("so <", "end> and more", ["<end>"], 4),
+        ("so <en", "d> and more", ["never", "<end>"], 2),
+        ("so ", "<end>", ["<end>"], 5),
+        ("so ", "far far far far far away <end>", ["<end>"], None),  # begins later than one that began before could end
+        ("so <", "ends", ["<end>"], None),
+        ("so", "", ["so!"], None),
+    ],
+)
+def test_the_first_token_after_which_a_stop_string_is_there_that_began_before(begun, sampled, stop, expected):
+    assert first_stop_across(list(begun.encode()), list(sampled.encode()), stop, decode) == expected
+
+
+def test_half_a_character_is_on_each_side():
+    text = "ä!".encode()
+    assert first_stop_across([65, text[0]], list(text[1:]), ["ä!"], decode) == 2
