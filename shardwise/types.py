@@ -14,6 +14,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """What a model with a vision tower sees in one sequence, as the processor of Qwen's vision-language families writes
+    it."""
+
+    pixel_values: Tensor
+    """[N, F] float32: N patches of F values, of all images in the order of their placeholders."""
+    image_grid_thw: Tensor
+    """[I, 3] int64: patches of each image in time, height and width, before they are merged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """One prompt to answer, and what its reward function needs.
 
@@ -158,6 +169,9 @@ class Sample:
     """[L] int64."""
     loss_mask: Tensor
     """[L] bool, True = trained (in reinforcement learning: sampled by the policy). loss_mask[0] is False."""
+    position_ids: Tensor | None = None
+    """[3, L] int64, of sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
+    images: Images | None = None
     rollout_logprobs: Tensor | None = None
     """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
     old_logprobs: Tensor | None = None
@@ -236,7 +250,7 @@ class TokenBatch:
     input_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
-    """[T] int64, from 0 in every sequence."""
+    """[T] int64, from 0 in every sequence; [3, T] where a sequence has images: in time, height and width."""
     cu_seqlens: Tensor
     """[S + 1] int32, where each sequence starts, and T."""
     loss_mask: Tensor
@@ -246,6 +260,8 @@ class TokenBatch:
     (one masked token, so that collectives stay in step)."""
     uids: list[str] = field(default_factory=list)
     """Of each sequence: its sample's."""
+    images: Images | None = None
+    """Those of all sequences, in their order."""
     rewards: Tensor | None = None
     """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None
@@ -259,7 +275,7 @@ class TokenBatch:
     experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """A copy with every tensor on `device`."""
+        """A copy with every tensor on `device` but those of the images, which no loss looks at."""
         moved: Self = _moved(self, device)
         return moved
 
