@@ -25,6 +25,19 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image that the rank which trains on it has still to read. Either `path` or `data` says where."""
+
+    name: str
+    """For errors: its row, its number in it and its file."""
+    path: str | None = None
+    data: Tensor | None = None
+    """[num_bytes] uint8, of the file."""
+    grid: list[int]
+    """Patches in time, height and width, as in `Images`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """One prompt to answer, and what its reward function needs.
 
@@ -172,6 +185,8 @@ class Sample:
     position_ids: Tensor | None = None
     """[3, L] int64, of sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
     images: Images | None = None
+    pictures: list[Picture] = field(default_factory=list)
+    """Instead of `images`, those that are not read yet."""
     rollout_logprobs: Tensor | None = None
     """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
     old_logprobs: Tensor | None = None
@@ -262,6 +277,8 @@ class TokenBatch:
     """Of each sequence: its sample's."""
     images: Images | None = None
     """Those of all sequences, in their order."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Instead of `images`, those that are not read yet."""
     rewards: Tensor | None = None
     """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None

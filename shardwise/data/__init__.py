@@ -8,6 +8,7 @@ from shardwise.data.chat import (
     render_prompt,
     render_response_sample,
 )
+from shardwise.data.images import ImageReader
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
 from shardwise.data.packing import PackedStep, pack, unpack
@@ -24,4 +25,4 @@ from shardwise.data.synthetic import (
     worked_addition,
     wrong_addition,
 )
-from shardwise.data.vision import Album, Vision
+from shardwise.data.vision import Vision

@@ -157,6 +157,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         sample_index=list(indices),
         uids=[sample.uid for sample in chosen],
         images=_images(chosen),
+        pictures=[picture for sample in chosen for picture in sample.pictures],
         rewards=torch.tensor([sample.reward for sample in chosen]),
         **per_token,
     )

@@ -30,8 +30,8 @@ from shardwise.data.sources import (
     read_rows,
     without_nulls,
 )
-from shardwise.data.vision import Album, Picture, Vision, row_images
-from shardwise.types import Example, Sample
+from shardwise.data.vision import Vision, row_images
+from shardwise.types import Example, Picture, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +49,6 @@ class Loaded(Generic[T]):
     rows: list[T]
     counts: dict[str, int]
     """num_rows read, num_dropped of them left out, num_truncated of those kept cut to the limit."""
-    album: Album | None = None
-    """Of samples with images, which are not read yet."""
 
 
 def supervised_samples(
@@ -74,7 +72,6 @@ def supervised_samples(
     rows = read_rows(files, max_rows=max_rows)
     samples: list[Sample] = []
     num_truncated = 0
-    pictures: dict[str, list[Picture]] = {}
     for row in rows:
         rendered, seen = _tokenize_supervised(config, row, tokenizer, vision)
         fitted = fit(config, row, [rendered])
@@ -89,11 +86,9 @@ def supervised_samples(
         num_truncated += (token_ids, loss_mask) != rendered
         sample = make_sample(row.origin, token_ids, loss_mask)
         if vision is not None and seen:
-            pictures[row.origin] = seen
-            sample = replace(sample, position_ids=vision.position_ids(sample.token_ids, [own.grid for own in seen]))
+            sample = replace(sample, pictures=seen, position_ids=vision.position_ids(sample.token_ids, seen))
         samples.append(sample)
-    loaded = loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
-    return loaded if vision is None else replace(loaded, album=Album(vision, pictures))
+    return loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
 
 
 def prompt_examples(

@@ -78,6 +78,7 @@ class TokenSlice:
             pad_token_id: of `ScoredTokens.LAST`.
             image_token_id: stands for a part of an image; None for a model that sees none.
         """
+        assert not batch.pictures, "images that nobody has read"
         num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
         num_tokens = len(batch.input_ids)
         num_padding = -num_tokens % num_ranks

@@ -1,16 +1,14 @@
 """What recipes that train on given rows have in common: batches of rows, step after step, and held-out rows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from shardwise.config import BatchTrainerConfig, DataError
 from shardwise.config.data import SequenceDataConfig
-from shardwise.data import Album, BatchLoader, Loaded
+from shardwise.data import BatchLoader, Loaded
 from shardwise.recipes.build import OpenedModel
 from shardwise.types import Metrics, MetricValue, Sample
-
-Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +23,18 @@ class TrainingRows:
     counts: Metrics
     """data/...: what was read and what was left out."""
     loader: BatchLoader
-    albums: Mapping[Split, Album]
-    """Of rows with images."""
 
     def batch(self, step: int) -> list[Sample]:
-        """The samples of a step, counted from 1, with their images."""
+        """The samples of a step, counted from 1."""
         size = self.samples_per_row
-        rows = [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
-        return self.albums["train"].shown(rows) if "train" in self.albums else rows
+        return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
 
     def held_out_parts(self) -> Iterator[list[Sample]]:
-        """The held-out rows; those with images as many at a time as a batch has, so that not all are in memory."""
+        """The held-out samples: as many at a time as a step has where one has images, whose pixels are not kept."""
         assert self.held_out is not None
-        if "validation" not in self.albums:
-            yield self.held_out
-            return
-        size = self.loader.batch_size * self.samples_per_row
-        for start in range(0, len(self.held_out), size):
-            yield self.albums["validation"].shown(self.held_out[start : start + size])
+        has_images = any(sample.pictures for sample in self.held_out)
+        size = self.loader.batch_size * self.samples_per_row if has_images else len(self.held_out)
+        return (self.held_out[start : start + size] for start in range(0, len(self.held_out), size))
 
     def state_dict(self) -> dict[str, Any]:
         """Which rows a step has follows from its number and from how many there are."""
@@ -74,12 +66,9 @@ def open_rows(
     """
     model.require_context("data.max_sequence_tokens", data.max_sequence_tokens)
     found = read(data, data.train_files, model.tokenizer, max_rows=data.max_train_rows)
-    albums: dict[Split, Album] = {} if found.album is None else {"train": found.album}
     held_out = None
     if data.validation_files:
-        measured = read(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows)
-        held_out = measured.rows
-        albums |= {} if measured.album is None else {"validation": measured.album}
+        held_out = read(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
     num_rows = len(found.rows) // samples_per_row
     loader = BatchLoader(num_rows, trainer.batch_size, seed=trainer.seed, shuffle=data.shuffle)
     return TrainingRows(
@@ -89,5 +78,4 @@ def open_rows(
         total_steps=trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs,
         counts={f"data/{name}": MetricValue.max(count) for name, count in found.counts.items()},
         loader=loader,
-        albums=albums,
     )
