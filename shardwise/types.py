@@ -14,6 +14,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """What a model with a vision tower sees in one sequence, as the processor of Qwen's vision-language families writes
+    it."""
+
+    pixel_values: Tensor
+    """[N, F] float32: N patches of F values, of all images in the order of their placeholders."""
+    image_grid_thw: Tensor
+    """[I, 3] int64: patches of each image in time, height and width, before they are merged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image that the rank which trains on it has still to read. Either `path` or `data` says where."""
+
+    name: str
+    """For errors: its row, its number in it and its file."""
+    path: str | None = None
+    data: Tensor | None = None
+    """[num_bytes] uint8, of the file."""
+    grid: list[int]
+    """Patches in time, height and width, as in `Images`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """One prompt to answer, and what its reward function needs.
 
@@ -158,6 +182,11 @@ class Sample:
     """[L] int64."""
     loss_mask: Tensor
     """[L] bool, True = trained (in reinforcement learning: sampled by the policy). loss_mask[0] is False."""
+    position_ids: Tensor | None = None
+    """[3, L] int64, of sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
+    images: Images | None = None
+    pictures: list[Picture] = field(default_factory=list)
+    """Instead of `images`, those that are not read yet."""
     rollout_logprobs: Tensor | None = None
     """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
     old_logprobs: Tensor | None = None
@@ -236,7 +265,7 @@ class TokenBatch:
     input_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
-    """[T] int64, from 0 in every sequence."""
+    """[T] int64, from 0 in every sequence; [3, T] where a sequence has images: in time, height and width."""
     cu_seqlens: Tensor
     """[S + 1] int32, where each sequence starts, and T."""
     loss_mask: Tensor
@@ -246,6 +275,10 @@ class TokenBatch:
     (one masked token, so that collectives stay in step)."""
     uids: list[str] = field(default_factory=list)
     """Of each sequence: its sample's."""
+    images: Images | None = None
+    """Those of all sequences, in their order."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Instead of `images`, those that are not read yet."""
     rewards: Tensor | None = None
     """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None
@@ -259,7 +292,7 @@ class TokenBatch:
     experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """A copy with every tensor on `device`."""
+        """A copy with every tensor on `device` but those of the images, which no loss looks at."""
         moved: Self = _moved(self, device)
         return moved
 

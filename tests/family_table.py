@@ -7,7 +7,9 @@ partial positions) and in what lies around them (head scales, norms after the la
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from shardwise.engine.model import language_model_class
 
 COMMON = {
     "vocab_size": 97,
@@ -134,6 +136,24 @@ FAMILIES |= {
 }
 """Linear attention, state spaces and short convolutions, attention between or beside them; chunked attention."""
 
+TEXT = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+DEEP = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+FAMILIES |= {
+    "qwen2_5_vl": {
+        "text_config": TEXT,
+        "vision_config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        "image_token_id": 2,
+    },
+    "qwen3_vl": {"text_config": TEXT | {"head_dim": 8}, "vision_config": DEEP, "image_token_id": 2},
+    "qwen3_vl_moe": {
+        "text_config": TEXT | EXPERTS | {"num_experts": 4},
+        "vision_config": DEEP,
+        "image_token_id": 2,
+    },
+}
+"""With a vision tower: here they read text, tests/distributed/test_vision.py shows them images."""
+
 RECURRENT = "carries a recurrent state"
 KEYWORDS = "does not pass keyword arguments on to its attention"
 UNREGISTERED = "does not support attention implementations that are registered with transformers"
@@ -165,10 +185,12 @@ REFUSED = {
 }
 
 
-def save_model(family: str, options: dict, folder: Path, model_class=AutoModelForCausalLM):
+def save_model(family: str, options: dict, folder: Path, model_class=None):
     """A random model with no two parameters alike, saved; returned as transformers computes it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split()[0], **COMMON | options)
+    common = {} if "text_config" in options else COMMON
+    config = AutoConfig.for_model(family.split()[0], **common | options)
+    model_class = model_class or language_model_class(config)
     model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

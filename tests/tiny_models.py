@@ -121,6 +121,81 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
     return model
 
 
+IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
+"""Token ids of the tiny models that see images."""
+
+
+def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
+    """A random float32 model with a vision tower, as `tiny_model`: patches of 4 x 4 pixels, 2 x 2 of them a token.
+
+    qwen2_5_vl: attention in windows of 2 x 2 tokens in the first block, over whole images in the second; untied.
+    qwen3_vl: features of both blocks also go into the decoder's layers (deep-stack); tied. qwen3_vl_moe: likewise, 4
+    fused experts in each decoder layer; untied.
+    """
+    from transformers import (
+        AutoModelForImageTextToText,
+        Qwen2_5_VLConfig,
+        Qwen3VLConfig,
+        Qwen3VLMoeConfig,
+    )
+
+    text = {
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "initializer_range": 0.2,
+    }
+    deep = vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    words = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = {
+        "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+            text_config=text | overrides,
+            vision_config=vision | {"window_size": 16, "fullatt_block_indexes": [1]},
+            tie_word_embeddings=False,
+            **words,
+        ),
+        "qwen3_vl": lambda: Qwen3VLConfig(
+            text_config=text | {"head_dim": 8} | overrides, vision_config=deep, tie_word_embeddings=True, **words
+        ),
+        "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
+            text_config=text | {"head_dim": 8} | experts | overrides,
+            vision_config=deep,
+            tie_word_embeddings=False,
+            **words,
+        ),
+    }[family]()
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
 def tiny_folder(family: str, folder: Path, **overrides) -> Path:
     """Saves a tiny model in the Hugging Face layout."""
     tiny_model(family, **overrides).save_pretrained(folder)

@@ -81,6 +81,9 @@ class SupervisedDataConfig(SequenceDataConfig):
     tools_column: str = "tools"
     """What the chat template says that the model may call: a list of JSON schemas as OpenAI and Hugging Face have them,
     or a string of JSON that holds one; a row without the column has no tools."""
+    images_column: str = "images"
+    """Images for a model with a vision tower, in the order of their places in the messages: paths (from the data file's
+    folder), bytes of files, or objects with one of both; a row without the column has none of its own."""
 
     @model_validator(mode="after")
     def _tools_are_rendered(self) -> Self:

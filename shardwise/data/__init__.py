@@ -7,14 +7,14 @@ from shardwise.data.chat import (
     render_observation,
     render_prompt,
     render_response_sample,
-    without_nulls,
 )
+from shardwise.data.images import ImageReader
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
 from shardwise.data.packing import PackedStep, pack, unpack
 from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
 from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
-from shardwise.data.sources import Row, check_files, get_column, read_rows
+from shardwise.data.sources import Row, check_files, get_column, read_rows, without_nulls
 from shardwise.data.synthetic import (
     PreferenceFiles,
     ProblemFiles,
@@ -25,3 +25,4 @@ from shardwise.data.synthetic import (
     worked_addition,
     wrong_addition,
 )
+from shardwise.data.vision import Vision

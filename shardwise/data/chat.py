@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import DataError, ModelConfig, ModelError
-from shardwise.data.sources import describe_type, preview
+from shardwise.data.sources import describe_type, preview, without_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -266,16 +266,6 @@ def checked_messages(messages: Any, origin: str) -> list[Message]:
     return checked
 
 
-def without_nulls(value: Any) -> Any:
-    """JSON values without the keys that are null: parquet gives every object of a column the keys of all of them."""
-    match value:
-        case dict():
-            return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-        case list():
-            return [without_nulls(inner) for inner in value]
-    return value
-
-
 def _with_tool_calls(message: Message, place: str) -> Message:
     calls, content = message["tool_calls"], message.get("content")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -352,6 +342,15 @@ def _render(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"
         ) from None
+
+
+def render_text(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str) -> str:
+    """What the chat template writes of messages that are not answered.
+
+    Raises:
+        DataError: no chat template, or one that refuses them.
+    """
+    return _render(tokenizer, messages, origin, add_generation_prompt=False)
 
 
 def _require_calls_written(

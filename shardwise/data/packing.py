@@ -7,12 +7,13 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.config import DataError
-from shardwise.types import PER_TOKEN_FIELDS, Denominators, Sample, TokenBatch
+from shardwise.types import PER_TOKEN_FIELDS, Denominators, Images, Sample, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +148,46 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         return _empty_batch(samples, present)
     chosen = [samples[index] for index in indices]
     lengths = torch.tensor([len(sample.token_ids) for sample in chosen])
+    per_token: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present}
     return TokenBatch(
         input_ids=torch.cat([sample.token_ids for sample in chosen]),
-        position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        position_ids=_positions(chosen),
         cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
         loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
         sample_index=list(indices),
         uids=[sample.uid for sample in chosen],
+        images=_images(chosen),
+        pictures=[picture for sample in chosen for picture in sample.pictures],
         rewards=torch.tensor([sample.reward for sample in chosen]),
-        **{name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present},
+        **per_token,
+    )
+
+
+def _positions(samples: Sequence[Sample]) -> Tensor:
+    """[T], or [3, T] where a sample has positions of its own."""
+    counted = [torch.arange(len(sample.token_ids)) for sample in samples]
+    if all(sample.position_ids is None for sample in samples):
+        return torch.cat(counted)
+    own = [
+        count.expand(3, -1) if sample.position_ids is None else sample.position_ids
+        for sample, count in zip(samples, counted, strict=True)
+    ]
+    return torch.cat(own, dim=1)
+
+
+def _images(samples: Sequence[Sample]) -> Images | None:
+    found = [sample.images for sample in samples if sample.images is not None]
+    if not found:
+        return None
+    return Images(
+        pixel_values=torch.cat([images.pixel_values for images in found]),
+        image_grid_thw=torch.cat([images.image_grid_thw for images in found]),
     )
 
 
 def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
     """One masked token, so that a rank without samples still runs every collective of a step."""
+    per_token: dict[str, Any] = {name: torch.zeros_like(getattr(samples[0], name)[:1]) for name in present}
     return TokenBatch(
         input_ids=torch.zeros(1, dtype=torch.int64),
         position_ids=torch.zeros(1, dtype=torch.int64),
@@ -169,7 +196,7 @@ def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
         sample_index=[],
         uids=[],
         rewards=torch.zeros(1),
-        **{name: torch.zeros_like(getattr(samples[0], name)[:1]) for name in present},
+        **per_token,
     )
 
 

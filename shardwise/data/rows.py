@@ -16,19 +16,22 @@ from shardwise.data.chat import (
     render_conversation,
     render_prompt,
     render_response_sample,
-    without_nulls,
 )
 from shardwise.data.sources import (
     Row,
     describe_columns,
     describe_type,
+    get_cell,
     get_column,
     get_text,
     has_column,
+    plain_cell,
     preview,
     read_rows,
+    without_nulls,
 )
-from shardwise.types import Example, Sample
+from shardwise.data.vision import Vision, row_images
+from shardwise.types import Example, Picture, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,13 +52,20 @@ class Loaded(Generic[T]):
 
 
 def supervised_samples(
-    config: SupervisedDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+    config: SupervisedDataConfig,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_rows: int | None,
+    vision: Vision | None = None,
 ) -> Loaded[Sample]:
     """Reads rows with an answer to learn: conversations, or a prompt and a response.
 
-    A sequence over `config.max_sequence_tokens` follows `config.on_overlong`; truncate cuts its end off, and drops it
-    where nothing to train is left.
+    A sequence over `config.max_sequence_tokens` follows `config.on_overlong`; truncate cuts its end off, and with it an
+    image that would be cut in two, and drops it where nothing to train is left.
 
+    Args:
+        vision: of a model that sees images; None refuses rows that have any.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -63,12 +73,21 @@ def supervised_samples(
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
-        rendered = _tokenize_supervised(config, row, tokenizer)
+        rendered, seen = _tokenize_supervised(config, row, tokenizer, vision)
         fitted = fit(config, row, [rendered])
         if fitted is None:
             continue
-        num_truncated += fitted != [rendered]
-        samples.append(make_sample(row.origin, *fitted[0]))
+        ((token_ids, loss_mask),) = fitted
+        if vision is not None and seen:
+            length, seen = vision.whole(token_ids, seen)
+            token_ids, loss_mask = token_ids[:length], loss_mask[:length]
+            if not any(loss_mask):
+                continue
+        num_truncated += (token_ids, loss_mask) != rendered
+        sample = make_sample(row.origin, token_ids, loss_mask)
+        if vision is not None and seen:
+            sample = replace(sample, pictures=seen, position_ids=vision.position_ids(sample.token_ids, seen))
+        samples.append(sample)
     return loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
 
 
@@ -172,7 +191,32 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
     return prompt
 
 
-def _tokenize_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+def _tokenize_supervised(
+    config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", vision: Vision | None
+) -> tuple[Rendered, list[Picture]]:
+    """The sequence of a row, and its images; their tokens are in it."""
+    column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
+    pictures: list[Picture] = []
+    if vision is not None and config.apply_chat_template and has_column(row, column):
+        words, pictures = vision.take(get_cell(row, column), row, config.images_column)
+        row = replace(row, values={**row.values, column: plain_cell(row, column, words)})
+    elif row_images(row, config.images_column):
+        raise DataError(_not_shown(config, row))
+    rendered = _render_supervised(config, row, tokenizer)
+    if vision is not None:
+        rendered = vision.expand(*rendered, pictures, row.origin)
+    return rendered, pictures
+
+
+def _not_shown(config: SupervisedDataConfig, row: Row) -> str:
+    return (
+        f'{row.origin}: column "{config.images_column}" has images, which only supervised training shows to a model, '
+        "and only through the chat template to one that has a vision tower and a preprocessor_config.json; use one, "
+        "or set data.images_column to a column that is not there"
+    )
+
+
+def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
     if has_column(row, config.messages_column):
         if not config.apply_chat_template:
             raise DataError(

@@ -32,6 +32,8 @@ class Row:
     """Names the row in errors and dumps. Lines count from 1 as editors do, rows from 0 as pandas and datasets do."""
     stem: str
     """The file's name without its suffix."""
+    folder: Path = Path()
+    """Where the file is: what paths in its rows start from."""
 
 
 def check_files(paths: Sequence[str]) -> None:
@@ -67,7 +69,10 @@ def read_rows(paths: Sequence[str], *, max_rows: int | None) -> list[Row]:
         wanted = None if max_rows is None else max_rows - len(rows)
         if wanted == 0:
             break
-        found = [Row(values, origin, path.stem) for origin, values in itertools.islice(_iterate(path, name), wanted)]
+        found = [
+            Row(values, origin, path.stem, path.parent)
+            for origin, values in itertools.islice(_iterate(path, name), wanted)
+        ]
         if not found:
             raise DataError(f"data file {path} is empty; give a file with at least one row or remove it from the list")
         rows += found
@@ -89,12 +94,26 @@ def get_column(row: Row, path: str) -> Any:
     Raises:
         DataError: there is no such column (lists those there are), or the cell holds what JSON cannot.
     """
+    return plain_cell(row, path, get_cell(row, path))
+
+
+def get_cell(row: Row, path: str) -> Any:
+    """The cell at `path` as the file's reader gives it, bytes and all.
+
+    Raises:
+        DataError: there is no such column.
+    """
     cell = _find(row.values, path, absent=_ABSENT)
     if cell is _ABSENT:
         raise DataError(
             f'{row.origin}: there is no column "{path}"; the columns are {describe_columns(row)}; '
             "name the right one in the config's data section"
         )
+    return cell
+
+
+def plain_cell(row: Row, path: str, cell: Any) -> Any:
+    """What `get_column` makes of a cell."""
     return _plain(cell, f'{row.origin}: column "{path}"')
 
 
@@ -108,6 +127,16 @@ def get_text(row: Row, path: str) -> str:
     if not isinstance(cell, str):
         raise DataError(f'{row.origin}: column "{path}" is {describe_type(cell)}, expected a string: {preview(cell)}')
     return cell
+
+
+def without_nulls(value: Any) -> Any:
+    """JSON values without the keys that are null: parquet gives every object of a column the keys of all of them."""
+    match value:
+        case dict():
+            return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+        case list():
+            return [without_nulls(inner) for inner in value]
+    return value
 
 
 def describe_columns(row: Row) -> str:

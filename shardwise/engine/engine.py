@@ -480,7 +480,14 @@ class TrainEngine:
     def _slice(self, batch: TokenBatch) -> TokenSlice:
         """This rank's tokens of the batch."""
         ulysses, head = self._backend.ulysses, self._model.head
-        return TokenSlice.of(batch, head.scored, ulysses=ulysses, device=self._device, pad_token_id=head.pad_token_id)
+        return TokenSlice.of(
+            batch,
+            head.scored,
+            ulysses=ulysses,
+            device=self._device,
+            pad_token_id=head.pad_token_id,
+            image_token_id=self._model.image_token_id,
+        )
 
     def _reshard(self) -> None:
         for unit in self._units:

@@ -20,7 +20,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.gathering import gathered_blocks
-from shardwise.engine.model_folder import INDEX_NAME
+from shardwise.engine.model_folder import INDEX_NAME, copy_processor_files
 from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.staging import HostShards, Links, StagingBuffers
@@ -226,6 +226,7 @@ class ExportPlan:
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_processor_files(Path(model.config.name_or_path), folder)
 
     def finish(self, folder: Path) -> None:
         """When every rank has written: the index where there are several files, and the folder's entries made durable.

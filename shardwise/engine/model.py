@@ -10,8 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -32,9 +34,11 @@ from shardwise.engine.router_replay import RouterReplay
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
+from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
+    VISION_CONFIG,
     backbone,
     num_attention_layers,
     packed_tokens_limit,
@@ -43,6 +47,7 @@ from shardwise.ops import (
     sequence_mixers,
     unproven_reason,
     unsupported_reason,
+    vision_reason,
 )
 
 MODEL_CLASSES = {
@@ -69,6 +74,12 @@ class ScoringModel(nn.Module):
         self._num_mixers = sum(isinstance(part, PackedMixer) for part in hf_model.modules())
         self._rotary_limit = rotary_limit(config)
         self._max_tokens = packed_tokens_limit(config)
+        self._tower = VisionTower.of(hf_model)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """What stands for a part of an image; None for a model that sees none."""
+        return None if self._tower is None else self._tower.image_token_id
 
     def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
         """This rank's tokens -> what the head gives for the scored ones among them, by name.
@@ -86,11 +97,13 @@ class ScoringModel(nn.Module):
                 "lower engine.max_tokens_per_micro_batch"
             )
         call = PackedCall(tokens.layout, backend)
+        seen = {} if self._tower is None else self._tower.look(backbone(self.hf_model), tokens)
         hidden = backbone(self.hf_model)(
             input_ids=tokens.input_ids[None],
-            position_ids=tokens.position_ids[None],
+            position_ids=tokens.position_ids.unsqueeze(-2),
             use_cache=False,
             packed=call,
+            **seen,
         ).last_hidden_state[0]
         if call.num_attention_calls != self._num_attentions:
             raise ModelError(
@@ -265,20 +278,22 @@ def build_on_meta(
     """
     register_packed_attention()
     has_value_head = head_name != "logprobs"
-    model_class = MODEL_CLASSES[head_name]
-    kind = model_class.__name__.removeprefix("AutoModelFor")
+    kind = MODEL_CLASSES[head_name].__name__.removeprefix("AutoModelFor")
     options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
-        if has_value_head and type(config) not in model_class._model_mapping:
+        if has_value_head and type(config) not in MODEL_CLASSES[head_name]._model_mapping:
             raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
+        model_class = language_model_class(config) if not has_value_head else MODEL_CLASSES[head_name]
         with torch.device("meta"):
-            model = model_class.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+            model = model_class.from_config(config, dtype=torch.float32, attn_implementation=_attention_of(config))
     except (ValueError, OSError, KeyError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
         raise ModelError(f"{folder} cannot be built as a model for {kind}: {error}") from None
     if reason := unsupported_reason(model, has_projection=not has_value_head, is_packed=True):
+        raise ModelError(f"{folder}: {reason}")
+    if model_class is AutoModelForImageTextToText and (reason := vision_reason(model)):
         raise ModelError(f"{folder}: {reason}")
     if has_value_head and not hasattr(model, "score"):
         raise ModelError(f"{folder}: {type(model).__name__} is not supported: its head is not called score")
@@ -288,6 +303,19 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
+
+
+def language_model_class(config: PretrainedConfig) -> Any:
+    """Of transformers' auto classes the one that builds a model with a language model's head from this config."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _attention_of(config: PretrainedConfig) -> dict[str, str]:
+    """By the name of a sub-config. A vision tower looks at images one by one, for which it needs no packs."""
+    vision = {VISION_CONFIG: "sdpa"} if VISION_CONFIG in config.sub_configs else {}
+    return dict.fromkeys(("", *config.sub_configs), PACKED_ATTENTION) | vision
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:
@@ -305,7 +333,7 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
     """With dropout two passes over the same tokens would give two sets of logprobs, and their ratio would be noise."""
     parts = model.base_model.named_modules(prefix=model.base_model_prefix)
     active = [f"{name}={part.p}" for name, part in parts if isinstance(part, nn.Dropout) and part.p]
-    attention_dropout = getattr(model.config, "attention_dropout", 0.0)
+    attention_dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if attention_dropout:
         active.insert(0, f"attention_dropout={attention_dropout}")
     if active:

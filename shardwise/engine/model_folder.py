@@ -1,6 +1,7 @@
 """A model's folder on disk: where it is, and its tensors, in one file or in many."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Self
 
@@ -125,6 +126,17 @@ class ModelFolder:
             if not (self.folder / file).is_file():
                 raise ValueError(f"it puts {name} into {file}, which does not exist")
         return weight_map
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How images are prepared for a model, beside what its tokenizer saves."""
+
+
+def copy_processor_files(source: Path, target: Path) -> None:
+    """Those of them that a model's folder has. Raises OSError."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:

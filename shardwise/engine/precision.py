@@ -9,19 +9,22 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
 from shardwise.engine.names import CONTAINERS, closest_modules, is_within
+from shardwise.ops import vision_path
 
 
 class Precision:
     """The dtypes of one engine, by module."""
 
-    def __init__(self, model: nn.Module, config: LayoutConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: LayoutConfig) -> None:
         """
         Raises:
             ConfigError: an entry of module_precision matches no module.
         """
+        self._tower = vision_path(model)
         self._compute: torch.dtype = getattr(torch, config.param_dtype)
         self._reduce: torch.dtype = self._compute
         self._master: torch.dtype = self._compute
@@ -52,7 +55,11 @@ class Precision:
         """Of the unit at `path`; None stands for the root."""
         at = None if path is None else self._override_of(path)
         if path is None or at is None:
-            return MixedPrecisionPolicy(param_dtype=self._compute, reduce_dtype=self._reduce)
+            # A tower casts pixels itself, and rotates in float32 by what its blocks are given.
+            sees = path is not None and self._tower is not None and is_within(path, self._tower)
+            return MixedPrecisionPolicy(
+                param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not sees
+            )
         # What follows the overridden module computes in the dtype around it and would not take another one.
         around = self._override_of(path.rpartition(".")[0])
         return MixedPrecisionPolicy(

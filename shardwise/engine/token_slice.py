@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.engine.ulysses import Ulysses
 from shardwise.ops import PackedLayout
-from shardwise.types import TokenBatch
+from shardwise.types import Images, TokenBatch
 
 
 class ScoredTokens(Enum):
@@ -39,7 +39,7 @@ class TokenSlice:
     input_ids: Tensor
     """[t] int64."""
     position_ids: Tensor
-    """[t] int64."""
+    """[t] or [3, t] int64."""
     layout: PackedLayout
     """Of the whole padded pack."""
     states: Tensor
@@ -56,6 +56,10 @@ class TokenSlice:
     """Where in the padded pack this rank's tokens begin."""
     experts: Tensor | None
     """[t, M, k] int16: which experts routers send these tokens to; -1 and None leave it to them."""
+    images: Images | None
+    """Of the whole pack."""
+    image_tokens: range
+    """Which of the pack's image tokens are among this rank's tokens."""
 
     @classmethod
     def of(
@@ -66,8 +70,15 @@ class TokenSlice:
         ulysses: Ulysses | None,
         device: torch.device,
         pad_token_id: int | None = None,
+        image_token_id: int | None = None,
     ) -> Self:
-        """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device."""
+        """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device.
+
+        Args:
+            pad_token_id: of `ScoredTokens.LAST`.
+            image_token_id: stands for a part of an image; None for a model that sees none.
+        """
+        assert not batch.pictures, "images that nobody has read"
         num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
         num_tokens = len(batch.input_ids)
         num_padding = -num_tokens % num_ranks
@@ -75,7 +86,8 @@ class TokenSlice:
         experts = batch.experts
         if num_padding:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(num_padding)])
-            position_ids = torch.cat([position_ids, torch.arange(num_padding)])
+            padding = torch.arange(num_padding).expand(*position_ids.shape[:-1], -1)
+            position_ids = torch.cat([position_ids, padding], dim=-1)
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([num_tokens + num_padding])])
             if experts is not None:
                 experts = torch.cat([experts, experts.new_full((num_padding, *experts.shape[1:]), -1)])
@@ -94,9 +106,12 @@ class TokenSlice:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
+        is_image = input_ids == (-1 if image_token_id is None else image_token_id)
+        first_image = int(is_image[:start].sum())
+
         return cls(
             input_ids=moved(input_ids[own]),
-            position_ids=moved(position_ids[own]),
+            position_ids=moved(position_ids[..., own]),
             layout=PackedLayout.from_cu_seqlens(cu_seqlens, device=device),
             states=moved(sources[is_own] - start),
             targets=moved(batch.input_ids[destinations[is_own]]),
@@ -105,6 +120,12 @@ class TokenSlice:
             num_tokens=num_tokens,
             first_token=start,
             experts=None if experts is None else moved(experts[own]),
+            images=None
+            if batch.images is None
+            else Images(
+                pixel_values=moved(batch.images.pixel_values), image_grid_thw=moved(batch.images.image_grid_thw)
+            ),
+            image_tokens=range(first_image, first_image + int(is_image[own].sum())),
         )
 
     def assemble(self, results: Tensor, ulysses: Ulysses | None) -> Tensor:

@@ -12,7 +12,7 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicy
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, is_within, plain_name
 from shardwise.engine.precision import Precision
-from shardwise.ops import decoder_layers
+from shardwise.ops import decoder_layers, vision_path
 
 
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
@@ -66,6 +66,7 @@ class Units:
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         self._experts = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        self._tower = vision_path(model)
         self._precision = precision
         self._config = config
         tied = bool(model.get_expanded_tied_weights_keys())
@@ -100,6 +101,8 @@ class Units:
         # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
         chosen = {*self.layers, *self._experts, *self._precision.overrides}
+        if self._tower is not None:
+            chosen.add(self._tower)  # what is around its blocks: embeddings of patches, mergers
         if wrap.wrap_embeddings:
             chosen.update(path for path, module in modules.items() if module is hf_model.get_input_embeddings())
         self._require_no_projection(chosen, modules, head)

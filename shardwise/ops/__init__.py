@@ -5,13 +5,17 @@ from shardwise.ops.collectives import all_gather_flat
 from shardwise.ops.families import (
     DROPS_KEYWORDS,
     UNREGISTERED_ATTENTION,
+    VISION_CONFIG,
     backbone,
     chunk_size,
     decoder_layers,
     num_attention_layers,
     packed_tokens_limit,
     sequence_mixers,
+    takes_images,
     unsupported_reason,
+    vision_path,
+    vision_reason,
 )
 from shardwise.ops.finite import is_finite, nonfinite_names
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection

@@ -121,3 +121,36 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next((list(modules) for modules in lists if len(modules) == num_layers), [])
+
+
+VISION_CONFIG = "vision_config"
+_VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
+
+
+def takes_images(model: Any) -> bool:
+    """Whether training knows how to show images to this model."""
+    return vision_reason(model) is None
+
+
+def vision_reason(model: Any) -> str | None:
+    """What speaks against showing images to a model: Qwen's families name things so, others write placeholders, masks
+    or positions of another kind."""
+    whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
+    missing = [name for name in ("get_image_features", "get_rope_index") if not hasattr(whole, name)]
+    missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]
+    if "mm_encoder_outputs" not in inspect.signature(whole.forward).parameters:
+        missing.append("mm_encoder_outputs")
+    if not missing:
+        return None
+    return (
+        f"{type(model).__name__} (model_type {model.config.model_type}) is not supported as a model that sees images: "
+        f"it has no {missing[0]}"
+    )
+
+
+def vision_path(model: Any) -> str | None:
+    """Where the vision tower of a model that takes images is."""
+    if not takes_images(model):
+        return None
+    kind = type(model.config.vision_config)
+    return next(path for path, part in model.named_modules() if type(getattr(part, "config", None)) is kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, ModelConfig, ModelError
-from shardwise.data import check_vocabulary, load_tokenizer
+from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.ops import rotary_limit
 from shardwise.recipes.checkpoints import latest_hf_folder
@@ -25,6 +25,8 @@ class OpenedModel:
     no limit."""
     context_key: str
     """What sets it in config.json."""
+    vision: Vision | None
+    """How it is shown images; None for one that sees none."""
 
     def require_context(self, keys: str, num_tokens: int) -> None:
         """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""
@@ -54,7 +56,7 @@ def open_model(config: ModelConfig) -> OpenedModel:
     rotary = rotary_limit(text_config)
     if rotary is not None and (context is None or rotary.num_tokens < context):
         context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
-    return OpenedModel(resolved, folder, tokenizer, context, key)
+    return OpenedModel(resolved, folder, tokenizer, context, key, Vision.load(folder, tokenizer))
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:

@@ -2,7 +2,7 @@
 gradient was not finite.
 
 bundle.json           the step: losses, gradient norm, what every rank found; what engine and loss were made from
-rank_R.safetensors    the micro-batches of rank R, `K/FIELD` of TokenBatch
+rank_R.safetensors    the micro-batches of rank R, `K/FIELD` of TokenBatch, `K/images.FIELD` of its Images
 hf/ or adapter/       the weights as they were, in the masters' dtype; with LoRA the adapter alone
 manifest.json         every file with its size and hash
 """
@@ -38,7 +38,7 @@ from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.losses import Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share, write_manifest
-from shardwise.types import Denominators, TokenBatch
+from shardwise.types import Denominators, Images, TokenBatch
 
 NONFINITE = "nonfinite"
 """In a run's output folder."""
@@ -250,10 +250,26 @@ def _write_weights(engine: TrainEngine, source: EngineSource, folder: Path) -> N
 
 
 def _tensors(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-    values = {
-        f"{k}/{part.name}": getattr(batch, part.name) for k, batch in enumerate(batches) for part in fields(batch)
-    }
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {f"{k}/{name}": tensor for k, batch in enumerate(batches) for name, tensor in _named_tensors(batch)}
+
+
+def _named_tensors(noun: TokenBatch | Images) -> Iterator[tuple[str, Tensor]]:
+    for part in fields(noun):
+        match getattr(noun, part.name):
+            case Tensor() as tensor:
+                yield part.name, tensor
+            case Images() as images:
+                yield from ((f"{part.name}.{name}", tensor) for name, tensor in _named_tensors(images))
+
+
+def _batch(tensors: dict[str, Tensor], record: "MicroBatchRecord") -> TokenBatch:
+    """Of what `_named_tensors` gave."""
+    seen = {name.removeprefix(_IMAGES): tensors.pop(name) for name in list(tensors) if name.startswith(_IMAGES)}
+    values: dict[str, Any] = {**tensors, "images": Images(**seen) if seen else None}
+    return TokenBatch(sample_index=record.sample_index, uids=record.uids, **values)
+
+
+_IMAGES = "images."
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +341,7 @@ class Bundle:
                     for name, spec in file.specs.items()
                     if name.startswith(f"{index}/")
                 }
-                yield TokenBatch(sample_index=record.sample_index, uids=record.uids, **tensors), record
+                yield _batch(tensors, record), record
 
     def source(self) -> EngineSource:
         """The engine on one process, with the weights of the bundle."""

@@ -1,6 +1,6 @@
 """What recipes that train on given rows have in common: batches of rows, step after step, and held-out rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,13 @@ class TrainingRows:
         """The samples of a step, counted from 1."""
         size = self.samples_per_row
         return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
+
+    def held_out_parts(self) -> Iterator[list[Sample]]:
+        """The held-out samples: as many at a time as a step has where one has images, whose pixels are not kept."""
+        assert self.held_out is not None
+        has_images = any(sample.pictures for sample in self.held_out)
+        size = self.loader.batch_size * self.samples_per_row if has_images else len(self.held_out)
+        return (self.held_out[start : start + size] for start in range(0, len(self.held_out), size))
 
     def state_dict(self) -> dict[str, Any]:
         """Which rows a step has follows from its number and from how many there are."""

@@ -1,6 +1,7 @@
 """Supervised fine-tuning."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
@@ -9,13 +10,13 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
-from shardwise.types import Metrics, MetricValue, Sample
+from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
 def train(config: SFTConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model = open_model(config.model)
-    rows = open_rows(supervised_samples, config.data, config.trainer, model)
+    rows = open_rows(partial(supervised_samples, vision=model.vision), config.data, config.trainer, model)
     policy = build_engine(
         group,
         "policy",
@@ -33,11 +34,15 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
                 metrics = policy.train(samples)
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(policy, rows.held_out)
+                    metrics |= validate(policy, rows.held_out_parts())
             run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
-def validate(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
-    """The mean cross-entropy per trained token, in nats."""
+def validate(policy: RemoteEngine, parts: Iterable[Sequence[Sample]]) -> Metrics:
+    """The mean cross-entropy per trained token over all samples, in nats."""
+    return merge_metrics(_cross_entropy(policy, samples) for samples in parts)
+
+
+def _cross_entropy(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
     total = -sum(float(values.double().sum()) for values in policy.score(samples))
     return {"val/loss": MetricValue.mean(total, sum(int(sample.loss_mask.sum()) for sample in samples))}

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwise.config import (
+    DataError,
     EngineConfig,
     ExportError,
     FrozenEngineConfig,
@@ -21,7 +22,7 @@ from shardwise.config import (
     ModelError,
     OptimizerConfig,
 )
-from shardwise.data import load_tokenizer
+from shardwise.data import ImageReader, load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
@@ -55,6 +56,8 @@ class Seat:
 
     engine: TrainEngine
     source: EngineSource
+    reader: ImageReader | None = None
+    """Of the images that the model sees."""
     loss: Loss = SFT_LOSS
     loss_source: LossSource = field(default_factory=LossSource)
 
@@ -70,6 +73,20 @@ class Seat:
             "with_logprobs": self.loss.with_logprobs,
             "with_entropy": self.loss.with_entropy,
         }
+
+    def read(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """Collective. The batches with their images read.
+
+        Raises:
+            DataError: on every rank, where one has an image that cannot be decoded.
+        """
+        if self.reader is None:
+            return batches
+        with raised_on_every_rank(DataError):
+            return [
+                replace(batch, images=self.reader.read(batch.pictures), pictures=[]) if batch.pictures else batch
+                for batch in batches
+            ]
 
     @property
     def parts_to_offload(self) -> list[Part]:
@@ -155,7 +172,7 @@ class Worker:
             optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
             total_steps=total_steps,
         )
-        self._seats[role] = Seat(built, source)
+        self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def build_rollout(self, model: str, rollout: str, param_dtype: str, lora: str = "") -> None:
@@ -188,6 +205,7 @@ class Worker:
             teacher: the role of the engine it learns from, if it learns from one.
             bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
         """
+        batches = self._seats[role].read(batches)
         lessons = self._lessons(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
         metrics = seat.engine.forward_backward(
@@ -227,6 +245,7 @@ class Worker:
         `temperature`: None is that of the rollout."""
         seat = self._take_device(role, "params")
         temperature = seat.source.temperature if temperature is None else temperature
+        batches = seat.read(batches)
         outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
         found = [out.values if out.logprobs is None else out.logprobs for out in outputs]
         scores = [values for values in found if values is not None]

@@ -127,6 +127,9 @@ class EmbeddedEngine:
                 folder, dtype=dtype, attn_implementation=CACHED_ATTENTION, output_loading_info=True
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, ValueError) and "AutoModelForCausalLM" in str(error):
+                family = AutoConfig.from_pretrained(folder).model_type
+                raise ModelError(f"{folder}: transformers has no model for CausalLM of the family {family}") from None
             if error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
                 family = AutoConfig.from_pretrained(folder).model_type
                 raise ModelError(f"{folder}: {family} is not supported: it {UNREGISTERED_ATTENTION}") from None

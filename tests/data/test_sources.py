@@ -20,8 +20,8 @@ def test_jsonl_rows_keep_their_line_numbers_across_blank_lines(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text('{"a": 1}\n\n  \n{"a": "ü"}\n', encoding="utf-8")
     assert read_rows([str(file)], max_rows=None) == [
-        Row(values={"a": 1}, origin="train.jsonl line 1", stem="train"),
-        Row(values={"a": "ü"}, origin="train.jsonl line 4", stem="train"),
+        Row(values={"a": 1}, origin="train.jsonl line 1", stem="train", folder=tmp_path),
+        Row(values={"a": "ü"}, origin="train.jsonl line 4", stem="train", folder=tmp_path),
     ]
 
 

@@ -1,0 +1,200 @@
+"""Image files: their size, known when a row is read, and their pixels, once a batch needs them."""
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from shardwise.config import DataError, ModelError
+from shardwise.data.sources import describe_type, preview
+from shardwise.types import Images, Picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PROCESSOR_CONFIG = "preprocessor_config.json"
+FORMATS = ("JPEG", "PNG", "WEBP")
+MAX_PIXELS = 89_478_485
+"""Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
+_NUM_THREADS = 4
+"""That read images at a time; decoding and resizing leave the interpreter to others."""
+_ROTATED = range(5, 9)
+"""Values of the EXIF orientation under which height and width change places."""
+_ORIENTATION = 0x0112
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+"""Those with 8 bits a channel. Of 16 or 32 bits PIL would keep the lowest values and make the others white."""
+
+
+class ImageReader:
+    """Prepares images as one model's own processor does."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor`: transformers' image processor of a Qwen model."""
+        self._processor = processor
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """Of a model folder; None where it does not say how images are prepared, or the model sees none.
+
+        Raises:
+            ModelError: the image processor cannot be loaded, or is not one of Qwen's.
+        """
+        from transformers import AutoConfig, AutoImageProcessor
+
+        path = folder / PROCESSOR_CONFIG
+        if not path.is_file() or "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs:
+            return None
+        try:
+            # The other backend needs torchvision, and resizes to slightly other numbers.
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        except (ImportError, ValueError, OSError) as error:
+            raise ModelError(
+                f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
+                "package pillow (pip install shardwise[vision])"
+            ) from None
+        if not (hasattr(processor, "merge_size") and processor.do_resize):
+            raise ModelError(
+                f"{path}: {type(processor).__name__} with do_resize={processor.do_resize} is not supported; use the "
+                "file that belongs to a Qwen2.5-VL or Qwen3-VL model"
+            )
+        return cls(processor)
+
+    def open(self, cell: Any, folder: Path, name: str) -> Picture:
+        """An image by its size.
+
+        Args:
+            cell: how a row names it: by its path, as the bytes of a file, as `{"bytes": ..., "path": ...}` (the form of
+                datasets), or as a PIL image.
+            folder: that relative paths start from.
+            name: of the image, for errors.
+        Raises:
+            DataError: it is missing, damaged, too large, or has more than 8 bits a channel.
+        """
+        from PIL.Image import Image
+
+        source: str | bytes
+        match cell:
+            case {"bytes": bytes(data)} | bytes(data):
+                source = data
+            case str(given) | {"path": str(given)}:
+                if "://" in given or given.startswith("data:"):
+                    raise DataError(f"{name}: {given[:60]!r} is a URL; download the image and give its path or bytes")
+                source, name = str(folder / given), f"{name} ({given})"
+            case Image():
+                source = _stored(cell)
+            case _:
+                raise DataError(
+                    f"{name} is {describe_type(cell)}, expected a path, the bytes of a file, "
+                    f'{{"bytes": ..., "path": ...}} or a PIL image: {preview(cell)}'
+                )
+        with _opened(source, name) as image:
+            grid = self._grid(*_size(image, name), name)
+        if isinstance(source, str):
+            return Picture(name=name, path=source, grid=grid)
+        return Picture(name=name, data=torch.frombuffer(bytearray(source), dtype=torch.uint8), grid=grid)
+
+    def num_tokens(self, picture: Picture) -> int:
+        """That stand for it."""
+        time, height, width = picture.grid
+        count: int = time * height * width // self._processor.merge_size**2
+        return count
+
+    def read(self, pictures: Sequence[Picture]) -> Images:
+        """At least one.
+
+        Raises:
+            DataError: one cannot be decoded, or is not there any more; names row and file.
+        """
+        with ThreadPoolExecutor(min(_NUM_THREADS, len(pictures))) as threads:
+            found = list(threads.map(self._read, pictures))
+        return Images(
+            pixel_values=torch.cat([images.pixel_values for images in found]),
+            image_grid_thw=torch.cat([images.image_grid_thw for images in found]),
+        )
+
+    def _read(self, picture: Picture) -> Images:
+        found = self._processor(images=[_decoded(picture)], do_convert_rgb=True, return_tensors="pt")
+        if found["image_grid_thw"].tolist() != [picture.grid]:
+            raise DataError(f"{picture.name} has another size than when the rows were read; leave it alone meanwhile")
+        return Images(pixel_values=found["pixel_values"], image_grid_thw=found["image_grid_thw"])
+
+    def _grid(self, width: int, height: int, name: str) -> list[int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor = self._processor
+        try:
+            resized = smart_resize(
+                height,
+                width,
+                factor=processor.patch_size * processor.merge_size,
+                min_pixels=processor.size["shortest_edge"],
+                max_pixels=processor.size["longest_edge"],
+            )
+        except ValueError as error:
+            raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
+        return [1, resized[0] // processor.patch_size, resized[1] // processor.patch_size]
+
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")
+
+
+def _stored(image: "Image") -> bytes:
+    """A file of it that loses nothing the model sees."""
+    file = io.BytesIO()
+    lossless = image if image.mode in _PNG_MODES else image.convert("RGB")
+    lossless.save(file, "PNG")
+    return file.getvalue()
+
+
+def _opened(source: str | bytes, name: str) -> "Image":
+    """Not decoded yet."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=FORMATS)
+    except FileNotFoundError:
+        raise DataError(f"{name}: there is no file {source!r}; give a path from the data file's folder") from None
+    except UnidentifiedImageError:
+        raise DataError(f"{name} is damaged, or no image: none of {', '.join(FORMATS)} can be read there") from None
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{name}: {error}; scale it down") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{name} cannot be read: {error}; fix it or remove the row") from None
+
+
+def _size(image: "Image", name: str) -> tuple[int, int]:
+    """Width and height as it is looked at."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DataError(
+            f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read; scale it down"
+        )
+    if image.mode not in _MODES:
+        raise DataError(
+            f"{name} has the mode {image.mode}, more than 8 bits a channel, which would be cut off rather than scaled; "
+            "save it with 8 bits"
+        )
+    is_rotated = _has_orientation(image) and image.getexif().get(_ORIENTATION) in _ROTATED
+    return (height, width) if is_rotated else (width, height)
+
+
+def _has_orientation(image: "Image") -> bool:
+    """PIL finds that of a PNG only by decoding it, and cameras write none."""
+    return image.format in ("JPEG", "MPO", "WEBP")
+
+
+def _decoded(picture: Picture) -> "Image":
+    """As it is looked at."""
+    from PIL import ImageOps
+
+    source = picture.path if picture.data is None else picture.data.numpy().tobytes()
+    assert source is not None
+    with _opened(source, picture.name) as image:
+        try:
+            image.load()
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(f"{picture.name} is damaged: {error}; replace it or remove the row") from None
+        return ImageOps.exif_transpose(image) if _has_orientation(image) else image.copy()

@@ -1,0 +1,225 @@
+"""Images among words: where they stand in a row, how many tokens each takes, and where the model places them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.config import DataError, ModelError
+from shardwise.data.chat import render_text
+from shardwise.data.images import ImageReader
+from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
+from shardwise.types import Picture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLACEHOLDER = "<image>"
+"""Stands for an image in a content that is a string."""
+
+
+class Vision:
+    """How the rows of one model's training show it images."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        reader: ImageReader,
+        image_token_id: int,
+        rope_index: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        """
+        Args:
+            image_token_id: stands for a part of an image.
+            rope_index: the model's get_rope_index.
+        """
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._image_token_id = image_token_id
+        self._rope_index = rope_index
+        self._text: str | None = None
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Self | None:
+        """Of a model folder; None where the model sees no images, or the folder does not say how they are prepared.
+
+        Raises:
+            ModelError: as `ImageReader.load`.
+        """
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        reader = ImageReader.load(folder)
+        if reader is None:
+            return None
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config).base_model
+        if not hasattr(model, "get_rope_index"):
+            return None
+        return cls(tokenizer, reader, config.image_token_id, model.get_rope_index)
+
+    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[Picture]]:
+        """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
+        writes for an image in the place of each.
+
+        Args:
+            messages: as the row has them. A content is a string with a PLACEHOLDER for each image, or a list of
+                `{"type": "text", "text": ...}` and `{"type": "image"}`; `{"type": "image", "image": ...}` has an image
+                of its own, the others take those of the column in their order.
+        Raises:
+            DataError: an image that is missing, damaged or too large; more images than places for them, or fewer.
+            ModelError: the chat template has no images.
+        """
+        taking = _Taking(self, row, images_column)
+        if isinstance(messages, str):
+            return taking.text(messages), taking.finish()
+        if not isinstance(messages, list):
+            return messages, []
+        return [taking.message(message) for message in messages], taking.finish()
+
+    def expand(
+        self, tokens: list[int], loss_mask: list[bool], pictures: Sequence[Picture], origin: str
+    ) -> tuple[list[int], list[bool]]:
+        """The sequence with as many tokens for each image as it takes, none of which is trained.
+
+        Raises:
+            DataError: a message writes the image token itself.
+        """
+        found = tokens.count(self._image_token_id)
+        if found != len(pictures):
+            token = self._tokenizer.decode([self._image_token_id])
+            raise DataError(
+                f"{origin}: the text has {found} times {token!r} for {len(pictures)} images, so a message writes it "
+                f"itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
+            )
+        counts = map(self._reader.num_tokens, pictures)
+        expanded: list[int] = []
+        mask: list[bool] = []
+        for token_id, is_trained in zip(tokens, loss_mask, strict=True):
+            is_image = token_id == self._image_token_id
+            count = next(counts) if is_image else 1
+            expanded += [token_id] * count
+            mask += [is_trained and not is_image] * count
+        return expanded, mask
+
+    def whole(self, tokens: list[int], pictures: Sequence[Picture]) -> tuple[int, list[Picture]]:
+        """Of a sequence whose end was cut off: how many of its tokens end before an image that was cut in two, and the
+        images that are whole."""
+        left = tokens.count(self._image_token_id)
+        kept: list[Picture] = []
+        for picture in pictures:
+            count = self._reader.num_tokens(picture)
+            if count > left:
+                return len(tokens) - left, kept  # what is left of it stands at the end
+            kept.append(picture)
+            left -= count
+        return len(tokens), kept
+
+    def position_ids(self, token_ids: Tensor, pictures: Sequence[Picture]) -> Tensor:
+        """[L] -> [3, L]: where each token is in time, height and width, as the model itself counts."""
+        kinds = (token_ids == self._image_token_id).int()
+        grids = torch.tensor([picture.grid for picture in pictures])
+        positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
+        return positions[:, 0]
+
+    def open(self, cell: Any, folder: Path, name: str) -> Picture:
+        """See `ImageReader.open`."""
+        return self._reader.open(cell, folder, name)
+
+    @property
+    def image_text(self) -> str:
+        """What the chat template writes for an image, whatever stands around it."""
+        if self._text is None:
+            self._text = self._find_text()
+        return self._text
+
+    def _find_text(self) -> str:
+        first, second = "<[before]>", "<[behind]>"
+
+        def render(content: Any) -> str:
+            return render_text(self._tokenizer, [{"role": "user", "content": content}], "an image")
+
+        words = [{"type": "text", "text": first}, {"type": "image"}, {"type": "text", "text": second}]
+        found = ""
+        with suppress(DataError, TypeError):  # of a template that takes every content for a string
+            text = render(words)
+            between = text.partition(first)[2].partition(second)[0]
+            found = between if text == render(first + between + second) else ""
+        if self._tokenizer.encode(found, add_special_tokens=False).count(self._image_token_id) != 1:
+            raise ModelError(
+                f"the chat template of {self._tokenizer.name_or_path} writes {found!r} for an image, without the one "
+                f"{self._tokenizer.decode([self._image_token_id])!r} that the model looks for; set "
+                "model.chat_template=FILE to the one that belongs to the model"
+            )
+        return found
+
+
+class _Taking:
+    """Goes through the messages of a row once, and gives out its images one by one."""
+
+    def __init__(self, vision: Vision, row: Row, images_column: str) -> None:
+        self._vision = vision
+        self._row = row
+        self._column = images_column
+        self._cells = row_images(row, images_column)
+        self._pictures: list[Picture] = []
+        self._num_from_column = 0
+
+    def message(self, message: Any) -> Any:
+        """With a content that is a string."""
+        match message:
+            case {"content": str(text)}:
+                return {**message, "content": self.text(text)}
+            case {"content": list(parts)}:
+                return {**message, "content": "".join(self._part(without_nulls(part)) for part in parts)}
+        return message
+
+    def text(self, text: str) -> str:
+        before, *rest = text.split(PLACEHOLDER)
+        return before + "".join(self._next() + words for words in rest)
+
+    def finish(self) -> list[Picture]:
+        """All of them."""
+        if self._num_from_column != len(self._cells):
+            raise DataError(
+                f'{self._row.origin}: column "{self._column}" has {len(self._cells)} images, and the messages have '
+                f"places for {self._num_from_column}: {PLACEHOLDER} in a string, or {{"
+                '"type": "image"} in a list; give as many as there are images'
+            )
+        return self._pictures
+
+    def _part(self, part: Any) -> str:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                return text
+            case {"type": "image", "image": cell} | {"type": "image", "path": cell}:
+                return self._add(cell)
+            case {"type": "image", "bytes": data}:
+                return self._add(data)
+            case {"type": "image"}:
+                return self._next()
+        raise DataError(
+            f'{self._row.origin}: a part of a content is {preview(part)}, expected {{"type": "text", "text": ...}} or '
+            '{"type": "image"}, with its "image" or without'
+        )
+
+    def _next(self) -> str:
+        place = self._num_from_column
+        self._num_from_column += 1
+        if place >= len(self._cells):
+            return self._vision.image_text  # `finish` says how many there are
+        return self._add(self._cells[place])
+
+    def _add(self, cell: Any) -> str:
+        name = f"{self._row.origin}: image {len(self._pictures) + 1}"
+        self._pictures.append(self._vision.open(cell, self._row.folder, name))
+        return self._vision.image_text
+
+
+def row_images(row: Row, column: str) -> list[Any]:
+    """What a row has in the column of images; one by itself is a list of one."""
+    cell = get_cell(row, column) if has_column(row, column) else []
+    return cell if isinstance(cell, list) else [cell]

@@ -1,0 +1,221 @@
+"""Images of rows: every form, every place, and what is wrong with them by row and file."""
+
+import io
+import json
+from dataclasses import replace
+
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from tiny_models import tiny_vision_model
+from transformers import Qwen2VLImageProcessorPil
+
+from shardwise.config import DataError, ModelError, SupervisedDataConfig
+from shardwise.data import Vision
+from shardwise.data.rows import supervised_samples
+from shardwise.data.sources import Row
+from shardwise.data.synthetic import train_tokenizer
+
+WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+START, PAD, END = 261, 262, 263
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
+    tokenizer.chat_template = TEMPLATE
+    assert tokenizer.convert_tokens_to_ids(WORDS) == [START, PAD, END]
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    found = tiny_vision_model("qwen3_vl")
+    found.config.image_token_id = PAD
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.config.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vision(folder, tokenizer):
+    return Vision.load(folder, tokenizer)
+
+
+@pytest.fixture
+def picture():
+    """A picture of its own for every number: 16 x 8 pixels, which are 4 x 2 patches and 2 tokens."""
+
+    def make(number: int = 0, size=(16, 8), mode="RGB"):
+        return Image.new("RGB", size, (number * 20 % 256, 90, 200)).convert(mode)
+
+    return make
+
+
+def encoded(image, kind="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def load(vision, tokenizer, tmp_path):
+    def load_rows(rows, **settings):
+        path = tmp_path / "rows.jsonl"
+        if any(isinstance(value, bytes | dict) for row in rows for value in row.get("images") or []):
+            path = tmp_path / "rows.parquet"
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        loaded = supervised_samples(
+            SupervisedDataConfig(**settings), [str(path)], tokenizer, max_rows=None, vision=vision
+        )
+        read = [replace(one, images=vision._reader.read(one.pictures)) if one.pictures else one for one in loaded.rows]
+        return read, loaded
+
+    return load_rows
+
+
+def talk(question, answer="5"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "Which?"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        talk("<image>Which?<image>"),
+        talk([IMAGE, TEXT, IMAGE]),
+        talk([IMAGE, TEXT | {"image": None}, IMAGE | {"text": None}]),
+        talk([IMAGE | {"image": "0.png"}, TEXT, IMAGE | {"path": "1.jpg"}]),
+    ],
+)
+def test_images_stand_where_the_messages_have_a_place_for_them(load, picture, vision, tokenizer, tmp_path, messages):
+    """However they are written, the tokens are those of the chat template with as many image tokens as the processor
+    says, the pixels are the processor's, and the positions the model's."""
+    images = [picture(1), picture(2, (8, 24))]
+    images[0].save(tmp_path / "0.png")
+    images[1].save(tmp_path / "1.jpg")
+    row = {"messages": messages}
+    if not any(isinstance(part, dict) and (part.get("image") or part.get("path")) for part in messages[0]["content"]):
+        row["images"] = ["0.png", "1.jpg"]
+    (sample,), _ = load([row])
+    words = [START, PAD, PAD, END, *tokenizer.encode("Which?"), START, PAD, PAD, PAD, END]
+    expected = [*tokenizer.encode("<|user|>"), *words, *tokenizer.encode("<|end|><|assistant|>5<|end|>")]
+    assert sample.token_ids.tolist() == expected
+    assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "5<|end|>"
+    found = vision._reader._processor([images[0], Image.open(tmp_path / "1.jpg")], return_tensors="pt")
+    assert torch.equal(sample.images.pixel_values, found["pixel_values"])
+    assert sample.images.image_grid_thw.tolist() == [[1, 2, 4], [1, 6, 2]]
+
+
+def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
+    (first, second), _ = load(
+        [
+            {"messages": talk("<image>a<image>"), "images": [encoded(picture()), encoded(picture(1, (24, 24)))]},
+            {"messages": talk("2+3="), "images": None},
+        ]
+    )
+    kinds = (first.token_ids == PAD).int()[None]
+    expected, _ = model.model.get_rope_index(first.token_ids[None], kinds, first.images.image_grid_thw)
+    assert torch.equal(first.position_ids, expected[:, 0])
+    assert not torch.equal(first.position_ids[1], torch.arange(len(first.token_ids)))
+    assert second.position_ids is None
+    assert second.images is None
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("question", "images", "reason"),
+    [
+        ("<image><image>", ["ok.png"], 'column "images" has 1 images, and the messages have places for 2'),
+        ("<image>", ["ok.png", "ok.png"], 'column "images" has 2 images, and the messages have places for 1'),
+        ("2+3=", ["ok.png"], 'column "images" has 1 images, and the messages have places for 0'),
+        ("<image>", [], 'column "images" has 0 images, and the messages have places for 1'),
+        ("<image><|image_pad|>", ["ok.png"], "the text has 2 times '<|image_pad|>' for 1 images"),
+        ("<image>", ["none.png"], "image 1 (none.png): there is no file"),
+        ("<image>", ["text.png"], "image 1 (text.png) is damaged, or no image: none of JPEG, PNG, WEBP"),
+        ("<image>", ["https://example.org/a.png"], "image 1: 'https://example.org/a.png' is a URL; download"),
+        ("<image>", [7], "image 1 is a number, expected a path"),
+        ("<image>", ["long.png"], "image 1 (long.png) has 402 x 2 pixels: absolute aspect ratio must be smaller"),
+        ("<image>", ["huge.png"], "image 1 (huge.png) has 10000 x 9000 pixels, more than the 89,478,485 that are read"),
+        ("<image>", ["deep.png"], "image 1 (deep.png) has the mode I;16, more than 8 bits a channel"),
+        ([{"type": "video"}], [], 'a part of a content is {"type": "video"}, expected {"type": "text"'),
+    ],
+)
+def test_what_is_wrong_with_an_image_names_row_and_file(load, picture, tmp_path, question, images, reason):
+    picture().save(tmp_path / "ok.png")
+    (tmp_path / "text.png").write_text("no image")
+    picture(0, (402, 2)).save(tmp_path / "long.png")
+    Image.new("1", (10000, 9000)).save(tmp_path / "huge.png")
+    Image.new("I;16", (16, 8)).save(tmp_path / "deep.png")
+    rows = [{"messages": talk("1")}, {"messages": talk(question), "images": images}]
+    with pytest.raises(DataError) as error:
+        load(rows)
+    assert str(error.value).startswith("rows.jsonl line 2: ")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_file_that_breaks_off_is_named_when_it_is_read(load, tmp_path, kind):
+    """Its size stands at its beginning."""
+    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    (tmp_path / "half").write_bytes(encoded(noise, kind)[:1500])
+    with pytest.raises(DataError, match=r"^rows\.jsonl line 1: image 1 \(half\) is damaged: .*replace it"):
+        load([{"messages": talk("<image>"), "images": ["half"]}])
+
+
+def test_an_image_that_would_be_cut_in_two_goes_with_the_end_of_its_row(load, picture, tokenizer):
+    data = encoded(picture(0, (24, 24)))  # nine tokens
+    messages = [*talk("<image>"), *talk("<image>")]
+    row = {"messages": messages, "images": [data, data]}
+    whole = len(load([row])[0][0].token_ids)
+    (sample,), loaded = load([row], max_sequence_tokens=whole - 6, on_overlong="truncate")
+    assert loaded.counts == {"num_rows": 1, "num_dropped": 0, "num_truncated": 1}
+    assert sample.images.image_grid_thw.tolist() == [[1, 6, 6]]
+    assert sample.token_ids[-1] == START
+    assert sample.position_ids.shape == (3, len(sample.token_ids))
+    with pytest.raises(DataError, match="0 of 1 rows left"):  # nothing before the first image is trained
+        load([row], max_sequence_tokens=6, on_overlong="truncate")
+
+
+def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": talk("<image>"), "images": ["a.png"]}))
+    with pytest.raises(DataError, match=r'line 1: column "images" has images, which only supervised training shows'):
+        supervised_samples(SupervisedDataConfig(), [str(path)], tokenizer, max_rows=None)
+    loaded = supervised_samples(SupervisedDataConfig(images_column="none"), [str(path)], tokenizer, max_rows=None)
+    assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
+
+
+def test_a_chat_template_without_images_is_refused(folder, picture, tmp_path):
+    silent = train_tokenizer(["2+3=5"], vocab_size=261)
+    silent.add_special_tokens({"additional_special_tokens": WORDS})
+    vision = Vision.load(folder, silent)
+    row = Row({"images": [encoded(picture())]}, "a.jsonl line 1", "a", tmp_path)
+    with pytest.raises(ModelError, match=r"writes '' for an image, .* set model\.chat_template=FILE"):
+        vision.take(talk("<image>"), row, "images")
+
+
+def test_a_folder_that_does_not_say_how_images_are_prepared_shows_none(model, tokenizer, tmp_path):
+    model.config.save_pretrained(tmp_path)
+    assert Vision.load(tmp_path, tokenizer) is None

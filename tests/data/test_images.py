@@ -1,0 +1,103 @@
+"""Image files: the same pixels from every form of them, and the size that they are looked at in."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from shardwise.config import DataError, ModelError
+from shardwise.data import ImageReader
+
+
+@pytest.fixture
+def reader():
+    return ImageReader(Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}))
+
+
+@pytest.fixture
+def picture():
+    def make(number: int = 0, size=(16, 8)):
+        return Image.new("RGB", size, (number * 20 % 256, 90, 200))
+
+    return make
+
+
+def encoded(image, kind="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_paths_bytes_and_pil_images_give_the_same_pixels(reader, picture, tmp_path):
+    image = picture(3)
+    image.save(tmp_path / "a.png")
+    data = encoded(image)
+    cells = ["a.png", str(tmp_path / "a.png"), data, {"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}]
+    found = [reader.read([reader.open(cell, tmp_path, "x")]) for cell in [*cells, image]]
+    assert all(torch.equal(one.pixel_values, found[0].pixel_values) for one in found)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK"])
+def test_other_modes_become_rgb(reader, mode, tmp_path):
+    image = Image.linear_gradient("L").resize((16, 8)).convert(mode)
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    (found,) = (reader.read([reader.open(encoded(image, kind), tmp_path, "x")]) for _ in range(1))
+    expected = reader.read([reader.open(Image.open(io.BytesIO(encoded(image, kind))).convert("RGB"), tmp_path, "x")])
+    assert torch.equal(found.pixel_values, expected.pixel_values)
+
+
+def test_what_is_transparent_is_white(reader, tmp_path):
+    clear, white = Image.new("RGBA", (16, 8), (255, 0, 0, 0)), Image.new("RGB", (16, 8), "white")
+    palette = Image.new("P", (16, 8), 0)
+    palette.putpalette([255, 0, 0])
+    clear_palette = encoded(palette, transparency=0)
+    expected = reader.read([reader.open(white, tmp_path, "x")])
+    for image in (encoded(clear), clear_palette):
+        found = reader.read([reader.open(image, tmp_path, "x")])
+        assert torch.equal(found.pixel_values, expected.pixel_values)
+
+
+def test_a_photograph_is_turned_as_its_camera_says(reader, picture, tmp_path):
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    turned = reader.open(encoded(picture(0, (16, 24)), "JPEG", exif=orientation.tobytes()), tmp_path, "x")
+    assert turned.grid == [1, 4, 6]
+    assert reader.read([turned]).image_grid_thw.tolist() == [[1, 4, 6]]
+
+
+def test_a_large_image_is_scaled_down_as_the_processor_does(reader, picture, tmp_path):
+    found = reader.open(encoded(picture(0, (64, 48))), tmp_path, "x")
+    assert found.grid == [1, 6, 8]  # 768 of 3,072 pixels: at most 1,024, in multiples of 8
+    assert reader.num_tokens(found) == 12
+    assert reader.read([found]).pixel_values.shape == (48, 96)
+
+
+def test_a_file_that_has_changed_since_is_named(reader, picture, tmp_path):
+    picture().save(tmp_path / "a.png")
+    found = reader.open("a.png", tmp_path, "line 3: image 1")
+    picture(0, (24, 24)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"^line 3: image 1 \(a\.png\) has another size than when the rows were read"):
+        reader.read([found])
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"^line 3: image 1 \(a\.png\): there is no file"):
+        reader.read([found])
+
+
+def test_several_are_read_in_their_order(reader, tmp_path):
+    pictures = [reader.open(Image.new("RGB", (8 * n, 8), (25 * n, 0, 0)), tmp_path, str(n)) for n in range(1, 9)]
+    together = reader.read(pictures)
+    alone = [reader.read([one]) for one in pictures]
+    assert torch.equal(together.pixel_values, torch.cat([one.pixel_values for one in alone]))
+    assert together.image_grid_thw.tolist() == [one.grid for one in pictures]
+
+
+def test_the_processor_of_another_family_is_refused(tmp_path):
+    from tiny_models import tiny_vision_model
+    from transformers import CLIPImageProcessorPil
+
+    tiny_vision_model("qwen3_vl").config.save_pretrained(tmp_path)
+    CLIPImageProcessorPil().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"CLIPImageProcessor.* is not supported; use the file that belongs to"):
+        ImageReader.load(tmp_path)

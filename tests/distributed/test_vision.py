@@ -1,0 +1,202 @@
+"""Training on images is training of transformers' model, on every layout: packed, sharded, shared between ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import tiny_vision_model
+from vision_samples import GRIDS, negative_logprob, reference_gradients, reference_logprobs, vision_samples
+
+from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModulePrecisionConfig, OptimizerConfig
+from shardwise.data.packing import pack, unpack
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.engine import TrainEngine
+from shardwise.engine.names import plain_name
+
+CPU = torch.device("cpu")
+FAMILIES = ("qwen3_vl", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_5_vl", "qwen3_vl_moe")))
+TOWER = "model.visual"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    path = tmp_path_factory.mktemp(family)
+    tiny_vision_model(family).save_pretrained(path)
+    return str(path)
+
+
+def build(folder: str, **keys) -> TrainEngine:
+    optimizer = OptimizerConfig(learning_rate=1e-2, adam_eps=1e-3)
+    return TrainEngine.build(Path(folder), EngineConfig(**keys), device=CPU, optimizer=optimizer)
+
+
+def step(folder: str, samples, max_tokens: int, keys: dict):
+    """Logprobs by sample, gradients by name, weights after the step; the same on every rank."""
+    engine = build(folder, **keys)
+    num_sharing = keys.get("ulysses_size", 1)
+    packed = pack(samples, num_shards=dist.get_world_size() // num_sharing, max_tokens=max_tokens)
+    batches = packed.shards[dist.get_rank() // num_sharing]
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, [out.logprobs for out in engine.forward(batches)])
+    engine.forward_backward(batches, negative_logprob, packed.denominators)
+    named = {plain_name(name): parameter for name, parameter in engine._model.hf_model.named_parameters()}
+    gradients = {name: p.grad.full_tensor().clone() for name, p in named.items() if p.grad is not None}
+    engine.optim_step()
+    weights = {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+    has_images = [batch.images is not None for batch in batches]
+    return unpack(packed, shards[::num_sharing]), gradients, weights, has_images
+
+
+def assert_same_step(found, expected):
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5 * largest, rtol=1e-4)
+    torch.testing.assert_close(found[2], expected[2], atol=2e-5, rtol=0)
+
+
+def test_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
+    """Traps 6 and 10: one pack holds two images, none, one and none; transformers computes each sample by itself."""
+    model = tiny_vision_model(family)
+    samples = vision_samples(model)
+    ((logprobs, gradients, _, has_images),) = run_ranks(step, 1, folder, samples, 256, {})
+    assert has_images == [True]
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs, [reference_logprobs(model, s) for s in samples], atol=1e-5, rtol=0)
+    expected = reference_gradients(model, samples)
+    torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
+    assert any(name.startswith(TOWER) for name in gradients)
+
+
+def test_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks, family, folder):
+    """Trap 10: the tower's units gather and reduce on every rank, in every micro-batch."""
+    samples = vision_samples(tiny_vision_model(family), [GRIDS[0], [], [], []])
+    (alone,) = run_ranks(step, 1, folder, samples, 256, {})
+    ranks = run_ranks(step, 2, folder, samples, 24, {})
+    assert [flags for *_, flags in ranks] == [[True], [False]]
+    for found in ranks:
+        assert_same_step(found, alone)
+
+
+def test_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(run_ranks, family, folder):
+    """Trap 10: with Ulysses the border between two ranks goes through an image, and deep-stack features part with it.
+    The pack has an odd number of tokens."""
+    samples = vision_samples(tiny_vision_model(family))
+    assert sum(len(sample.token_ids) for sample in samples) % 2 == 1
+    (alone,) = run_ranks(step, 1, folder, samples, 256, {})
+    for found in run_ranks(step, 2, folder, samples, 256, {"ulysses_size": 2}):
+        assert_same_step(found, alone)
+
+
+def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family):
+    samples = vision_samples(tiny_vision_model(family))
+    (alone,) = run_ranks(step, 1, folder, samples, 256, {})
+    ranks = run_ranks(step, 2, folder, samples, 30, {"freeze_module_prefix": [TOWER]})
+    before = tiny_vision_model(family).state_dict()
+    for _, gradients, weights, _ in ranks:
+        assert gradients.keys() == {name for name in alone[1] if not name.startswith(TOWER)}
+        torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
+        tower = [name for name in weights if name.startswith(TOWER)]
+        assert tower
+        assert all(torch.equal(weights[name], before[name]) for name in tower)
+
+
+def test_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):
+    """Trap 10: elsewhere it trains the tower silently."""
+    (reason,) = run_ranks(refusal, 1, folder, {"freeze_module_prefix": ["visual"]})
+    assert "'visual' names no module" in reason
+    assert TOWER in reason
+
+
+def refusal(folder: str, keys: dict) -> str:
+    try:
+        build(folder, **keys)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_tower_is_sharded_by_itself_and_given_its_inputs_as_they_are(run_ranks, folder):
+    """Its blocks rotate by float32 angles, which in bfloat16 would be other angles."""
+    for keys in ({}, {"module_precision": [ModulePrecisionConfig(module=TOWER, cast_forward_inputs=False)]}):
+        (found,) = run_ranks(seen_by_a_block, 1, folder, {"param_dtype": "bfloat16"} | keys)
+        assert found == (torch.bfloat16, torch.float32, torch.bfloat16, [TOWER, f"{TOWER}.blocks.0"])
+
+
+def seen_by_a_block(folder: str, keys: dict):
+    """The dtypes of hidden states, angles and weights in its attention, and the names of the first two units."""
+    engine = build(folder, **keys)
+    found = []
+
+    def look(module, args, kwargs):
+        found.extend([kwargs["position_embeddings"][0].dtype, module.qkv.weight.dtype])
+
+    block = engine._model.hf_model.model.visual.blocks[0]
+    block.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
+    block.attn.register_forward_pre_hook(look, with_kwargs=True)
+    samples = vision_samples(tiny_vision_model("qwen3_vl"), GRIDS[:1])
+    engine.forward(pack(samples, num_shards=1, max_tokens=256).shards[0])
+    paths = {id(module): path for path, module in engine._model.hf_model.named_modules()}
+    units = [paths[id(unit)] for unit in engine._units if id(unit) in paths]
+    return *found, units[:2]
+
+
+def test_an_export_is_that_of_save_pretrained_with_the_processors_files(run_ranks, folder, tmp_path):
+    (Path(folder) / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    run_ranks(export, 2, folder, str(tmp_path / "out"))
+    saved, written = load_file(Path(folder) / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in saved.items())
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+    from transformers import AutoModelForImageTextToText
+
+    reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in reloaded.state_dict().items() if name in saved)
+
+
+def export(folder: str, out: str) -> None:
+    build(folder).export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
+
+
+def test_an_adapter_on_all_linear_layers_adapts_the_tower_too(run_ranks, tmp_path):
+    """As peft means it; a name with a prefix keeps to the language model. peft loads what is written."""
+    tiny_vision_model("qwen3_vl").save_pretrained(tmp_path / "model")
+    samples = vision_samples(tiny_vision_model("qwen3_vl"))
+    (found,) = run_ranks(adapt, 1, str(tmp_path / "model"), samples, str(tmp_path / "adapter"))
+    logprobs, off, base, names = found
+    assert all(map(torch.equal, off, base))
+    assert any(".visual." in name for name in names)
+    assert any(".language_model." in name for name in names)
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = [reference_logprobs(model.base_model.model, sample) for sample in samples]
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+def adapt(folder: str, samples, out: str):
+    packed = pack(samples, num_shards=1, max_tokens=256)
+
+    def logprobs(engine, **options):
+        return unpack(packed, [[found.logprobs for found in engine.forward(packed.shards[0], **options)]])
+
+    base = logprobs(build(folder))
+    engine = build(folder, lora=LoraConfig(rank=4))
+    engine.forward_backward(packed.shards[0], negative_logprob, packed.denominators)
+    engine.optim_step()
+    engine.export_adapter(Path(out), folder)
+    return (
+        logprobs(engine),
+        logprobs(engine, with_adapters=False),
+        base,
+        list(load_file(Path(out) / "adapter_model.safetensors")),
+    )

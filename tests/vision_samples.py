@@ -1,0 +1,73 @@
+"""Samples with images for the tiny models of tiny_models.py, and what transformers says about them."""
+
+from collections.abc import Sequence
+
+import torch
+from tiny_models import IMAGE, VISION_END, VISION_START
+from torch import Tensor
+
+from shardwise.types import Denominators, Images, Metrics, Sample, TokenBatch, TokenOutputs
+
+NUM_VALUES = 3 * 2 * 4 * 4
+"""Of a patch."""
+GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
+"""Height and width of the images of each sample, in patches: two of them, none, one, none."""
+
+
+def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, seed: int) -> Sample:
+    """Random words around images of random patches; everything but images is trained, from the second token on."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> Tensor:
+        return torch.randint(10, 131, (count,), generator=generator)
+
+    parts = [words(3)]
+    for _, height, width in grids:
+        parts += [torch.tensor([VISION_START, *[IMAGE] * (height * width // 4), VISION_END]), words(2)]
+    tokens = torch.cat([*parts, words(4)])
+    mask = (torch.arange(len(tokens)) > 1) & (tokens != IMAGE)
+    if not grids:
+        return Sample(uid=uid, token_ids=tokens, loss_mask=mask)
+    grid = torch.tensor(grids)
+    positions, _ = model.model.get_rope_index(tokens[None], (tokens == IMAGE).int()[None], image_grid_thw=grid)
+    pixels = torch.randn(int(grid.prod(1).sum()), NUM_VALUES, generator=generator)
+    return Sample(
+        uid=uid,
+        token_ids=tokens,
+        loss_mask=mask,
+        position_ids=positions[:, 0],
+        images=Images(pixel_values=pixels, image_grid_thw=grid),
+    )
+
+
+def vision_samples(model, grids=GRIDS) -> list[Sample]:
+    return [vision_sample(model, str(index), own, seed=index) for index, own in enumerate(grids)]
+
+
+def reference_logprobs(model, sample: Sample) -> Tensor:
+    """[L] of one sample alone by transformers' own forward, which finds positions itself; 0 where not trained."""
+    seen = {}
+    if sample.images is not None:
+        seen = {
+            "pixel_values": sample.images.pixel_values,
+            "image_grid_thw": sample.images.image_grid_thw,
+            "mm_token_type_ids": (sample.token_ids == IMAGE).int()[None],
+        }
+    model.base_model.rope_deltas = None
+    scores = model(input_ids=sample.token_ids[None], use_cache=False, **seen).logits[0, :-1].log_softmax(-1)
+    logprobs = scores.gather(1, sample.token_ids[1:, None])[:, 0]
+    return torch.cat([logprobs.new_zeros(1), logprobs]) * sample.loss_mask
+
+
+def negative_logprob(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    assert outputs.logprobs is not None
+    return -outputs.logprobs[batch.loss_mask].sum() / denominators.num_tokens, {}
+
+
+def reference_gradients(model, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Of the mean over the trained tokens, each sample alone."""
+    model.zero_grad()
+    num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    for sample in samples:
+        (-reference_logprobs(model, sample).sum() / num_tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
