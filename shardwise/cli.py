@@ -105,6 +105,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         nproc=options.nproc,
         stop_grace_seconds=trainer.stop_grace_seconds,
         faults=Path(trainer.output_dir) / REPORTS,
+        stall_timeout_seconds=trainer.stall_timeout_seconds,
         restarts=Restarts(
             options.max_restarts,
             command=again,

@@ -19,7 +19,13 @@ _LAYOUT_KEYS = (
 _RUN_KEYS = (
     *("trainer.output_dir", "trainer.validate_every_steps", "trainer.save_every_steps", "trainer.save_state"),
     *("trainer.keep_last", "trainer.keep_every_steps", "trainer.keep_best", "trainer.on_save_error"),
-    *("trainer.save_retries", "trainer.save_timeout_seconds", "trainer.async_save", "trainer.resume_fallback"),
+    *(
+        "trainer.save_retries",
+        "trainer.save_timeout_seconds",
+        "trainer.async_save",
+        "trainer.stall_timeout_seconds",
+        "trainer.resume_fallback",
+    ),
     *("trainer.tensorboard", "trainer.resume", "trainer.resume_allow", "trainer.max_nonfinite_steps"),
     *("trainer.adamw_implementation", "data.validation_files", "data.max_validation_rows"),
     *("rollout.max_concurrent_sequences", "rollout.environment.max_concurrent_calls", "reward.num_workers"),

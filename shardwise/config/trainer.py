@@ -53,6 +53,10 @@ class TrainerConfig(OptimizerConfig):
     not."""
     save_timeout_seconds: PositiveFloat = 3600.0
     """How long a save in the background may take, with what is tried again, before the run ends as one that hangs."""
+    stall_timeout_seconds: PositiveFloat | None = 7200.0
+    """How long rank 0 may stay in one phase or command, or sample without a completion that ends, before the run ends
+    as one that hangs, with the stacks of every rank; longer than engine.collective_timeout_seconds, by which ranks that
+    wait for each other find out. null: no limit."""
     save_state: bool = True
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""

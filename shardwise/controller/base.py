@@ -8,6 +8,10 @@ class RankSilentError(RuntimeError):
     """Another rank did not do its part in time."""
 
 
+class RankStalledError(RuntimeError):
+    """Rank 0, which the others wait for as long as it takes, does not go on."""
+
+
 class WorkerGroup(Protocol):
     """Calls methods of a worker object that lives on every rank. Knows no machine learning."""
 

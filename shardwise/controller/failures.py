@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.config import EngineLostError, UserError
-from shardwise.controller.base import RankSilentError
+from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.signals import STOP_SIGNALS
@@ -39,20 +39,23 @@ class Note:
     """Another rank is gone, or hangs: not the cause."""
     is_timeout: bool
     """The other rank hangs."""
+    is_stalled: bool = False
+    """Rank 0 does not go on: this rank, or what it waits for."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
         """Of the error that ends this rank."""
         message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
-        is_silent = isinstance(error, RankSilentError)
+        is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
         return cls(
             rank=rank,
             time=time.monotonic(),
             message=message,
-            traceback="" if is_silent else "".join(traceback.format_exception(error)),
+            traceback="" if is_silent or is_stalled else "".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
             is_lost_peer=is_lost_peer(error),
             is_timeout=is_silent or (is_lost_peer(error) and bool(_TIMED_OUT.search(message))),
+            is_stalled=is_stalled,
         )
 
     def leave(self, folder: Path) -> None:
@@ -78,10 +81,13 @@ class Failure:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether it only tells that another rank is gone or hangs."""
-    if isinstance(error, UserError | EngineLostError):
+    """Whether it only tells that another rank is gone or hangs: torch's transports raise RuntimeErrors for that, and
+    other kinds of errors are of what this rank did itself, whatever they say of connections."""
+    if isinstance(error, RankSilentError):
+        return True
+    if isinstance(error, UserError | EngineLostError | RankStalledError) or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, RankSilentError) or bool(_LOST_PEER.search(str(error)))
+    return bool(_LOST_PEER.search(str(error)))
 
 
 def note_failure(error: BaseException, rank: int) -> int:
@@ -93,7 +99,7 @@ def note_failure(error: BaseException, rank: int) -> int:
     note, folder = Note.of(error, rank), os.environ.get(JOB_FOLDER_VARIABLE)
     if folder is not None:
         note.leave(Path(folder))
-        if note.is_timeout:
+        if note.is_timeout or note.is_stalled:
             wait_until_collected(Path(folder))
     elif note.is_lost_peer and rank > 0:
         print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
@@ -152,6 +158,10 @@ def explain(
         reason = " ".join(first.message.split())
         return Failure(f"rank {', '.join(silent)}: rank {first.rank} waited in vain ({reason})")
     place = _inside(places.get(first.rank, ""))
+    if first.is_stalled:
+        rank = next((rank for rank in states if rank not in idle), first.rank)
+        state = f" and {states[rank]}" if rank in states else ""
+        return Failure(f"rank {rank} hangs{_inside(places.get(rank, ''))}{state}: {first.message}")
     return Failure(f"rank {first.rank} failed{place}: {first.message}", traceback=first.traceback)
 
 

@@ -14,6 +14,7 @@ from shardwise.controller.failures import Failure, Note, explain, num_killed_for
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
+from shardwise.controller.stall import stall_error
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.processes import die_with
@@ -42,6 +43,7 @@ def launch(
     nproc: int,
     stop_grace_seconds: float = 0.0,
     faults: Path | None = None,
+    stall_timeout_seconds: float | None = None,
     restarts: Restarts | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
@@ -51,6 +53,7 @@ def launch(
     Args:
         stop_grace_seconds: what rank 0 allows itself for that.
         faults: the folder for reports of what every rank did when one hung or crashed.
+        stall_timeout_seconds: how long rank 0 may take to go on; None: as long as it wants.
         restarts: decides whether a job that failed starts again.
     Returns:
         The job's exit code. Prints why it failed.
@@ -59,7 +62,15 @@ def launch(
     variables = {STARTED_VARIABLE: str(time.monotonic())}
     with stop_signals(asked.append):
         while True:
-            end = _run(command, nproc, asked, variables, stop_grace_seconds=stop_grace_seconds, faults=faults)
+            end = _run(
+                command,
+                nproc,
+                asked,
+                variables,
+                stop_grace_seconds=stop_grace_seconds,
+                faults=faults,
+                stall_timeout_seconds=stall_timeout_seconds,
+            )
             if end.failure is None:
                 return end.code
             if restarts is None:
@@ -170,6 +181,7 @@ def _run(
     *,
     stop_grace_seconds: float,
     faults: Path | None,
+    stall_timeout_seconds: float | None,
 ) -> _End:
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
     num_killed, memory = num_killed_for_memory(), MemoryHistory()
@@ -177,7 +189,7 @@ def _run(
         scratch_folder() as folder,
         _Ranks(command, nproc, folder, variables) as ranks,
     ):
-        _wait(ranks, asked, memory)
+        _wait(ranks, asked, memory, stall_timeout_seconds)
         if asked:
             _stop(ranks, asked, stop_grace_seconds)
         code = ranks.codes().get(0)
@@ -194,11 +206,15 @@ def _run(
         return _End(failure.code, failure, _activity(ranks.folder, 0).step)
 
 
-def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory) -> None:
-    """Waits for all ranks to succeed, one to fail or to give up waiting for another, or a signal. Meanwhile it looks at
-    what they hold."""
+def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall_timeout_seconds: float | None) -> None:
+    """Waits for all ranks to succeed, one to fail or to give up waiting for another, rank 0 to stall, or a signal.
+    Meanwhile it looks at what they hold."""
     while not (asked or ranks.have_succeeded or any(ranks.codes().values()) or _is_hang(read_notes(ranks.folder))):
         memory.sample(ranks.pids())
+        leader = Activity.read(ranks.folder, 0)
+        stalled = None if leader is None or 0 in ranks.codes() else stall_error(leader, stall_timeout_seconds)
+        if stalled is not None:
+            Note.of(stalled, 0).leave(ranks.folder)
         time.sleep(_POLL_SECONDS)
 
 
@@ -239,7 +255,7 @@ def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int, memory: Me
 
 
 def _is_hang(notes: Sequence[Note]) -> bool:
-    return any(note.is_timeout for note in notes)
+    return any(note.is_timeout or note.is_stalled for note in notes)
 
 
 def _activity(folder: Path, rank: int) -> Activity:

@@ -48,7 +48,7 @@ class Peers:
         note = Note.of(error, self._rank)
         try:
             note.leave(self._folder)
-            if not note.is_timeout:
+            if not (note.is_timeout or note.is_stalled):
                 return note_failure(error, self._rank)
             (self._folder / _ASKED).touch(exist_ok=False)
         except FileNotFoundError:  # the first rank of this host has left, and its folder with it

@@ -47,7 +47,7 @@ class Activity:
     """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine. Of
     every thread that does."""
     since: float = 0.0
-    """When this began, as time.monotonic()."""
+    """When this began or last went on, as time.monotonic()."""
     serves: bool = False
     """It does nothing but what it is told."""
     pid: int = 0
@@ -80,13 +80,15 @@ class Activity:
 
 
 class _Record:
-    """This rank's activity, in a file that outlives it."""
+    """This rank's activity, in a file that outlives it where others look at it."""
 
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(_RECORD_BYTES))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
-        self._activity = Activity(pid=os.getpid())
+    def __init__(self, path: Path | None) -> None:
+        self._map: mmap.mmap | None = None
+        if path is not None:
+            path.write_bytes(bytes(_RECORD_BYTES))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
+        self.activity = Activity(pid=os.getpid())
         self._commands: dict[int, str] = {}
         self._lock = threading.Lock()
         self.change()
@@ -105,12 +107,13 @@ class _Record:
             self._write(command="` and `".join(self._commands.values()))
 
     def _write(self, **fields: Any) -> None:
-        self._activity = replace(self._activity, since=time.monotonic(), **fields)
-        self._map[:] = json.dumps(asdict(self._activity)).encode().ljust(_RECORD_BYTES)[:_RECORD_BYTES]
+        self.activity = replace(self.activity, since=time.monotonic(), **fields)
+        if self._map is not None:
+            self._map[:] = json.dumps(asdict(self.activity)).encode().ljust(_RECORD_BYTES)[:_RECORD_BYTES]
 
 
-_record: _Record | None = None
-"""Of this process; None where nobody would read it."""
+_record = _Record(None)
+"""Of this process."""
 
 
 def be_watched(rank: int, folder: Path | None = None) -> None:
@@ -118,6 +121,7 @@ def be_watched(rank: int, folder: Path | None = None) -> None:
     global _record
     if folder is None:
         if JOB_FOLDER_VARIABLE not in os.environ:
+            _record = _Record(None)
             return
         folder = Path(os.environ[JOB_FOLDER_VARIABLE])
     stacks = (folder / f"stacks-{rank}").open("w")  # stays open as long as this process lives
@@ -129,28 +133,32 @@ def be_watched(rank: int, folder: Path | None = None) -> None:
 def enter_step(step: int | None) -> None:
     """Says which step the recipe begins: to whoever looks from outside, and to the fault plan."""
     plan().step = step
-    if _record is not None:
-        _record.change(step=step, phase="")
+    _record.change(step=step, phase="")
 
 
 def enter_phase(phase: str) -> None:
     """Says what the recipe does in its step; "" is nothing that has a name."""
-    if _record is not None:
-        _record.change(phase=phase)
+    _record.change(phase=phase)
 
 
 def enter_service() -> None:
     """Says that this rank does nothing from here on but what it is told."""
-    if _record is not None:
-        _record.change(serves=True)
+    _record.change(serves=True)
+
+
+def go_on() -> None:
+    """Says that this rank gets on with what it does, where that may take hours."""
+    _record.change()
+
+
+def own_activity() -> Activity:
+    """Of this rank."""
+    return _record.activity
 
 
 @contextmanager
 def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
     """The body serves or calls a method."""
-    if _record is None:
-        yield
-        return
     words = [argument for argument in arguments if isinstance(argument, str) and 0 < len(argument) <= _WORD_CHARACTERS]
     _record.command(" ".join([method, *words[:2]]))
     yield

@@ -31,6 +31,7 @@ from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
+from shardwise.controller.stall import RankStalledError, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import begin_plan
@@ -75,6 +76,7 @@ def run_recipe(config: RecipeConfig) -> int:
         apart=config.rollout.apart if isinstance(config, RLConfig) else None,
         faults=() if isinstance(config, EvalConfig) else config.trainer.faults,
         output_dir=config.eval.output_dir if isinstance(config, EvalConfig) else config.trainer.output_dir,
+        stall_timeout_seconds=None if isinstance(config, EvalConfig) else config.trainer.stall_timeout_seconds,
     )
 
 
@@ -150,6 +152,7 @@ def run_rank(
     apart: Split | None = None,
     faults: Sequence[str] = (),
     output_dir: str | None = None,
+    stall_timeout_seconds: float | None = None,
 ) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
@@ -157,6 +160,7 @@ def run_rank(
         apart: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
         faults: to rehearse, beside those of the environment variable.
         output_dir: where a job without our launcher leaves what every rank did when one of them hung.
+        stall_timeout_seconds: how long rank 0 may take to go on; None: as long as it wants.
     Returns:
         The exit code of this process.
     """
@@ -172,10 +176,13 @@ def run_rank(
             num_together = _num_together(rank, apart)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
+            reports = None if output_dir is None else Path(output_dir) / REPORTS
             if rank.world_size > 1 and not is_launched():
-                reports = None if output_dir is None else Path(output_dir) / REPORTS
                 peers = stack.enter_context(watched_by_peers(rank, store, reports))
                 note, react = peers.note_failure, peers.pass_on
+            if rank.rank == 0 and not is_launched():
+                end = partial(_end_stalled, note, reports, is_alone=rank.world_size == 1)
+                stack.enter_context(watching_itself(stall_timeout_seconds, end))
             control = stack.enter_context(
                 process_group(
                     rank,
@@ -221,6 +228,13 @@ def _end(note: Callable[[Exception], int], error: Exception) -> None:
     """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
     if not is_lost_peer(error):
         os._exit(note(error))
+
+
+def _end_stalled(
+    note: Callable[[Exception], int], reports: Path | None, error: RankStalledError, *, is_alone: bool
+) -> None:
+    """Ends this process, of which a thread found that it does not go on."""
+    os._exit(note(with_own_stacks(error, reports) if is_alone else error))
 
 
 def _begin_plan(faults: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from shardwise.config import (
     ModelError,
     OptimizerConfig,
 )
+from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
 from shardwise.fault_plan import fault_point
@@ -259,7 +260,7 @@ class Worker:
         fault_point("rollout")
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
-        return self._rollout.generate(requests, is_interrupted=self._interruption.is_set)
+        return self._rollout.generate(requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set)
 
     def take_restarts(self) -> int:
         """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from shardwise.config import DataError, EngineLostError
-from shardwise.controller.base import RankSilentError
+from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.failures import Note, explain, num_killed_for_memory
 
 PLACES = {0: "step 3, train, `train policy`", 1: "step 3, `train policy`"}
@@ -84,3 +84,20 @@ def test_an_error_is_told_before_those_of_peers_and_a_mistake_does_not_pass():
     failure = reason({1: 1}, [Note.of(KeyError("x"), 1)])
     assert failure.message == "rank 1 failed in step 3, `train policy`: 'x'"
     assert "KeyError" in failure.traceback
+
+
+def test_f03_a_stall_is_of_rank_0_unless_it_waits_for_a_rank_that_is_stopped():
+    note = Note.of(RankStalledError("rank 0 has not gone on for 9 s"), 0)
+    assert (note.is_lost_peer, note.is_timeout, note.is_stalled, note.traceback) == (False, False, True, "")
+    assert reason({}, [note]).message == (
+        "rank 0 hangs in step 3, train, `train policy`: rank 0 has not gone on for 9 s"
+    )
+    stopped = {0: "is stopped (SIGSTOP)"}
+    assert reason({}, [note], stopped, idle={1}).message.startswith(
+        "rank 0 hangs in step 3, train, `train policy` and is stopped (SIGSTOP): "
+    )
+    stopped = {1: "is stopped (SIGSTOP)"}
+    assert reason({}, [note], stopped).message == (
+        "rank 1 hangs in step 3, `train policy` and is stopped (SIGSTOP): rank 0 has not gone on for 9 s"
+    )
+    assert reason({}, [note], stopped, idle={1}).message.startswith("rank 0 hangs")

@@ -1,0 +1,65 @@
+"""Rank 0 leads, and the others wait for it as long as it takes: who notices that it does not go on.
+
+Under our launcher that is the launcher, which sees a stopped process too; elsewhere a thread of rank 0 itself.
+"""
+
+import faulthandler
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.controller.base import RankStalledError
+from shardwise.controller.watchdog import Activity, own_activity, write_reports
+
+STALL_KEY = "trainer.stall_timeout_seconds"
+_LONGEST_NAP_SECONDS = 5.0
+
+
+def stall_error(activity: Activity, timeout_seconds: float | None) -> RankStalledError | None:
+    """What to say of a rank that has begun nothing new for too long; None: nothing."""
+    if timeout_seconds is None or activity.seconds <= timeout_seconds:
+        return None
+    return RankStalledError(
+        f"rank 0 has not gone on for {activity.seconds:.0f} s ({STALL_KEY}={timeout_seconds:g}); if it is only slow, "
+        "raise that"
+    )
+
+
+@contextmanager
+def watching_itself(timeout_seconds: float | None, end: Callable[[RankStalledError], None]) -> Iterator[None]:
+    """Inside, a thread calls `end` where this rank does not go on."""
+    if timeout_seconds is None:
+        yield
+        return
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(min(timeout_seconds / 4, _LONGEST_NAP_SECONDS)):
+            if (error := stall_error(own_activity(), timeout_seconds)) is not None:
+                end(error)
+                return
+
+    thread = threading.Thread(target=watch, name="stalls", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_LONGEST_NAP_SECONDS)
+
+
+def with_own_stacks(error: RankStalledError, reports: Path | None) -> RankStalledError:
+    """Of a job of one process, which nobody else can ask: the error with where it hangs, and where its stacks are."""
+    told = f"rank 0 hangs in {own_activity().place or 'its start'}: {error}"
+    if reports is None:
+        return RankStalledError(told)
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        stacks = file.read().decode()
+    try:
+        return RankStalledError(f"{told}; its stacks: {write_reports(reports, {0: stacks})}")
+    except OSError as failure:
+        return RankStalledError(f"{told}; its stacks could not be written to {reports}: {failure}")
