@@ -229,7 +229,7 @@ class StartedRun:
         while left and time.monotonic() < deadline:
             time.sleep(0.05)
             left = self._left()
-        assert not left
+        assert not left, left
         if code != -signal.SIGKILL:
             assert not list(self._tmp.glob("*shardwise*"))
         return code

@@ -36,8 +36,8 @@ class WrapPolicyConfig(Config):
     """
 
     transformer_layer_cls_to_wrap: Annotated[list[str], Field(min_length=1)] | None = None
-    """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the
-    vision blocks of models that have them."""
+    """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the vision blocks of models
+    that have them. These are also the layers that are checkpointed, compiled, and whose MLPs are tiled."""
     wrap_embeddings: bool = False
     """The token embedding is a unit: sharded like a layer, at the price of another gather. Not for models whose
     embedding and output projection are one weight."""

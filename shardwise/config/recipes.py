@@ -163,6 +163,8 @@ class RewardModelConfig(Config):
     """`shardwise reward-model`: a model that scores answers, from pairs of them."""
 
     model: ModelConfig
+    """A saved reward model, or a causal language model, which gets a score head (drawn from one seed, the same in every
+    run and layout)."""
     data: PreferenceDataConfig = PreferenceDataConfig()
     engine: EngineConfig = EngineConfig()
     loss: RewardModelLoss = BradleyTerry()
@@ -182,7 +184,8 @@ class CriticConfig(Config):
     """PPO's critic: a second model that learns the value of every token."""
 
     model: ModelConfig | None = None
-    """The folder it starts from, a causal language model or a saved critic; null takes that of the policy."""
+    """The folder it starts from, a saved critic or a causal language model, which gets a value head (drawn from one
+    seed, the same in every run and layout); null takes that of the policy."""
     engine: EngineConfig | None = None
     """Its layout; null takes that of the policy, without its adapters."""
     optimizer: OptimizerConfig = OptimizerConfig()

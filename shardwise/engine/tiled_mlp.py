@@ -25,28 +25,40 @@ class TiledMLP(ActivationWrapper):
         super().__init__(mlp)
         self._num_shards = num_shards
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., t, D] -> the same shape."""
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """[..., t, D] -> the same shape, with whatever else the module returns of each token (GPT-OSS: its router's
+        scores, [t, k]).
+
+        Raises:
+            ModelError: it returns something that is not of each token.
+        """
         mlp = self._checkpoint_wrapped_module
         tokens = hidden.flatten(0, -2)
         num_shards = min(self._num_shards, tokens.shape[0])
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
-        out: Tensor = _Tiled.apply(mlp, num_shards, tokens, *trained)
-        return out.view_as(hidden)
+        out: Tensor | tuple[Tensor, ...] = _Tiled.apply(mlp, num_shards, tokens, *trained)
+        if isinstance(out, Tensor):
+            return out.view_as(hidden)
+        return out[0].view_as(hidden), *out[1:]
 
 
 class _Tiled(torch.autograd.Function):
     """Takes the trained parameters as inputs, so that their gradients leave through autograd as any others do."""
 
     @staticmethod
-    def forward(ctx: Any, mlp: nn.Module, num_shards: int, tokens: Tensor, *trained: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, mlp: nn.Module, num_shards: int, tokens: Tensor, *trained: nn.Parameter
+    ) -> Tensor | tuple[Tensor, ...]:
         ctx.mlp, ctx.num_shards, ctx.num_trained = mlp, num_shards, len(trained)
         ctx.save_for_backward(tokens)
-        return torch.cat([_compute(mlp, part) for part in tokens.tensor_split(num_shards)])
+        ctx.set_materialize_grads(False)
+        slices = [_compute(mlp, part) for part in tokens.tensor_split(num_shards)]
+        outs = tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
+        return outs if len(outs) > 1 else outs[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads_of_outs: Tensor | None) -> tuple[Any, ...]:
         (tokens,) = ctx.saved_tensors
         # FSDP has gathered them again: these are the objects that forward was given.
         trained = [parameter for parameter in ctx.mlp.parameters() if parameter.requires_grad]
@@ -55,12 +67,18 @@ class _Tiled(torch.autograd.Function):
             torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in trained
         ]
+        used = [i for i, grad in enumerate(grads_of_outs) if grad is not None]
+        sliced_grads = zip(
+            *(grad.tensor_split(ctx.num_shards) for grad in grads_of_outs if grad is not None), strict=True
+        )
         token_grads = []
-        for part, part_grad in zip(tokens.tensor_split(ctx.num_shards), grad.tensor_split(ctx.num_shards), strict=True):
+        for part, part_grads in zip(tokens.tensor_split(ctx.num_shards), sliced_grads, strict=True):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad():
-                out = _compute(ctx.mlp, leaf)
-            token_grad, *grads = torch.autograd.grad(out, [leaf, *trained], part_grad, allow_unused=True)
+                outs = _compute(ctx.mlp, leaf)
+            token_grad, *grads = torch.autograd.grad(
+                [outs[i] for i in used], [leaf, *trained], part_grads, allow_unused=True
+            )
             token_grads.append(token_grad)
             for total, part_of_total in zip(totals, grads, strict=True):
                 if part_of_total is not None:
@@ -69,15 +87,18 @@ class _Tiled(torch.autograd.Function):
         return None, None, torch.cat(token_grads), *summed
 
 
-def _compute(mlp: nn.Module, tokens: Tensor) -> Tensor:
-    """[n, D] -> [n, D]; models give their MLPs a batch dimension."""
+def _compute(mlp: nn.Module, tokens: Tensor) -> tuple[Tensor, ...]:
+    """[n, D] -> [n, D], and the other outputs, each of n rows; models give their MLPs a batch dimension."""
     out = mlp(tokens[None])
-    if not isinstance(out, Tensor):
+    if isinstance(out, Tensor):
+        return (out[0],)
+    others = tuple(out[1:])
+    if not all(isinstance(other, Tensor) and other.shape[:1] == tokens.shape[:1] for other in others):
         raise ModelError(
-            f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns more than its hidden states, which cannot be "
-            "put together from slices; set it to false for this model"
+            f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns, beside its hidden states, what does not have "
+            "a row for each token and cannot be put together from slices; set it to false for this model"
         )
-    return out[0]
+    return out[0][0], *others
 
 
 def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:

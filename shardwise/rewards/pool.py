@@ -1,13 +1,21 @@
 """A pool of processes that score completions: bounded in time, named in failure, whole after either."""
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.config import FunctionReward, RewardError
 from shardwise.rewards.base import Answer, RewardJob
-from shardwise.rewards.process import MAX_AHEAD, ForkServer, RewardProcess, WorkerLost, wait_for_any
+from shardwise.rewards.process import (
+    MAX_AHEAD,
+    MOMENT_SECONDS,
+    ForkServer,
+    RewardProcess,
+    WorkerLost,
+    wait_for_any,
+)
 
 
 class RewardPool:
@@ -80,6 +88,8 @@ class RewardPool:
         while num_open:
             self._hand_out(pending, messages)
             wait_for_any([self._server, *self._workers])
+            if all(worker.has_plenty for worker in self._workers):
+                time.sleep(MOMENT_SECONDS)
             for call, answer in self._collect(pending):
                 arrived.append((call, answer))
             # Processes get new work before the caller gets the answers: it may take its time with them.

@@ -26,6 +26,10 @@ AHEAD_SECONDS = 0.05
 """A process gets the next jobs while it works on this one, about as many as it does in this time: for short jobs the
 way back and forth would cost as much as the call, and on a busy machine much more."""
 MAX_AHEAD = 32
+PLENTY = 8
+"""A process with more jobs than this is left alone for a moment: looking at every answer by itself would take the cores
+from the calls."""
+MOMENT_SECONDS = 0.002
 LONG_SECONDS = 0.2
 """Jobs that wait behind a call that has run longer are taken back: the call may hang."""
 _END_SECONDS = 5.0
@@ -170,7 +174,7 @@ class RewardProcess:
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
         self.pid: int | None = None
         """None until it is there."""
-        self._last_seconds = float("inf")
+        self._seconds_per_job = float("inf")
         # Numbers in the order of sending: a job that was taken back may be sent to this process again.
         self._tickets: deque[int] = deque()
         self._next_ticket = 0
@@ -200,8 +204,13 @@ class RewardProcess:
         """Whether it can be given a job: it has none, or few that are likely to end in a moment."""
         if not self.ready or not self.jobs:
             return self.ready
-        is_quick = self._last_seconds * len(self.jobs) < AHEAD_SECONDS and self._head_seconds() < AHEAD_SECONDS
+        is_quick = self._seconds_per_job * len(self.jobs) < AHEAD_SECONDS and self._head_seconds() < AHEAD_SECONDS
         return is_quick and len(self.jobs) <= MAX_AHEAD
+
+    @property
+    def has_plenty(self) -> bool:
+        """Whether it has several jobs to do, so that its next answer can wait for those that follow at once."""
+        return len(self.jobs) > PLENTY and self._head_seconds() < AHEAD_SECONDS
 
     def take_back(self) -> list[int]:
         """The jobs that wait behind a long call, in order, which may then be sent to other processes.
@@ -249,9 +258,14 @@ class RewardProcess:
         if not data:
             raise WorkerLost("ended with the process that had forked it")
         *lines, self._unread = (self._unread + data).split(b"\n")
+        num_answers = 0
         for line in lines:
             if (answer := self._read_message(line)) is not None:
+                num_answers += 1
                 yield answer
+        if num_answers:
+            now = time.monotonic()
+            self._seconds_per_job, self._head_since = (now - self._head_since) / num_answers, now
         self._check_deadline()
 
     def kill(self) -> None:
@@ -309,8 +323,6 @@ class RewardProcess:
             expected = False
         if not expected:
             raise WorkerLost("wrote to a pipe that belongs to Shardwise (a fork that returned from the function?)")
-        now = time.monotonic()
-        self._last_seconds, self._head_since = now - self._head_since, now
         self._tickets.popleft()
         return message | {"job": self.jobs.popleft()}
 

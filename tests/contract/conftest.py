@@ -97,7 +97,7 @@ def not_in_a_server(kind) -> None:
 
 
 @pytest.fixture(scope="session")
-def open_engine(kind, folders, tokenizer) -> Iterator[Callable[..., RolloutEngine]]:
+def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable[..., RolloutEngine]]:
     """`open_engine("qwen3", dtype=..., temperature=...)`: an engine that is kept for later tests, which therefore put
     back what they load."""
     kept: dict[str, RolloutEngine] = {}
@@ -117,7 +117,9 @@ def open_engine(kind, folders, tokenizer) -> Iterator[Callable[..., RolloutEngin
         python, args = (
             (sys.executable, {}) if kind == "sglang_stub" else (SGLANG_PYTHON, {"attention_backend": "triton"})
         )
-        return SglangEngine.from_folder(folders[family], SglangRollout(python=python, args=args), **common)
+        weights_folder = str(tmp_path_factory.mktemp("weights"))
+        config = SglangRollout(python=python, args=args, weights_folder=weights_folder)
+        return SglangEngine.from_folder(folders[family], config, **common)
 
     def build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options):
         inside, *_ = kind.split()

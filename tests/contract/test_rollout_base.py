@@ -34,11 +34,18 @@ def tokens(groups) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-def generated_in_pieces(engine, wanted, *, between=lambda: None):
+def generated_in_pieces(engine, wanted, *, between=lambda: None, is_enough=lambda groups, num_parts: num_parts > 2):
     """Completions of three calls that are interrupted and one that is not, and how many parts the longest has."""
-    # A process is told of an interruption some time after it began.
-    looks = 2 if isinstance(engine, SupervisedEngine) else 13
+    if not isinstance(engine, SupervisedEngine):
+        return _in_pieces(engine, wanted, between, looks=13)
+    for _ in range(20):  # a process is told of an interruption some time after it began, when it may be done
+        groups, num_parts = _in_pieces(engine, wanted, between, looks=2)
+        if is_enough(groups, num_parts):
+            break
+    return groups, num_parts
 
+
+def _in_pieces(engine, wanted, between, looks):
     def call(requests, *, is_last=False):
         seen = count()
         return engine.generate(requests, is_interrupted=lambda: not is_last and next(seen) >= looks)

@@ -8,6 +8,7 @@ which every pair of options that can be combined occurs together; `make test-ful
 
 import copy
 import itertools
+import math
 import random
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -110,8 +111,17 @@ IMPOSSIBLE = [
     ("wrap", {"expert units"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # would be gathered for every tile
 ]
 """Pairs of options that the engine refuses, or that have no reference."""
-CORE = ["layout", "checkpointing", "micro_batches", "tiled_mlp", "reshard", "reduce"]
-"""The axes of the product; of the others each of its cells draws an option."""
+PRODUCT = {
+    "layout": list(AXES["layout"]),
+    "checkpointing": ["none", "full", "by operation", "every 2nd"],
+    "tiled_mlp": ["whole", "4 tiles"],
+    "reshard": ["reshard", "keep"],
+    "offload_policy": list(AXES["offload_policy"]),
+    "reduce": list(AXES["reduce"]),
+    "adapters": list(AXES["adapters"]),
+    "loss": ["sft", "value", "token-mean"],
+}
+"""The options whose every combination is a cell; of the other axes each of these cells draws an option."""
 
 
 class Cell(namedtuple("Cell", AXES)):
@@ -173,14 +183,14 @@ def covering_cells():
 
 
 def product_cells():
-    """Every combination of the core axes, with one way to tile; of each other axis an option drawn at random."""
+    """Every combination of the options in PRODUCT; of each other axis an option drawn at random."""
     draw = random.Random(0)
     cells = []
-    for core in itertools.product(*(AXES[axis] for axis in CORE)):
-        chosen = dict(zip(CORE, core, strict=True))
-        if chosen["tiled_mlp"] == "3 tiles" or not can_combine(chosen):
+    for options in itertools.product(*PRODUCT.values()):
+        chosen = dict(zip(PRODUCT, options, strict=True))
+        if not can_combine(chosen):
             continue
-        for axis in (axis for axis in AXES if axis not in CORE):
+        for axis in (axis for axis in AXES if axis not in PRODUCT):
             chosen[axis] = draw.choice([option for option in AXES[axis] if can_combine({**chosen, axis: option})])
         cells.append(Cell(**chosen))
     return cells
@@ -250,6 +260,21 @@ def with_policy_fields(model, samples):
         advantage = torch.full((length,), -1.3 if row % 2 else 0.9)
         filled.append(replace(sample, old_logprobs=old, rollout_logprobs=old, ref_logprobs=ref, advantages=advantage))
     return filled
+
+
+def away_from_clips(model, samples):
+    """The same with no ratio within 8 % of where a clip begins: there roundings choose the branch, and the gradient
+    jumps."""
+    with torch.no_grad():
+        current = padded_scores(model, samples)
+    moved = []
+    for row, sample in enumerate(samples):
+        log_ratios = current[row, : len(sample.token_ids)] - sample.old_logprobs
+        for bound in (0.9, 1.25, 1.5):
+            near = (log_ratios - math.log(bound)).abs() < 0.08
+            log_ratios = torch.where(near, math.log(bound) + 0.08, log_ratios)
+        moved.append(replace(sample, old_logprobs=current[row, : len(sample.token_ids)] - log_ratios))
+    return moved
 
 
 def reference_loss(model, samples, name):
@@ -518,7 +543,7 @@ def test_all_losses_and_gradients_equal_the_padded_reference(run_ranks, families
 
 
 def flat(gradients):
-    return torch.cat([gradient.double().flatten() for gradient in gradients.values()])
+    return torch.cat([gradient.double().flatten() for gradient in gradients.values() if gradient is not None])
 
 
 def distance(gradients, others):
@@ -545,32 +570,46 @@ HALF_CELLS = {
     ],
 }
 HALF_LOSS_TOLERANCE = 5e-3
-"""Relative, to the reference; 2.5e-3 is measured."""
+"""Relative, to the reference; 2.7e-3 is measured."""
 HALF_GRADIENT_TOLERANCE = 0.035
-"""Relative L2 distance of the whole gradient to the reference's; 0.024 is measured, and 0.037 between the reference
+"""Relative L2 distance of the whole gradient to the reference's; 0.031 is measured, and 0.037 between the reference
 and float32."""
 HALF_LAYOUT_TOLERANCE = 0.01
 """The same between two layouts, where only sums are in another order; 0.006 is measured."""
 
 
-@pytest.mark.parametrize(("family", "loss"), [("qwen3", "sft"), ("llama", "value"), ("gemma2", "sft")])
+@pytest.mark.parametrize(
+    ("family", "loss", "adapters"),
+    [
+        ("qwen3", "sft", "no adapters"),
+        ("llama", "value", "no adapters"),
+        ("gemma2", "sft", "no adapters"),
+        ("gemma2", "token-mean", "no adapters"),
+        ("llama", "sft", "lora"),
+        ("qwen3", "token-mean", "lora"),
+    ],
+)
 def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_errors_break(
-    run_ranks, families, family, loss
+    run_ranks, families, family, loss, adapters
 ):
     """The reference is the same padded batch through the model in bfloat16. A lost micro-batch is five times farther
     from it than is allowed, a factor 1/sp fourteen times."""
-    kind = "value" if loss == "value" else "policy"
-    samples, model = families.samples[family, kind, "long"], families.models[family, kind]
+    kind = kind_of(cell(loss=loss, adapters=adapters))
+    model = families.models[family, kind]
+    samples = away_from_clips(model, families.samples[family, kind, "long"])
     expected_loss, expected = reference(copy.deepcopy(model).bfloat16(), samples, loss)
     first = None
     for world_size, rows in HALF_CELLS.items():
-        cells = [cell(family=family, loss=loss, **row) for row in rows]
-        results = run_ranks(train_cells, world_size, families.folders, families.samples, cells, "bfloat16")
+        cells = [cell(family=family, loss=loss, adapters=adapters, **row) for row in rows]
+        results = run_ranks(
+            train_cells, world_size, families.folders, {(family, kind, "long"): samples}, cells, "bfloat16"
+        )
         for half_cell, ranks in zip(cells, zip(*results, strict=True), strict=True):
             parts = [rank[0] for rank in ranks]
             total = sum(part[1] for part in parts[:: half_cell.engine.get("ulysses_size", 1)])
             gradients = whole_gradients([part[2] for part in parts], half_cell.engine.get("fsdp_size", world_size))
             first = gradients if first is None else first
+            print(half_cell.name, total / expected_loss - 1, distance(gradients, expected), distance(gradients, first))
             assert total == pytest.approx(expected_loss, rel=HALF_LOSS_TOLERANCE), half_cell.name
             assert distance(gradients, expected) < HALF_GRADIENT_TOLERANCE, half_cell.name
             assert distance(gradients, first) < HALF_LAYOUT_TOLERANCE, half_cell.name
@@ -579,7 +618,7 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
     kept = samples[:longest] + samples[longest + 1 :]
     share, num_tokens = (sum(int(sample.loss_mask.sum()) for sample in some) for some in (kept, samples))
     _, gradients = reference(model, kept, loss)
-    lost = {name: gradient * share / num_tokens for name, gradient in gradients.items()}
+    lost = {name: gradient * share / num_tokens for name, gradient in gradients.items() if gradient is not None}
     assert distance(lost, expected) > 5 * HALF_GRADIENT_TOLERANCE
 
 

@@ -174,7 +174,8 @@ def forward_versions(folders, versions):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sequences_of_one_pack_never_see_each_other_on_any_rank(run_ranks, folders, world_size):
-    """Trap 6: with the first token of one sequence changed, every other sequence keeps its bits."""
+    """Trap 6: with the first token of one sequence changed, every other sequence keeps its bits, but for roundings in
+    experts, which compute the tokens of all sequences together."""
     samples = random_samples([9, 7, 7, 3], prompt_tokens=1)
     versions = [samples]
     for changed, sample in enumerate(samples):
@@ -185,7 +186,9 @@ def test_sequences_of_one_pack_never_see_each_other_on_any_rank(run_ranks, folde
     for name, (original, *found) in zip(folders, results, strict=True):
         for changed, logprobs in enumerate(found):
             for index, values in enumerate(logprobs):
-                assert torch.equal(values, original[index]) == (index != changed), (name, changed, index)
+                distance = (values - original[index]).abs().max()
+                bound = 1e-5 if name == "gpt_oss" else 0.0
+                assert (distance <= bound) == (index != changed), (name, changed, index, distance)
     for other in others:
         for ours, theirs in zip(results, other, strict=True):
             assert all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))

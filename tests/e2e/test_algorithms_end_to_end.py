@@ -72,6 +72,21 @@ def test_ppo_trains_a_critic_beside_the_policy_which_waits_for_it(two_ranks, met
     assert third["policy/ref_kl"] > 0
 
 
+def test_policy_critic_and_reference_make_the_same_steps_where_two_ranks_share_sequences(
+    assets, rl, job, metrics_of, tmp_path
+):
+    critic = {"optimizer": {"learning_rate": 0.01}}
+    extra = {"algorithm.advantage": {"name": "gae", "lam": 0.9}, "algorithm.kl_coef": 0.05}
+    one = rl("one", critic=critic, **extra)
+    shared = {"ulysses_size": 2}
+    extra |= {"critic": {**critic, "engine": shared}, "reference": shared, "engine": shared}
+    done = job(2, "rl", *options(assets, tmp_path / "two", **extra))
+    assert done.code == 0, done.err
+    for left, right in zip(one, metrics_of(tmp_path / "two"), strict=True):
+        for name in ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "policy/ref_kl"):
+            assert left[name] == pytest.approx(right[name], abs=1e-4), name
+
+
 def test_the_critic_of_a_checkpoint_loads_in_transformers(two_ranks):
     folder = two_ranks / "checkpoints" / "step_3"
     critic = AutoModelForTokenClassification.from_pretrained(folder / "critic" / "hf")

@@ -68,13 +68,17 @@ def test_every_way_to_the_reference_gives_the_same_steps(assets, files, command,
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_two_ranks_make_the_same_steps_as_one(assets, files, command, job, metrics_of, tmp_path):
-    one = command("preference", *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"))
+@pytest.mark.parametrize("ulysses_size", [1, 2])
+@pytest.mark.parametrize("recipe", ["preference", "reward-model"])
+def test_two_ranks_make_the_same_steps_as_one(assets, files, command, job, metrics_of, tmp_path, recipe, ulysses_size):
+    one = command(recipe, *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"))
     arguments = options(assets, files.pairs_train, files.pairs_validation, tmp_path / "two")
-    two = job(2, "preference", *arguments)
+    two = job(2, recipe, *arguments, f"engine.ulysses_size={ulysses_size}")
     assert (one.code, two.code) == (0, 0), one.err + two.err
     for left, right in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
-        for name in ("train/loss", "train/grad_norm", "preference/margin"):
+        compared = {"train/loss", "train/grad_norm", "preference/margin", "val/accuracy"} & left.keys()
+        assert len(compared) >= 2
+        for name in compared:
             assert left[name] == pytest.approx(right[name], abs=1e-4), name
 
 
@@ -105,8 +109,11 @@ def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(reward_model, 
     assert rows[-1]["val/accuracy"] == pytest.approx(right / len(pairs))
 
 
-def test_a_reward_model_judges_completions(assets, reward_model, command, metrics_of, tmp_path):
-    entries = [{"type": "model", "classifier": {"path": str(reward_model)}, "weight": 2.0}, assets.reward]
+@pytest.mark.parametrize("ulysses_size", [1, 2])
+def test_a_reward_model_judges_completions(assets, reward_model, job, metrics_of, tmp_path, ulysses_size):
+    layout = {"ulysses_size": ulysses_size}
+    model = {"type": "model", "classifier": {"path": str(reward_model)}, "engine": layout, "weight": 2.0}
+    entries = [model, assets.reward]
     arguments = [
         f"model.path={assets.model}",
         f"data.train_files={assets.parquet}",
@@ -119,7 +126,7 @@ def test_a_reward_model_judges_completions(assets, reward_model, command, metric
         "trainer.tensorboard=false",
         f"trainer.output_dir={tmp_path / 'run'}",
     ]
-    done = command("rl", *arguments)
+    done = job(ulysses_size, "rl", *arguments)
     assert done.code == 0, done.err
     (row,) = metrics_of(tmp_path / "run")
     parts = 2 * row["reward_part/reward_model"] + row["reward_part/compute_score"]

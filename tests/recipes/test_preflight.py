@@ -73,6 +73,12 @@ def test_a_manager_that_cannot_be_imported_is_named(data):
         check_inputs(configs(data, {"functions": [], "manager": "nowhere.py:M"})["rl"]())
 
 
+@pytest.fixture
+def without_rewards(monkeypatch):
+    """Each look at reward functions takes a process; these tests look at other functions."""
+    monkeypatch.setattr("shardwise.recipes.preflight.check_rewards", lambda config: None)
+
+
 def placed(recipe, data, key, chosen):
     """The config of a command with a function at a dotted key."""
     tree = {"model": MODEL, "data": data}
@@ -94,7 +100,9 @@ PLACES = [(recipe, key) for recipe, cls in COMMANDS.items() for key in ARGUMENTS
 
 
 @pytest.mark.parametrize(("recipe", "key"), PLACES)
-def test_a_function_of_ones_own_that_cannot_be_imported_or_called_is_named(data, tmp_path, recipe, key):
+def test_a_function_of_ones_own_that_cannot_be_imported_or_called_is_named(
+    data, tmp_path, without_rewards, recipe, key
+):
     arguments = ", ".join(ARGUMENTS[COMMANDS[recipe]][key])
     (tmp_path / "rules.py").write_text(
         f"def fits({arguments}, power=1):\n    pass\n"
@@ -124,7 +132,7 @@ def test_a_function_of_ones_own_that_cannot_be_imported_or_called_is_named(data,
         check_inputs(placed(recipe, data, key, "os:sep"))
 
 
-def test_an_advantage_of_ones_own_that_asks_for_what_the_run_has_not_is_named(data, tmp_path):
+def test_an_advantage_of_ones_own_that_asks_for_what_the_run_has_not_is_named(data, tmp_path, without_rewards):
     (tmp_path / "rules.py").write_text(
         "def mine(token_rewards, loss_mask, group_ids, *, values, ref_logprobs):\n    pass\n"
         "def maybe(token_rewards, loss_mask, group_ids, *, values=None):\n    pass\n"
