@@ -202,7 +202,7 @@ def test_a_prompt_with_a_response_has_images_too(load, picture, tokenizer):
     """A string is the user's message."""
     pair = {"prompt": "<image>Which?", "response": "5", "images": [encoded(picture())]}
     conversation = {"messages": talk("<image>Which?"), "images": [encoded(picture())]}
-    (first, second), _ = load([pair, conversation])
+    ((first,), _), ((second,), _) = load([pair]), load([conversation])
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert torch.equal(first.images.pixel_values, second.images.pixel_values)
     assert tokenizer.decode(first.token_ids[first.loss_mask]) == "5<|end|>"
