@@ -1,6 +1,7 @@
 """Image files: their size, known when a row is read, and their pixels, once a batch needs them."""
 
 import io
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PROCESSOR_CONFIG = "preprocessor_config.json"
+_MERGES = "merge_size"
+"""What Qwen's families say there."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
@@ -37,16 +40,16 @@ class ImageReader:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Of a model folder; None where it does not say how images are prepared, or the model sees none.
+        """Of a model folder; None where it does not say how images are prepared, or not as Qwen's families do.
 
         Raises:
-            ModelError: the image processor cannot be loaded, or is not one of Qwen's.
+            ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
         """
-        from transformers import AutoConfig, AutoImageProcessor
-
         path = folder / PROCESSOR_CONFIG
-        if not path.is_file() or "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs:
+        if not path.is_file() or _MERGES not in json.loads(path.read_text(encoding="utf-8")):
             return None
+        from transformers import AutoImageProcessor
+
         try:
             # The other backend needs torchvision, and resizes to slightly other numbers.
             processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -55,11 +58,8 @@ class ImageReader:
                 f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
                 "package pillow (pip install shardwise[vision])"
             ) from None
-        if not (hasattr(processor, "merge_size") and processor.do_resize):
-            raise ModelError(
-                f"{path}: {type(processor).__name__} with do_resize={processor.do_resize} is not supported; use the "
-                "file that belongs to a Qwen2.5-VL or Qwen3-VL model"
-            )
+        if not processor.do_resize:
+            raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
         return cls(processor)
 
     def open(self, cell: Any, folder: Path, name: str) -> Picture:

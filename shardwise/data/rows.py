@@ -197,11 +197,12 @@ def _tokenize_supervised(
     """The sequence of a row, and its images; their tokens are in it."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
     pictures: list[Picture] = []
-    if vision is not None and config.apply_chat_template and has_column(row, column):
+    if vision is None or not config.apply_chat_template:
+        if row_images(row, config.images_column):
+            raise DataError(_not_shown(config, row))
+    elif has_column(row, column):
         words, pictures = vision.take(get_cell(row, column), row, config.images_column)
         row = replace(row, values={**row.values, column: plain_cell(row, column, words)})
-    elif row_images(row, config.images_column):
-        raise DataError(_not_shown(config, row))
     rendered = _render_supervised(config, row, tokenizer)
     if vision is not None:
         rendered = vision.expand(*rendered, pictures, row.origin)

@@ -47,6 +47,7 @@ from shardwise.ops import (
     sequence_mixers,
     unproven_reason,
     unsupported_reason,
+    vision_path,
     vision_reason,
 )
 
@@ -207,7 +208,8 @@ def build_unloaded(
         units.require_whole(paths, "engine.apply_tiled_mlp=true")
         tile_mlps(hf_model, paths, config.tiled_num_shards)
     if config.compile_layers:
-        compile_layers(hf_model, units.layers)
+        # Blocks of a tower loop over images, as many as there are: each number of them would be compiled anew.
+        compile_layers(hf_model, units.layers_outside(vision_path(hf_model)))
     if isinstance(config, EngineConfig):
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))

@@ -78,6 +78,10 @@ class Units:
                     "set it to false"
                 )
 
+    def layers_outside(self, path: str | None) -> list[str]:
+        """The layers that are not in the module at `path`."""
+        return [layer for layer in self.layers if path is None or not is_within(layer, path)]
+
     def require_whole(self, paths: Sequence[str], key: str) -> None:
         """Raises ConfigError if a module at one of `paths` is a unit or holds one inside it."""
         for inner in (*self._experts, *self._precision.overrides):

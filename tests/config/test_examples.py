@@ -32,6 +32,7 @@ CLASSES = {
     "preference_dpo.yaml": PreferenceConfig,
     "reward_model.yaml": RewardModelConfig,
     "distill.yaml": DistillConfig,
+    "vl_digits_sft.yaml": SFTConfig,
 }
 
 

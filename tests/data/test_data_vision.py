@@ -198,6 +198,16 @@ def test_an_image_that_would_be_cut_in_two_goes_with_the_end_of_its_row(load, pi
         load([row], max_sequence_tokens=6, on_overlong="truncate")
 
 
+def test_a_prompt_with_a_response_has_images_too(load, picture, tokenizer):
+    """A string is the user's message."""
+    pair = {"prompt": "<image>Which?", "response": "5", "images": [encoded(picture())]}
+    conversation = {"messages": talk("<image>Which?"), "images": [encoded(picture())]}
+    ((first,), _), ((second,), _) = load([pair]), load([conversation])
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert torch.equal(first.images.pixel_values, second.images.pixel_values)
+    assert tokenizer.decode(first.token_ids[first.loss_mask]) == "5<|end|>"
+
+
 def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": talk("<image>"), "images": ["a.png"]}))

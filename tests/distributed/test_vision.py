@@ -107,6 +107,24 @@ def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, fold
         assert all(torch.equal(weights[name], before[name]) for name in tower)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation_checkpointing": "full", "reduce_gradients": "last_micro_batch", "freeze_module_prefix": [TOWER]},
+        {"activation_checkpointing": "selective", "apply_tiled_mlp": True, "reshard_after_forward": False},
+    ],
+)
+def test_options_of_memory_change_no_number(run_ranks, tmp_path, keys):
+    model = tiny_vision_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    samples = vision_samples(model)
+    (alone,) = run_ranks(step, 1, str(tmp_path), samples, 256, {})
+    for logprobs, gradients, _, has_images in run_ranks(step, 2, str(tmp_path), samples, 24, keys):
+        assert len(has_images) == 2
+        torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
+
+
 def test_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):
     """Trap 10: elsewhere it trains the tower silently."""
     (reason,) = run_ranks(refusal, 1, folder, {"freeze_module_prefix": ["visual"]})

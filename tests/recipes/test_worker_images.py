@@ -1,0 +1,84 @@
+"""Workers read the images of their own micro-batches, and a bundle keeps what they saw."""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from ranks import RankError
+from tiny_models import tiny_vision_model
+from transformers import Qwen2VLImageProcessorPil
+from vision_samples import vision_samples
+
+from shardwise.config import EngineConfig, ModelConfig
+from shardwise.data import pack
+from shardwise.data.images import ImageReader
+from shardwise.recipes.bundles import MicroBatchRecord, _batch, _named_tensors
+from shardwise.recipes.workers import Worker
+from shardwise.types import Sample
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_vision_model("qwen3_vl").save_pretrained(path)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(path)
+    return path
+
+
+def as_pictures(sample: Sample, folder) -> Sample:
+    """The sample with files of random images, as large as those that it has."""
+    if sample.images is None:
+        return sample
+    reader = ImageReader.load(folder)
+    pictures = []
+    for number, (_, height, width) in enumerate(sample.images.image_grid_thw.tolist()):
+        file = io.BytesIO()
+        Image.effect_noise((4 * width, 4 * height), 60 + number).convert("RGB").save(file, "PNG")
+        pictures.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
+    return replace(sample, images=None, pictures=pictures)
+
+
+def scored(folder: str, shards) -> list[torch.Tensor]:
+    worker = Worker(torch.device("cpu"))
+    model = ModelConfig(path=folder).model_dump_json()
+    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    return worker.score(shards[dist.get_rank()], "policy", True)
+
+
+def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
+    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=2, max_tokens=40).shards
+    assert all(batch.images is None for shard in shards for batch in shard)
+    reader = ImageReader.load(folder)
+    read = [
+        [replace(b, images=reader.read(b.pictures), pictures=[]) if b.pictures else b for b in shard]
+        for shard in shards
+    ]
+    found, expected = run_ranks(scored, 2, str(folder), shards), run_ranks(scored, 2, str(folder), read)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_an_image_that_one_rank_cannot_read_is_an_error_on_both(run_ranks, folder):
+    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=2, max_tokens=40).shards
+    broken = next(batch for batch in shards[1] if batch.pictures)
+    picture = broken.pictures[0]
+    broken.pictures[0] = replace(picture, data=picture.data[: len(picture.data) // 2])
+    with pytest.raises(RankError) as error:
+        run_ranks(scored, 2, str(folder), shards)
+    assert str(error.value).count(f"DataError: rank 1: {picture.name} is damaged: ") == 2
+
+
+def test_a_bundle_keeps_the_images_of_a_micro_batch():
+    samples = vision_samples(tiny_vision_model("qwen3_vl"))
+    [[batch]] = pack(samples, num_shards=1, max_tokens=256).shards
+    record = MicroBatchRecord(sample_index=batch.sample_index, uids=batch.uids, loss=0.0)
+    found = _batch(dict(_named_tensors(batch)), record)
+    assert torch.equal(found.position_ids, batch.position_ids)
+    assert torch.equal(found.images.pixel_values, batch.images.pixel_values)
+    assert torch.equal(found.images.image_grid_thw, batch.images.image_grid_thw)
+    words = replace(batch, images=None)
+    assert _batch(dict(_named_tensors(words)), record).images is None
