@@ -38,10 +38,9 @@ from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.losses import Loss, LossKind, make_loss
 from shardwise.recipes.manifest import hash_share, verify_share, write_manifest
+from shardwise.recipes.saving import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.types import Denominators, Images, TokenBatch
 
-NONFINITE = "nonfinite"
-"""In a run's output folder."""
 MAX_BUNDLES = 3
 """Of one process: more would tell little and fill the disk."""
 BUNDLE = "bundle.json"
@@ -181,7 +180,7 @@ def write_bundle(
     Raises:
         ExportError: on every rank, if a rank could not write; nothing of it is left.
     """
-    staging, rank = folder.with_name(".bundle.tmp"), dist.get_rank()
+    staging, rank = unfinished_bundle(folder.parent), dist.get_rank()
     mine = RankRecord(
         micro_batches=[
             MicroBatchRecord(sample_index=batch.sample_index, uids=batch.uids, loss=loss)
@@ -215,7 +214,7 @@ def write_bundle(
                     fsync_folder(part)
                 final = _free(folder)
                 os.replace(staging, final)
-                fsync_folder(final.parent)
+                make_name_durable(final)
     except ExportError:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
-from shardwise.engine import HeadName
+from shardwise.engine import HeadName, ParallelDims
 from shardwise.recipes.losses import LossKind
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
@@ -29,6 +29,13 @@ class RemoteEngine:
     """Bytes of weights that the rank with the most of them read from disk."""
     bundle: str = ""
     """The folder of what replays an optimizer step if it is skipped now; "" keeps nothing."""
+
+    @property
+    def mesh(self) -> ParallelDims:
+        """How many ranks each axis of its mesh has."""
+        return ParallelDims.from_sizes(
+            world_size=self.group.size, fsdp_size=self.layout.fsdp_size, ulysses_size=self.layout.ulysses_size
+        )
 
     @property
     def size(self) -> str:

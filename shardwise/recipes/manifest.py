@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -33,11 +34,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Self:
         """Raises ModelError: there is none, or it is damaged."""
         content = read_sealed_json(checkpoint / MANIFEST)
-        metrics, all_finite = (
-            content.get("metrics", {}),
-            content.get("all_finite", False),
-        )  # earlier versions wrote none
-        return cls(frozenset(content["files"]), metrics, all_finite)
+        return cls(frozenset(content["files"]), content["metrics"], content["all_finite"])
 
     @classmethod
     def find(cls, checkpoint: Path) -> Self | None:
@@ -61,20 +58,24 @@ def write_manifest(
     shares: Sequence[dict[str, dict[str, Any]]],
     *,
     step: int,
+    meshes: Mapping[str, Mapping[str, int]] | None = None,
     metrics: Mapping[str, float] | None = None,
     all_finite: bool = False,
 ) -> None:
-    """Written last. Raises OSError.
+    """Written last, under an id that no other save has. Raises OSError.
 
     Args:
         shares: what `hash_share` gave on every rank.
+        meshes: by engine, how many ranks each axis of its mesh had.
         metrics: of the step; finite.
         all_finite: whether weights and states were looked through for NaN and infinities, and hold none.
     """
     files = {name: record for share in shares for name, record in share.items()}
     content = {
+        "save_id": uuid4().hex,
         "step": step,
         "num_ranks": len(shares),
+        "meshes": {name: dict(mesh) for name, mesh in (meshes or {}).items()},
         "all_finite": all_finite,
         "metrics": dict(metrics or {}),
         "files": files,

@@ -12,14 +12,14 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.engine import named_failures
 from shardwise.observability import Progress, RunLog, Spans, move_aside
-from shardwise.recipes.bundles import NONFINITE
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.fingerprints import fingerprints
+from shardwise.recipes.manifest import Manifest
 from shardwise.recipes.resume import find_start
 from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver, state_subfolder
-from shardwise.recipes.saving import remove_leftovers
+from shardwise.recipes.saving import NONFINITE, remove_leftovers
 from shardwise.recipes.stopping import Stopping
 from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
 from shardwise.recipes.writer_lock import writer_lock
@@ -234,6 +234,9 @@ class Run:
         if self._start is not None:
             for damage in self._start.damage:
                 print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
+            if not Manifest.read(self._start.checkpoint).all_finite:
+                doubt = "was not looked through for NaN and infinities when it was written"
+                print(f"warning: {self._start.checkpoint} {doubt}", file=sys.stderr, flush=True)
             print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:

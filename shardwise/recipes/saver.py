@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ class Saver:
                 shares = self._group.call("hash_files", str(folder))
             else:
                 shares = _results(background, "hash_files", str(folder))
-            write_manifest(folder, shares, step=step, metrics=metrics, all_finite=True)
+            meshes = {engine.role: asdict(engine.mesh) for engine in self._engines.values()}
+            write_manifest(folder, shares, step=step, meshes=meshes, metrics=metrics, all_finite=True)
 
     def _write_live(self, folder: Path) -> None:
         for name, engine in self._engines.items():

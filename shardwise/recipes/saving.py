@@ -12,6 +12,9 @@ from shardwise.fault_plan import fault_point
 from shardwise.observability import move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folder
 
+NONFINITE = "nonfinite"
+"""In a run's output folder: bundles of steps that were skipped."""
+
 
 @contextmanager
 def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
@@ -36,11 +39,23 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-    # It has its name and is whole: to save it once more would move it aside.
-    try:
+    with _only_told(final):
         fault_point("commit")
+    make_name_durable(final)
+
+
+def make_name_durable(final: Path) -> None:
+    """Of something that is whole and has its name, in a folder of a run: to write it once more would move it aside, so
+    what goes wrong is told and no more."""
+    with _only_told(final):
         fsync_path(final.parent)
-        fsync_path(run)
+        fsync_path(final.parent.parent)
+
+
+@contextmanager
+def _only_told(final: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         print(f"warning: {final} is saved, but may not survive a power cut: {error}", file=sys.stderr, flush=True)
 
@@ -49,7 +64,12 @@ def remove_leftovers(run: Path) -> None:
     """Removes what a process that died left half written, or half removed."""
     for folder in (run / CHECKPOINTS).glob(staging_folder(run / "step_*").name):
         shutil.rmtree(folder)
-    shutil.rmtree(run / "nonfinite" / ".bundle.tmp", ignore_errors=True)
+    shutil.rmtree(unfinished_bundle(run / NONFINITE), ignore_errors=True)
+
+
+def unfinished_bundle(folder: Path) -> Path:
+    """Where a bundle of `folder` is while it is being written."""
+    return folder / ".bundle.tmp"
 
 
 def staging_folder(final: Path) -> Path:

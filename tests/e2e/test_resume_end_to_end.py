@@ -123,6 +123,17 @@ def test_f25_trap_14_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run,
     assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
 
 
+def test_f25_trap_14_sft_goes_on_where_an_epoch_ends(assets, command, tmp_path):
+    """16 rows in batches of 8: the checkpoint of step 2 is after the last row of the first epoch."""
+    whole, rows = tmp_path / "whole", "data.max_train_rows=16"
+    done = command("sft", *rows_options(assets, whole), rows)
+    assert done.code == 0, done.err
+    run = stop_after(whole, 2, tmp_path / "run")
+    done = command("sft", *rows_options(assets, run), rows)
+    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    assert_same_run(run, whole, subfolders=("hf", "state/policy"))
+
+
 def test_f25_trap_14_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, job, tmp_path):
     """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
     state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]

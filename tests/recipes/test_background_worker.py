@@ -12,7 +12,7 @@ class Engine:
     def wake(self, *parts):
         pass
 
-    def generate(self, requests, *, is_interrupted):
+    def generate(self, requests, *, on_finished, is_interrupted):
         while not is_interrupted():
             began.wait(0.001)
             began.set()

@@ -6,7 +6,7 @@ import torch
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.state_files import ShardFile, StateIndex
-from shardwise.engine.verified_files import write_sealed_json
+from shardwise.engine.verified_files import read_sealed_json
 from shardwise.recipes.manifest import Manifest, hash_share, verify_share, write_manifest
 
 FILES = {"hf/model.safetensors": "weights", "hf/config.json": "{}", "state/run.json": "run",
@@ -51,12 +51,17 @@ def test_every_file_is_hashed_by_one_rank_but_shards_by_none(run_ranks, checkpoi
 
 
 def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
-    write_manifest(
-        tmp_path, [{"a": {"num_bytes": 1, "xxh3": "x"}}], step=3, metrics={"val/accuracy": 0.5}, all_finite=True
-    )
+    shares, mesh = [{"a": {"num_bytes": 1, "xxh3": "x"}}], {"dp_replicate": 1, "dp_shard": 1, "sp": 1}
+    ids = set()
+    for _ in range(2):
+        write_manifest(
+            tmp_path, shares, step=3, meshes={"policy": mesh}, metrics={"val/accuracy": 0.5}, all_finite=True
+        )
+        content = read_sealed_json(tmp_path / "manifest.json")
+        assert (content["step"], content["num_ranks"], content["meshes"]) == (3, 1, {"policy": mesh})
+        ids.add(content["save_id"])
+    assert len(ids) == 2
     assert Manifest.read(tmp_path) == Manifest(frozenset({"a"}), {"val/accuracy": 0.5}, True)
-    write_sealed_json(tmp_path / "manifest.json", {"step": 3, "num_ranks": 1, "files": {}})  # of an earlier version
-    assert Manifest.find(tmp_path) == Manifest(frozenset(), {}, False)
     (tmp_path / "manifest.json").write_text("{")
     assert Manifest.find(tmp_path) is None
 
