@@ -8,7 +8,7 @@ from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.engine import named_failures
-from shardwise.observability import SampleLog, Spans
+from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.engines import build_engine, load_metrics
@@ -77,8 +77,8 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             engines=engines.saved,
             total_steps=total_steps,
         ) as run,
-        SampleLog(run.output_dir, last_step=run.last_logged_step, keeps_lines=run.keeps_lines) as sample_log,
     ):
+        sample_log = run.sample_log()
         weights = WeightSync(engines.policy, ranks, examples.rows, probe_every_syncs=config.rollout.probe_every_syncs)
         weights.sync(run.first_step - 1)
         weights.probe(run.first_step - 1)

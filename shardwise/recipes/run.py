@@ -11,7 +11,7 @@ from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.engine import named_failures
-from shardwise.observability import Progress, RunLog, Spans, move_aside
+from shardwise.observability import Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.fingerprints import fingerprints
@@ -83,7 +83,7 @@ class Run:
         self._saver = Saver(self.output_dir, config, engines, self._reported, files=self._files)
 
     @property
-    def keeps_lines(self) -> bool:
+    def _keeps_lines(self) -> bool:
         """Whether lines of logs that cannot be written wait until they can."""
         return self._trainer.on_save_error == "continue"
 
@@ -101,6 +101,11 @@ class Run:
     def _is_finished(self) -> bool:
         return self.first_step > self._total_steps
 
+    def sample_log(self) -> SampleLog:
+        """samples.jsonl beside the other logs, which is closed with them."""
+        log = SampleLog(self.output_dir, last_step=self.last_logged_step, keeps_lines=self._keeps_lines)
+        return self._open.enter_context(log)
+
     def __enter__(self) -> Self:
         self._open = ExitStack()
         if self._is_finished:
@@ -115,7 +120,7 @@ class Run:
                 self.output_dir,
                 tensorboard=self._trainer.tensorboard,
                 last_step=self.last_logged_step,
-                keeps_lines=self.keeps_lines,
+                keeps_lines=self._keeps_lines,
             )
             self._log = stack.enter_context(log)
             self._announce()
