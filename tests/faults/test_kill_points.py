@@ -71,3 +71,24 @@ def test_f04_a_run_killed_at_each_write_of_a_save_ends_as_one_that_was_not(proce
     name = f"step_{last}"
     assert files_of(run / "checkpoints" / name) == files_of(tmp_path / "whole" / "checkpoints" / name)
     assert {path.name for path in (run / "checkpoints").iterdir()} == {name, "latest"}, "no leftovers"
+
+
+@pytest.mark.parametrize("action", ["enospc", pytest.param("eio", marks=pytest.mark.full)])
+def test_f20_f21_an_error_of_the_disk_at_each_write_costs_that_save_alone(process, model_folder, tmp_path, action):
+    """Of a run that saves after every step, the save of step 2 n meets the error at its n-th write. Those between are
+    whole, nothing is left of the others, and the run ends as one whose disk was well."""
+    options = {"save_every_steps": 1, "on_save_error": "continue", "async_save": False}
+    counting = f"phase=write nth={WITHOUT_END}"
+    ((_, entered),) = process.run(train, 1, str(tmp_path / "count"), str(model_folder), counting, 1, options)
+    num_writes = entered["write"]
+    assert num_writes >= 50
+    faults = ";".join(f"step={2 * n} phase=write nth={n} action={action}" for n in range(1, num_writes + 1))
+    last, run, whole = 2 * num_writes + 1, tmp_path / "run", tmp_path / "whole"
+    process.run(train, 1, str(run), str(model_folder), faults, last, options)
+    process.run(train, 1, str(whole), str(model_folder), "", last, options | {"save_every_steps": last})
+    found = {path.name for path in (run / "checkpoints").iterdir()}
+    assert found == {"latest", *(f"step_{step}" for step in range(1, last + 1, 2))}
+    for name in found - {"latest"}:
+        assert files_of(run / "checkpoints" / name).keys() == files_of(whole / "checkpoints" / f"step_{last}").keys()
+    assert files_of(run / "checkpoints" / f"step_{last}") == files_of(whole / "checkpoints" / f"step_{last}")
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
