@@ -57,6 +57,10 @@ class Example:
     """The conversation that the prompt renders, for models with another chat template; None for plain text."""
     tools: list[str] | None = None
     """The names of the tools that this prompt offers; None: all there are."""
+    pictures: list[Picture] = field(default_factory=list)
+    """The images of the prompt, whose tokens are in it."""
+    position_ids: Tensor | None = None
+    """[3, L] int64, of prompts with images, as a Sample has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,10 @@ class GenerateRequest:
     depend on how many these are."""
     with_experts: bool = False
     """Keep which experts every token goes to."""
+    images: Images | None = None
+    """Those of the prompt, which has a token for each part of them."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Instead of `images`, those that are not read yet; engines want them read."""
 
     @property
     def restricts(self) -> bool:

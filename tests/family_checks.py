@@ -10,14 +10,14 @@ import torch.distributed as dist
 from family_table import FAMILIES, REFUSED, save_model
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
-from shardwise.engine.model import language_model_class
 from shardwise.engine.names import plain_name
-from shardwise.ops import PROVEN
+from shardwise.ops import PROVEN, language_model_class
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 
@@ -239,9 +239,9 @@ class Proof:
 
         on, off = found
         assert all(map(torch.equal, off, packing[0])), "with the adapter off the model is not its base"
-        base = language_model_class(self._model.config).from_pretrained(
-            self._folders["logprobs"], dtype=torch.float32, attn_implementation="eager"
-        )
+        base = language_model_class(
+            self._model.config, AutoModelForCausalLM, AutoModelForImageTextToText
+        ).from_pretrained(self._folders["logprobs"], dtype=torch.float32, attn_implementation="eager")
         model = PeftModel.from_pretrained(base, self._scratch / "lora").eval()
         for tokens, values, without in zip(sequences(), on, off, strict=True):
             torch.testing.assert_close(values[1:], eager_logprobs(model, tokens), atol=1e-4, rtol=0)

@@ -7,9 +7,9 @@ partial positions) and in what lies around them (head scales, norms after the la
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from shardwise.engine.model import language_model_class
+from shardwise.ops import language_model_class
 
 COMMON = {
     "vocab_size": 97,
@@ -190,7 +190,7 @@ def save_model(family: str, options: dict, folder: Path, model_class=None):
     torch.manual_seed(0)
     common = {} if "text_config" in options else COMMON
     config = AutoConfig.for_model(family.split()[0], **common | options)
-    model_class = model_class or language_model_class(config)
+    model_class = model_class or language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText)
     model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

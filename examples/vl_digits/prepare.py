@@ -1,4 +1,5 @@
-"""Makes what examples/vl_digits_sft.yaml learns from: a small random Qwen3-VL, and digits drawn with PIL. Needs pillow.
+"""Makes what examples/vl_digits_sft.yaml and vl_digits_grpo.yaml learn from: a small random Qwen3-VL, and
+digits drawn with PIL. Needs pillow.
 
 python examples/vl_digits/prepare.py [runs/vl_digits [NUMBER_OF_TRAINING_ROWS]]
 
@@ -55,11 +56,12 @@ def row(folder: Path, name: str) -> dict[str, Any]:
     paths = [f"pictures/{name}_{place}.png" for place in range(len(digits))]
     for digit, path in zip(digits, paths, strict=True):
         drawn(digit).save(folder / path)
+    question = {"role": "user", "content": "<image>" * len(digits) + QUESTION}
+    answer = "".join(map(str, digits))
     return {
-        "messages": [
-            {"role": "user", "content": "<image>" * len(digits) + QUESTION},
-            {"role": "assistant", "content": "".join(map(str, digits))},
-        ],
+        "messages": [question, {"role": "assistant", "content": answer}],
+        "prompt": [question],
+        "answer": answer,
         "images": paths,
     }
 

@@ -133,6 +133,8 @@ class EvalDataConfig(HeldOutData):
     tools_column: str = "tools"
     """Where there are tools (rollout.environment.type=tools): those that a row offers, a list of their names or
     of schemas with these names; a row without the column offers all."""
+    images_column: str = "images"
+    """Images for a model with a vision tower, as in `shardwise sft`."""
     max_prompt_tokens: PositiveInt = 1024
     """The longest allowed prompt."""
     on_overlong: OverlongPolicy = "error"

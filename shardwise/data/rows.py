@@ -98,12 +98,15 @@ def prompt_examples(
     *,
     max_rows: int | None,
     tools: Mapping[str, ToolSchema] = MappingProxyType({}),
+    vision: Vision | None = None,
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
 
-    A prompt over `config.max_prompt_tokens` follows `config.on_overlong`; truncate cuts its start off.
+    A prompt over `config.max_prompt_tokens` follows `config.on_overlong`; truncate cuts its start off, and is an error
+    where it has images.
 
     Args:
+        vision: of a model that sees images, where they can be shown; None refuses rows that have any.
         tools: by name what a row may offer the model; without any the column that chooses from them is not read.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
@@ -114,6 +117,7 @@ def prompt_examples(
     num_truncated = 0
     for row in rows:
         offered = _offered_tools(config, row, tools)
+        row, pictures = _with_image_words(config, row, config.prompt_column, vision)
         prompt_ids = render_prompt(
             tokenizer,
             get_prompt(config, row),
@@ -122,13 +126,23 @@ def prompt_examples(
             origin=row.origin,
             tools=[tools[name] for name in offered],
         )
+        words = prompt_ids
+        if vision is not None:
+            prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), pictures, row.origin)
         overlong = len(prompt_ids) > limit
-        if overlong and config.on_overlong == "error":
+        if overlong and (config.on_overlong == "error" or (pictures and config.on_overlong == "truncate")):
             raise DataError(_overlong(row, "prompt", len(prompt_ids), "data.max_prompt_tokens", limit))
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
         example = _example(config, row, tokenizer, prompt_ids[-limit:])
+        if vision is not None and pictures:
+            example = replace(
+                example,
+                prompt=tokenizer.decode(words),
+                pictures=pictures,
+                position_ids=vision.position_ids(torch.tensor(prompt_ids), pictures),
+            )
         examples.append(replace(example, tools=offered) if tools else example)
     return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
 
@@ -196,24 +210,33 @@ def _tokenize_supervised(
 ) -> tuple[Rendered, list[Picture]]:
     """The sequence of a row, and its images; their tokens are in it."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
-    pictures: list[Picture] = []
-    if vision is None or not config.apply_chat_template:
-        if row_images(row, config.images_column):
-            raise DataError(_not_shown(config, row))
-    elif has_column(row, column):
-        words, pictures = vision.take(get_cell(row, column), row, config.images_column)
-        row = replace(row, values={**row.values, column: plain_cell(row, column, words)})
+    row, pictures = _with_image_words(config, row, column, vision)
     rendered = _render_supervised(config, row, tokenizer)
     if vision is not None:
         rendered = vision.expand(*rendered, pictures, row.origin)
     return rendered, pictures
 
 
-def _not_shown(config: SupervisedDataConfig, row: Row) -> str:
+def _with_image_words(
+    config: SupervisedDataConfig | EvalDataConfig, row: Row, column: str, vision: Vision | None
+) -> tuple[Row, list[Picture]]:
+    """The row with what stands for its images in the words of `column`, and the images."""
+    if vision is None or not config.apply_chat_template:
+        if row_images(row, config.images_column):
+            raise DataError(_not_shown(config, row))
+        return row, []
+    if not has_column(row, column):
+        return row, []
+    words, pictures = vision.take(get_cell(row, column), row, config.images_column)
+    return replace(row, values={**row.values, column: plain_cell(row, column, words)}), pictures
+
+
+def _not_shown(config: SupervisedDataConfig | EvalDataConfig, row: Row) -> str:
     return (
-        f'{row.origin}: column "{config.images_column}" has images, which only supervised training shows to a model, '
-        "and only through the chat template to one that has a vision tower and a preprocessor_config.json; use one, "
-        "or set data.images_column to a column that is not there"
+        f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
+        "reinforcement learning with rollout.engine=embedded, without an environment or teachers; both only "
+        "through the chat template to a model that has a vision tower and a preprocessor_config.json; use one, or set "
+        "data.images_column to a column that is not there"
     )
 
 

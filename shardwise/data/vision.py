@@ -125,6 +125,11 @@ class Vision:
         positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
         return positions[:, 0]
 
+    @property
+    def image_token_id(self) -> int:
+        """What stands for a part of an image."""
+        return self._image_token_id
+
     def open(self, cell: Any, folder: Path, name: str) -> Picture:
         """See `ImageReader.open`."""
         return self._reader.open(cell, folder, name)

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -38,8 +37,9 @@ from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
-    VISION_CONFIG,
+    attention_of,
     backbone,
+    language_model_class,
     num_attention_layers,
     packed_tokens_limit,
     rotary_limit,
@@ -286,9 +286,13 @@ def build_on_meta(
         config = AutoConfig.from_pretrained(folder, **options)
         if has_value_head and type(config) not in MODEL_CLASSES[head_name]._model_mapping:
             raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
-        model_class = language_model_class(config) if not has_value_head else MODEL_CLASSES[head_name]
+        model_class = MODEL_CLASSES[head_name]
+        if not has_value_head:
+            model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText)
         with torch.device("meta"):
-            model = model_class.from_config(config, dtype=torch.float32, attn_implementation=_attention_of(config))
+            model = model_class.from_config(
+                config, dtype=torch.float32, attn_implementation=attention_of(config, PACKED_ATTENTION)
+            )
     except (ValueError, OSError, KeyError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
@@ -305,19 +309,6 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
-
-
-def language_model_class(config: PretrainedConfig) -> Any:
-    """Of transformers' auto classes the one that builds a model with a language model's head from this config."""
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
-
-
-def _attention_of(config: PretrainedConfig) -> dict[str, str]:
-    """By the name of a sub-config. A vision tower looks at images one by one, for which it needs no packs."""
-    vision = {VISION_CONFIG: "sdpa"} if VISION_CONFIG in config.sub_configs else {}
-    return dict.fromkeys(("", *config.sub_configs), PACKED_ATTENTION) | vision
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:

@@ -127,6 +127,18 @@ VISION_CONFIG = "vision_config"
 _VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
 
 
+def language_model_class(config: Any, causal: Any, with_images: Any) -> Any:
+    """Of two auto classes of transformers the one that builds a model with a language model's head from this config."""
+    return causal if type(config) in causal._model_mapping else with_images
+
+
+def attention_of(config: Any, implementation: str) -> dict[str, str]:
+    """What to load a model with whose language model computes attention by `implementation`: by the name of a
+    sub-config. A vision tower looks at images one by one, for which it needs neither packs nor a cache."""
+    vision = {VISION_CONFIG: "sdpa"} if VISION_CONFIG in config.sub_configs else {}
+    return dict.fromkeys(("", *config.sub_configs), implementation) | vision
+
+
 def takes_images(model: Any) -> bool:
     """Whether training knows how to show images to this model."""
     return vision_reason(model) is None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.config import ConfigError, EmbeddedRollout, GenerationConfig, ModelConfig, ModelError
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.ops import rotary_limit
@@ -27,6 +27,11 @@ class OpenedModel:
     """What sets it in config.json."""
     vision: Vision | None
     """How it is shown images; None for one that sees none."""
+
+    def vision_in(self, rollout: GenerationConfig) -> Vision | None:
+        """What shows images to the model where it also samples; None where that is not known how."""
+        can_show = isinstance(rollout.engine, EmbeddedRollout) and rollout.environment is None
+        return self.vision if can_show else None
 
     def require_context(self, keys: str, num_tokens: int) -> None:
         """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""

@@ -37,6 +37,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         model.tokenizer,
         max_rows=config.data.max_validation_rows,
         tools=tool_schemas(config.rollout.environment),
+        vision=model.vision_in(config.rollout),
     ).rows
     group.call(
         "build_rollout",

@@ -79,7 +79,13 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         ) as run,
     ):
         sample_log = run.sample_log()
-        weights = WeightSync(engines.policy, ranks, examples.rows, probe_every_syncs=config.rollout.probe_every_syncs)
+        weights = WeightSync(
+            engines.policy,
+            ranks,
+            examples.rows,
+            probe_every_syncs=config.rollout.probe_every_syncs,
+            image_token_id=None if model.vision is None else model.vision.image_token_id,
+        )
         weights.sync(run.first_step - 1)
         weights.probe(run.first_step - 1)
         pipeline.start(run.first_step)
@@ -122,7 +128,8 @@ def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> I
 def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], list[Example]]:
     """The rows to train on, with their counts, and those to validate on."""
     data, tools = config.data, tool_schemas(config.rollout.environment)
-    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tools)
+    vision = None if config.teachers else model.vision_in(config.rollout)
+    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tools, vision=vision)
     examples = read(data.train_files, max_rows=data.max_train_rows)
     held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows if data.validation_files else []
     return examples, held_out

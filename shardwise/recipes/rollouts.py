@@ -98,6 +98,7 @@ class Rollouter:
                 seed=seed,
                 home=index,
                 with_experts=with_experts,
+                pictures=example.pictures,
             )
             for index, example in enumerate(examples)
         ]

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.config import RewardConfig
 from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample
@@ -37,6 +38,8 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
+                    position_ids=_continued(group.example.position_ids, len(token_ids)),
+                    pictures=group.example.pictures,
                     loss_mask=is_trained & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     experts=experts,
@@ -47,6 +50,15 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
                 )
             )
     return samples
+
+
+def _continued(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
+    """[3, L] of a prompt with images -> [3, num_tokens]: words go on behind the furthest place."""
+    if position_ids is None:
+        return None
+    num_more = num_tokens - position_ids.shape[1]
+    more = position_ids.max() + 1 + torch.arange(num_more)
+    return torch.cat([position_ids, more.expand(3, num_more)], dim=1)
 
 
 def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:

@@ -26,15 +26,22 @@ class WeightSync:
     """Syncs after a step, and compares logprobs of known tokens after the first sync and every n-th."""
 
     def __init__(
-        self, policy: RemoteEngine, ranks: Ranks, examples: Sequence[Example], *, probe_every_syncs: int
+        self,
+        policy: RemoteEngine,
+        ranks: Ranks,
+        examples: Sequence[Example],
+        *,
+        probe_every_syncs: int,
+        image_token_id: int | None = None,
     ) -> None:
         """
         Args:
             examples: where the known tokens are taken from.
             probe_every_syncs: 0 never probes.
+            image_token_id: left out of the known tokens, which are words.
         """
         self._policy, self._ranks, self._every = policy, ranks, probe_every_syncs
-        self._sequences = probe_sequences(examples) if probe_every_syncs else []
+        self._sequences = probe_sequences(examples, image_token_id) if probe_every_syncs else []
         self._last_probed: int | None = None
         self._seconds_per_byte: float | None = None
         self.share_of_limit = 0.0
@@ -84,9 +91,10 @@ class WeightSync:
         return torch.cat([compare(logprobs, rank=rank) for rank, logprobs in zip(ranks, found, strict=True)])
 
 
-def probe_sequences(examples: Sequence[Example]) -> list[list[int]]:
-    """The beginnings of a few prompts."""
-    beginnings = [example.prompt_ids[:PROBE_TOKENS] for example in examples]
+def probe_sequences(examples: Sequence[Example], image_token_id: int | None = None) -> list[list[int]]:
+    """The beginnings of a few prompts, without their images."""
+    words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
+    beginnings = [tokens[:PROBE_TOKENS] for tokens in words]
     return [tokens for tokens in beginnings if len(tokens) > 1][:PROBE_SEQUENCES]
 
 

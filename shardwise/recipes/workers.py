@@ -138,6 +138,7 @@ class Worker:
         self._medium: Medium | None = None
         self._seats: dict[str, Seat] = {}
         self._rollout: RolloutEngine | None = None
+        self._rollout_reader: ImageReader | None = None
         self._syncs_adapter_only = False
         self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
         self._num_bundles = 0
@@ -180,6 +181,7 @@ class Worker:
         """Builds this rank's rollout engine from the model folder, as a GenerationConfig says; with a LoraConfig one
         that takes an adapter alone."""
         self._clear_device()
+        self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
         self._rollout = build_rollout(
             ModelConfig.model_validate_json(model),
             GenerationConfig.model_validate_json(rollout),
@@ -258,9 +260,17 @@ class Worker:
         """Completions of this rank's share of the requests; some are interrupted where `interruption` is set."""
         assert self._rollout is not None
         fault_point("rollout")
+        requests = [self._seen(request) for request in requests]
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
         return self._rollout.generate(requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set)
+
+    def _seen(self, request: GenerateRequest) -> GenerateRequest:
+        """With its images read."""
+        if not request.pictures:
+            return request
+        assert self._rollout_reader is not None, f"{request.uid}: nothing here reads images"
+        return replace(request, images=self._rollout_reader.read(request.pictures), pictures=[])
 
     def take_restarts(self) -> int:
         """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""

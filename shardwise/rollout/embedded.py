@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError
@@ -22,7 +22,9 @@ from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
     ModuleTrace,
+    attention_of,
     backbone,
+    language_model_class,
     project_float32,
     repeated_projection,
     rotary_limit,
@@ -35,7 +37,8 @@ from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cache
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
-from shardwise.types import Completion, FinishReason, GenerateRequest
+from shardwise.rollout.vision import Sight
+from shardwise.types import Completion, FinishReason, GenerateRequest, Images
 
 
 @dataclass(slots=True)
@@ -96,7 +99,10 @@ class EmbeddedEngine:
         self._rotary_limit = rotary_limit(text_config)
         ends = end_of_sequence_ids(model.generation_config, model.config)
         self._stop_ids = frozenset([*ends, *stop_token_ids])
-        self._banned = torch.tensor(bad_token_ids, dtype=torch.int64, device=device) if bad_token_ids else None
+        self._sight = Sight.of(model, device)
+        # What stands for a part of an image has no meaning without one: the policy may not say it.
+        banned = [*bad_token_ids, *([] if self._sight is None else [self._sight.image_token_id])]
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
         self._decode = decode
         self._adapter = adapter
         self._version: int | None = 0
@@ -123,11 +129,17 @@ class EmbeddedEngine:
         """
         register_cached_attention()
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=CACHED_ATTENTION, output_loading_info=True
+            config = AutoConfig.from_pretrained(folder)
+            model, report = language_model_class(
+                config, AutoModelForCausalLM, AutoModelForImageTextToText
+            ).from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attention_of(config, CACHED_ATTENTION),
+                output_loading_info=True,
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, ValueError) and "AutoModelForCausalLM" in str(error):
+            if isinstance(error, ValueError) and "AutoModelForImageTextToText" in str(error):
                 family = AutoConfig.from_pretrained(folder).model_type
                 raise ModelError(f"{folder}: transformers has no model for CausalLM of the family {family}") from None
             if error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
@@ -157,12 +169,14 @@ class EmbeddedEngine:
         """Completes every request; see RolloutEngine.generate.
 
         Raises:
-            ModelError: a prompt and its completion would be so long that they change what others are computed with.
+            ModelError: a prompt and its completion would be so long that they change what others are computed with;
+                images that do not fit their prompt, or of a model that sees none.
             RuntimeError: as RolloutEngine.generate.
         """
         version = self._require_version()
         if self._rotary_limit and (reason := self._rotary_limit.refusal(_longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
+        self._require_seen(requests)
         results = [
             [_Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
             for number, request in enumerate(requests)
@@ -236,8 +250,21 @@ class EmbeddedEngine:
             raise RuntimeError("the rollout engine holds a part of new weights; sync them whole before it generates")
         return self._version
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
-        """input_ids, position_ids [B, L] -> [B, L, D].
+    def _require_seen(self, requests: Sequence[GenerateRequest]) -> None:
+        if self._sight is not None:
+            self._sight.require_fitting(requests)
+            return
+        for request in requests:
+            if request.images is not None:
+                raise ModelError(f"{request.uid} has images, and {type(self._model).__name__} sees none")
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, cache: KVCache, images: Sequence[Images] = ()
+    ) -> Tensor:
+        """input_ids [B, L], position_ids [B, L] or [3, B, L] -> [B, L, D].
+
+        Args:
+            images: those that input_ids have tokens for, in their order.
 
         Raises:
             ModelError: not every layer computed its attention through the cache.
@@ -247,7 +274,8 @@ class EmbeddedEngine:
         if self._record is not None:
             self._record.begin()
         with cache.in_use():
-            output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache)
+            seen = {} if self._sight is None else self._sight.look(images)
+            output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache, **seen)
         if cache.layers_seen != self._layers:
             raise ModelError(
                 f"{type(self._model).__name__} is not supported: its {len(self._layers)} layers called the cached "
@@ -288,6 +316,11 @@ class EmbeddedEngine:
         return self._banned
 
     @property
+    def sight(self) -> Sight | None:
+        """None of a model that sees no images."""
+        return self._sight
+
+    @property
     def device(self) -> torch.device:
         return self._device
 
@@ -317,9 +350,10 @@ class _Decoding:
             num_rows=min(engine.max_rows, needed), capacity_tokens=_longest(requests), device=engine.device
         )
         self._capacity = min(engine.max_rows, needed)
-        # Per active row, on the device: the token to feed next, its position, the random stream, how it is sampled.
-        self._tokens, self._positions, self._keys = (
-            torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpk"
+        # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead
+        # of that (behind images), the random stream, how it is sampled.
+        self._tokens, self._positions, self._ahead, self._keys = (
+            torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpak"
         )
         self._settings = Settings.of([], engine.device)
 
@@ -342,10 +376,8 @@ class _Decoding:
         while self._waiting and len(self._waiting[0][1]) <= room:
             admitted.append(self._waiting.popleft())
             room -= len(admitted[-1][1])
-        prompts = [
-            torch.tensor(request.prompt_ids + request.begun)
-            for request in (self._requests[index] for index, _ in admitted)
-        ]
+        of_prompts = [self._requests[index] for index, _ in admitted]
+        prompts = [torch.tensor(request.prompt_ids + request.begun) for request in of_prompts]
         device = self._engine.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -353,18 +385,23 @@ class _Decoding:
         prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(counts)
         self._cache.begin_prefill(prompt_of_row=prompt_of_row, first_row=len(self.rows))
         positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
-        hidden = self._engine.hidden_states(padded, positions, self._cache)
+        ahead = torch.zeros_like(lengths)
+        images = [request.images for request in of_prompts]
+        shown = [one for one in images if one is not None]
+        if self._engine.sight is not None and shown:
+            positions, ahead = self._engine.sight.places(prompts, images)
+        hidden = self._engine.hidden_states(padded, positions, self._cache, shown)
         last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
         logits = self._engine.logits(last, self._projection)[prompt_of_row]
         first_row = len(self.rows)
-        self._append_rows(admitted, lengths[prompt_of_row])
+        self._append_rows(admitted, lengths[prompt_of_row], ahead[prompt_of_row])
         if self._record is not None:
             experts = self._record.take().unflatten(0, padded.shape)
             for row, prompt in zip(self.rows[first_row:], prompt_of_row.tolist(), strict=True):
                 row.experts.append(experts[prompt, : len(prompts[prompt])])
         return self._sample(logits, first_row)
 
-    def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor) -> None:
+    def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor, ahead: Tensor) -> None:
         device = self._engine.device
         keys, of_rows = [], []
         for request_index, members in admitted:
@@ -376,12 +413,14 @@ class _Decoding:
         self._keys = torch.cat([self._keys, torch.tensor(keys, dtype=torch.int64, device=device)])
         self._settings = self._settings.then(Settings.of(of_rows, device))
         self._positions = torch.cat([self._positions, positions])
+        self._ahead = torch.cat([self._ahead, ahead])
         self._tokens = torch.cat([self._tokens, torch.zeros_like(positions)])
 
     def _decode(self) -> list[tuple[_Row, FinishReason]]:
         span = max(_num_given(self._requests[row.request]) + len(row.token_ids) for row in self.rows)
         self._cache.begin_decode(self._positions, span=span)
-        hidden = self._engine.hidden_states(self._tokens[:, None], self._positions[:, None], self._cache)
+        positions = self._positions + self._ahead
+        hidden = self._engine.hidden_states(self._tokens[:, None], positions[:, None], self._cache)
         self._positions = self._positions + 1
         if self._record is not None:
             for row, experts in zip(self.rows, self._record.take(), strict=True):
@@ -429,14 +468,15 @@ class _Decoding:
         if gaps:
             source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
             self._cache.move_rows(source, target)
-            for per_row in (self._tokens, self._positions, self._keys):
+            for per_row in (self._tokens, self._positions, self._ahead, self._keys):
                 per_row[target] = per_row[source]
             self._settings = self._settings.moved(source, target)
             for mover, gap in zip(movers, gaps, strict=True):
                 self.rows[gap] = self.rows[mover]
         del self.rows[remaining:]
         self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
-        self._keys, self._settings = self._keys[:remaining], self._settings[:remaining]
+        self._ahead, self._keys = self._ahead[:remaining], self._keys[:remaining]
+        self._settings = self._settings[:remaining]
 
 
 def _num_given(request: GenerateRequest) -> int:

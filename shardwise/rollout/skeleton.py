@@ -6,10 +6,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ModelError
+from shardwise.ops import language_model_class
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -17,7 +24,9 @@ def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText).from_config(
+                config, dtype=dtype
+            )
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:

@@ -27,6 +27,7 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import first_stop_across
+from shardwise.rollout.vision import refuse_images
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, FinishReason, GenerateRequest
 
@@ -396,6 +397,7 @@ class VllmEngine:
         return outputs
 
     def _require_possible(self, request: GenerateRequest) -> None:
+        refuse_images(request, "vLLM")
         length = len(request.prompt_ids) + len(request.begun) + request.max_tokens
         if length > self._max_tokens:
             raise ConfigError(

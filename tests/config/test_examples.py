@@ -33,6 +33,7 @@ CLASSES = {
     "reward_model.yaml": RewardModelConfig,
     "distill.yaml": DistillConfig,
     "vl_digits_sft.yaml": SFTConfig,
+    "vl_digits_grpo.yaml": RLConfig,
 }
 
 

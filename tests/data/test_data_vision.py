@@ -12,11 +12,13 @@ from pyarrow import parquet
 from tiny_models import tiny_vision_model
 from transformers import Qwen2VLImageProcessorPil
 
-from shardwise.config import DataError, ModelError, SupervisedDataConfig
+from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
 from shardwise.data import Vision
-from shardwise.data.rows import supervised_samples
+from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
+from shardwise.recipes.samples import to_samples
+from shardwise.types import Completion, RolloutGroup
 
 WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 TEMPLATE = (
@@ -208,10 +210,63 @@ def test_a_prompt_with_a_response_has_images_too(load, picture, tokenizer):
     assert tokenizer.decode(first.token_ids[first.loss_mask]) == "5<|end|>"
 
 
+@pytest.fixture
+def ask(vision, tokenizer, tmp_path):
+    def read(rows, *, vision=vision, **settings):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        config = PromptDataConfig(ground_truth_column="answer", **settings)
+        return prompt_examples(config, [str(path)], tokenizer, max_rows=None, vision=vision).rows
+
+    return read
+
+
+def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp_path):
+    """Tokens, places and pixels of a prompt are those with which a conversation that begins with it begins."""
+    picture(3).save(tmp_path / "a.png")
+    words = {"prompt": [{"role": "user", "content": "<image>Which?"}], "answer": "5"}
+    shown, plain = ask([words | {"images": ["a.png"]}, words | {"prompt": "Which?"}])
+    (expected,), _ = load([{"messages": talk("<image>Which?"), "images": ["a.png"]}])
+    length = len(shown.prompt_ids)
+    assert shown.prompt_ids == expected.token_ids[:length].tolist()
+    assert torch.equal(shown.position_ids, expected.position_ids[:, :length])
+    assert [one.grid for one in shown.pictures] == [one.grid for one in expected.pictures]
+    assert shown.prompt.count(tokenizer.decode([PAD])) == 1
+    assert (plain.pictures, plain.position_ids) == ([], None)
+    group = RolloutGroup(
+        example=shown,
+        completions=[
+            Completion(
+                token_ids=expected.token_ids[length:].tolist(),
+                logprobs=[0.0] * (len(expected.token_ids) - length),
+                finish_reason="stop",
+                policy_version=0,
+            )
+        ],
+        texts=["5"],
+        rewards=[1.0],
+        reward_parts=[{}],
+        failed=[False],
+    )
+    (sample,) = to_samples([group])
+    assert torch.equal(sample.token_ids, expected.token_ids)
+    assert torch.equal(sample.position_ids, expected.position_ids)
+    assert sample.pictures == shown.pictures
+
+
+def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path):
+    picture().save(tmp_path / "a.png")
+    row = {"prompt": "<image>Which?", "answer": "5", "images": ["a.png"]}
+    with pytest.raises(DataError, match=r"line 1: column \"images\" has images, .* rollout\.engine=embedded"):
+        ask([row], vision=None)
+    with pytest.raises(DataError, match=r"more than data\.max_prompt_tokens=3; .* drop"):
+        ask([row], max_prompt_tokens=3, on_overlong="truncate")
+
+
 def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": talk("<image>"), "images": ["a.png"]}))
-    with pytest.raises(DataError, match=r'line 1: column "images" has images, which only supervised training shows'):
+    with pytest.raises(DataError, match=r'line 1: column "images" has images, which supervised training shows'):
         supervised_samples(SupervisedDataConfig(), [str(path)], tokenizer, max_rows=None)
     loaded = supervised_samples(SupervisedDataConfig(images_column="none"), [str(path)], tokenizer, max_rows=None)
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)

@@ -38,6 +38,7 @@ def build(fake_group, remote, *, every=4, receipt=lambda rank, version: RECEIPT,
 
 def test_known_tokens_are_the_beginnings_of_the_first_prompts_that_score_any():
     assert probe_sequences(EXAMPLES) == [[6, 7, 8], list(range(13))]
+    assert probe_sequences(EXAMPLES, image_token_id=6) == [[7, 8], [*range(6), *range(7, 14)]]
 
 
 def test_a_sync_asks_every_rank_and_says_what_it_moved(fake_group, remote):

@@ -12,12 +12,13 @@ from tiny_models import tiny_vision_model
 from transformers import Qwen2VLImageProcessorPil
 from vision_samples import vision_samples
 
-from shardwise.config import EngineConfig, ModelConfig
+from shardwise.config import EngineConfig, GenerationConfig, ModelConfig
 from shardwise.data import pack
 from shardwise.data.images import ImageReader
 from shardwise.recipes.bundles import MicroBatchRecord, _batch, _named_tensors
+from shardwise.recipes.samples import to_samples
 from shardwise.recipes.workers import Worker
-from shardwise.types import Sample
+from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,59 @@ def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
     ]
     found, expected = run_ranks(scored, 2, str(folder), shards), run_ranks(scored, 2, str(folder), read)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("process", marks=pytest.mark.full)])
+def test_what_is_sampled_depends_on_the_images_as_training_does(run_ranks, folder, engine):
+    """A rank reads the images of the requests that it gets, for an engine in a process of its own too; the logprobs
+    that it samples with are those that it trains with."""
+    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    options = {"type": "embedded", "process": {}} if engine == "process" else engine
+    (found,) = run_ranks(sampled_and_scored, 1, str(folder), samples, options)
+    for sampled, trained in found:
+        torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
+
+
+def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    worker = Worker(torch.device("cpu"))
+    model = ModelConfig(path=folder).model_dump_json()
+    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    worker.build_rollout(model, GenerationConfig(engine=engine).model_dump_json(), "float32")
+    requests = [
+        GenerateRequest(
+            uid=sample.uid,
+            prompt_ids=sample.token_ids.tolist(),
+            max_tokens=5,
+            temperature=1.0,
+            pictures=sample.pictures,
+        )
+        for sample in samples
+    ]
+    groups = [
+        RolloutGroup(
+            example=Example(
+                uid=sample.uid,
+                prompt_ids=sample.token_ids.tolist(),
+                prompt="?",
+                data_source="a",
+                ground_truth="",
+                pictures=sample.pictures,
+                position_ids=sample.position_ids,
+            ),
+            completions=completions,
+            texts=[""],
+            rewards=[0.0],
+            reward_parts=[{}],
+            failed=[False],
+        )
+        for sample, completions in zip(samples, worker.generate(requests), strict=True)
+    ]
+    trained = to_samples(groups)
+    ((batch,),) = pack(trained, num_shards=1, max_tokens=512).shards
+    (scores,) = worker.score([batch], "policy", True)
+    worker.close()
+    parts = dict(zip(batch.sample_index, scores.split(batch.cu_seqlens.diff().tolist()), strict=True))
+    return [(one.rollout_logprobs, parts[place] * one.loss_mask) for place, one in enumerate(trained)]
 
 
 def test_an_image_that_one_rank_cannot_read_is_an_error_on_both(run_ranks, folder):

@@ -24,7 +24,7 @@ from shardwise.config import (
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine, SupervisedEngine, VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local
-from shardwise.types import GenerateRequest
+from shardwise.types import GenerateRequest, Images
 
 __all__ = ["marked"]  # a fixture
 
@@ -116,6 +116,13 @@ def test_keys_and_arguments_reach_vllm(folder):
     assert not config.cache_config.enable_prefix_caching
     with pytest.raises(ConfigError, match=r"prompt of 2 tokens and its max_tokens=47 .* than the 48 .*max_model_len"):
         engine.generate([request(max_tokens=47)])
+
+
+@needs_vllm
+def test_requests_with_images_are_refused(engine):
+    seen = Images(pixel_values=torch.zeros(4, 96), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    with pytest.raises(ConfigError, match="has images, which Shardwise does not pass on to vLLM"):
+        engine.generate([request(images=seen)])
 
 
 @needs_vllm

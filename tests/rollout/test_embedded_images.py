@@ -1,0 +1,146 @@
+"""The embedded engine on prompts with images, against transformers' own generate and forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import IMAGE, tiny_vision_model
+from transformers import GenerationConfig
+from vision_samples import reference_logprobs, vision_sample
+
+from shardwise.config import ModelError
+from shardwise.rollout import EmbeddedEngine
+from shardwise.types import GenerateRequest, Sample
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
+MAX_TOKENS = 9
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    model = tiny_vision_model(request.param)
+    model.generation_config = GenerationConfig(eos_token_id=3, pad_token_id=0)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    return [vision_sample(model, f"row {index}", grids, seed=index) for index, grids in enumerate(GRIDS)]
+
+
+def open_engine(folder, max_rows=16, **options):
+    device = torch.device("cpu")
+    return EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=max_rows, device=device, **options)
+
+
+def asking(sample: Sample, **options) -> GenerateRequest:
+    return GenerateRequest(
+        uid=sample.uid,
+        prompt_ids=sample.token_ids.tolist(),
+        images=sample.images,
+        **{"max_tokens": MAX_TOKENS, "temperature": 0.0, **options},
+    )
+
+
+@torch.no_grad()
+def generated(model, sample: Sample) -> list[int]:
+    """By transformers' greedy generate, of one prompt."""
+    seen = {}
+    if sample.images is not None:
+        seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.image_grid_thw}
+        seen["mm_token_type_ids"] = (sample.token_ids == IMAGE).int()[None]
+    model.base_model.rope_deltas = None
+    tokens = model.generate(
+        sample.token_ids[None], max_new_tokens=MAX_TOKENS, do_sample=False, suppress_tokens=[IMAGE], **seen
+    )
+    return tokens[0, len(sample.token_ids) :].tolist()
+
+
+def whole(sample: Sample, token_ids: list[int]) -> Sample:
+    tokens = torch.cat([sample.token_ids, torch.tensor(token_ids)])
+    return replace(sample, token_ids=tokens, loss_mask=torch.arange(len(tokens)) >= len(sample.token_ids))
+
+
+@torch.no_grad()
+def assert_own_logprobs(model, sample: Sample, completion) -> None:
+    expected = reference_logprobs(model, whole(sample, completion.token_ids))[len(sample.token_ids) :]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 16])
+def test_greedy_completions_equal_those_of_generate_token_for_token(model, folder, samples, max_rows):
+    """With 1 and 3 rows prompts with images and without wait for each other, and finished rows move."""
+    found = open_engine(folder, max_rows).generate([asking(sample) for sample in samples])
+    expected = [generated(model, sample) for sample in samples]
+    assert [group[0].token_ids for group in found] == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(samples)
+    for sample, (completion,) in zip(samples, found, strict=True):
+        assert_own_logprobs(model, sample, completion)
+
+
+def test_what_is_said_depends_on_the_images(model, folder, samples):
+    sample = samples[2]
+    other = replace(sample.images, pixel_values=-sample.images.pixel_values)
+    asked = [asking(sample), asking(replace(sample, images=other))]
+    (first,), (second,) = open_engine(folder).generate(asked)
+    assert first.logprobs != second.logprobs
+
+
+@pytest.mark.parametrize("max_rows", [3, 32])
+def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, samples, max_rows, monkeypatch):
+    """A group that fits is shown to the tower once; image tokens are never drawn."""
+    engine = open_engine(folder, max_rows)
+    num_seen = []
+    look = engine.sight.look
+    monkeypatch.setattr(engine.sight, "look", lambda images: num_seen.append(len(images)) or look(images))
+    asked = [asking(sample, temperature=1.0, num_completions=4, max_tokens=6) for sample in samples]
+    groups = engine.generate(asked)
+    for sample, group in zip(samples, groups, strict=True):
+        assert len({tuple(one.token_ids) for one in group}) > 1
+        for completion in group:
+            assert IMAGE not in completion.token_ids
+            assert_own_logprobs(model, sample, completion)
+    if max_rows == 32:
+        assert sum(num_seen) == 4  # prompts that have images
+
+
+def test_a_completion_goes_on_where_it_was_interrupted(folder, samples):
+    engine = open_engine(folder)
+    asked = [asking(sample, temperature=1.0) for sample in samples]
+    expected = engine.generate(asked)
+    going_on = [
+        replace(request, begun=group[0].token_ids[:2], max_tokens=MAX_TOKENS - 2)
+        for request, group in zip(asked, expected, strict=True)
+        if len(group[0].token_ids) > 2
+    ]
+    assert len(going_on) > 3
+    told = {request.uid: group[0] for request, group in zip(asked, expected, strict=True)}
+    for request, (rest,) in zip(going_on, engine.generate(going_on), strict=True):
+        assert rest.token_ids == told[request.uid].token_ids[2:]
+        torch.testing.assert_close(rest.logprobs, told[request.uid].logprobs[2:], atol=1e-5, rtol=1e-5)
+
+
+def test_synced_weights_include_the_tower(model, folder, samples):
+    engine = open_engine(folder)
+    before = engine.generate([asking(samples[0])])
+    changed = {name: 1.5 * tensor for name, tensor in engine.served_weights() if "visual" in name}
+    assert changed
+    engine.load_weights(changed.items())
+    engine.commit_weights(1)
+    after = engine.generate([asking(samples[0])])
+    assert before[0][0].logprobs != after[0][0].logprobs
+
+
+def test_prompts_and_images_that_do_not_fit_are_refused_by_name(folder, samples):
+    engine = open_engine(folder)
+    for sample in (replace(samples[0], images=samples[2].images), replace(samples[0], images=None)):
+        with pytest.raises(ModelError, match=r"row 0: the prompt has 7 image tokens .* images take"):
+            engine.generate([asking(sample)])
