@@ -4,6 +4,7 @@ import torch
 
 from shardwise.recipes.background_worker import BackgroundWorker
 from shardwise.recipes.workers import Worker
+from shardwise.types import GenerateRequest
 
 
 class Engine:
@@ -19,6 +20,7 @@ class Engine:
         return requests
 
 
+REQUEST = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=4, temperature=1.0)
 began = threading.Event()
 
 
@@ -27,10 +29,10 @@ def test_it_interrupts_what_the_worker_samples():
     worker = Worker(torch.device("cpu"), writer=beside, interruption=beside.interruption)
     worker._rollout = Engine()
     found = []
-    sampling = threading.Thread(target=lambda: found.append(worker.generate(["request"])), daemon=True)
+    sampling = threading.Thread(target=lambda: found.append(worker.generate([REQUEST])), daemon=True)
     sampling.start()
     assert began.wait(20)
     assert not found
     beside.interrupt()
     sampling.join(20)
-    assert found == [["request"]]
+    assert found == [[REQUEST]]
