@@ -1,6 +1,7 @@
-"""Distillation over ranks: the loss, the divergence of every token and all gradients are those of one padded batch
-through two models of transformers with all logits, whatever the layouts of student and teacher."""
+"""Distillation over ranks: the loss, the divergence of every token and all gradients are those of two models of
+transformers with all logits in double precision, whatever the layouts of student and teacher."""
 
+import copy
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,45 +111,36 @@ def samples_of(lengths):
     return random_samples(list(lengths), vocab=VOCAB, prompt_tokens=1, seed=len(lengths))
 
 
-def padded_logits(model, samples):
-    """[N, L - 1, V]: right-padded, with an attention mask."""
-    width = max(2, *(len(sample.token_ids) for sample in samples))
-    ids, mask = torch.zeros(2, len(samples), width, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        ids[row, : len(sample.token_ids)] = sample.token_ids
-        mask[row, : len(sample.token_ids)] = 1
-    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()[:, :-1]
-
-
 def reference(student, teacher, samples, divergence):
-    """The loss, the divergence of every token by sample, and the gradients, from all logits of both models."""
-    logits = padded_logits(student, samples)
-    with torch.no_grad():
-        teacher_logits = padded_logits(teacher, samples)
-    q = (logits / divergence.temperature).log_softmax(-1)
-    p = (teacher_logits / divergence.temperature).log_softmax(-1)
-    match "reverse_kl" if divergence.kind is own_reverse_kl else divergence.kind:
-        case "forward_kl":
-            per_token = (p.exp() * (p - q)).sum(-1)
-        case "reverse_kl":
-            per_token = (q.exp() * (q - p)).sum(-1)
-        case "jensen_shannon":
-            beta = divergence.beta
-            m = (beta * p.exp() + (1 - beta) * q.exp()).log()
-            per_token = beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
+    """The loss, the divergence of every token by sample, and the gradients, from all logits of both models: in double
+    precision, every sample alone."""
+    student, teacher = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
     total, num_tokens, rows = 0.0, 0, []
-    for row, sample in enumerate(samples):
-        row_divergence = torch.zeros(len(sample.token_ids))
+    for sample in samples:
+        logits = student(input_ids=sample.token_ids[None], use_cache=False).logits[0]
+        with torch.no_grad():
+            teacher_logits = teacher(input_ids=sample.token_ids[None], use_cache=False).logits[0]
+        q = (logits / divergence.temperature).log_softmax(-1)
+        p = (teacher_logits / divergence.temperature).log_softmax(-1)
+        match "reverse_kl" if divergence.kind is own_reverse_kl else divergence.kind:
+            case "forward_kl":
+                per_token = (p.exp() * (p - q)).sum(-1)
+            case "reverse_kl":
+                per_token = (q.exp() * (q - p)).sum(-1)
+            case "jensen_shannon":
+                beta = divergence.beta
+                m = (beta * p.exp() + (1 - beta) * q.exp()).log()
+                per_token = beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
+        own = torch.zeros(len(sample.token_ids))
         for t in sample.loss_mask.nonzero()[:, 0].tolist():
-            surprise = -logits[row, t - 1].log_softmax(-1)[sample.token_ids[t]]
-            total = total + per_token[row, t - 1] + COEF * surprise
+            surprise = -logits[t - 1].log_softmax(-1)[sample.token_ids[t]]
+            total = total + per_token[t - 1] + COEF * surprise
             num_tokens += 1
-            row_divergence[t] = per_token[row, t - 1].detach()
-        rows.append(row_divergence)
-    student.zero_grad()
+            own[t] = per_token[t - 1].detach()
+        rows.append(own)
     loss = total / num_tokens
     loss.backward()
-    return loss.item(), rows, {name: p.grad.clone() for name, p in student.named_parameters()}
+    return loss.item(), rows, {name: p.grad.float() for name, p in student.named_parameters()}
 
 
 def distill_cells(student_folder, teacher_folder, cells, divergence):
@@ -232,9 +224,11 @@ def test_loss_and_gradients_equal_those_of_all_logits(run_ranks, pairs, pair, ki
                 torch.testing.assert_close(found, rows, rtol=1e-5, atol=2e-6, msg=name)
             whole = whole_gradients([part[2] for part in parts], own.fsdp_size)
             assert whole.keys() == gradients.keys()
+            # The keys' gradient is the small rest of large terms where a query sees two tokens: it has their rounding.
+            rounding = torch.finfo(torch.float32).eps * max(g.abs().max() for g in gradients.values())
             for key, gradient in whole.items():
-                error = (gradient - gradients[key]).abs().max() / gradients[key].abs().max()
-                assert error <= 3e-5, (name, key)
+                error = (gradient - gradients[key]).abs().max()
+                assert error <= 1e-5 * gradients[key].abs().max() + rounding, (name, key, error)
 
 
 def learn(student_folder, teacher_folder, options):

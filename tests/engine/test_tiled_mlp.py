@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_table import FAMILIES, save_model
-from tiny_models import random_samples, tiny_model
+from tiny_models import random_samples, tiny_folder, tiny_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,7 +266,10 @@ def gradients(folder, options):
 def test_engine_with_tiled_mlps_has_the_gradients_of_one_without(run_ranks, tmp_path, family, num_shards):
     """Parameters gathered by FSDP, with recomputation around the slices too; experts whose MLP returns its router's
     scores."""
-    save_model(family, FAMILIES[family] | {"vocab_size": 131}, tmp_path)
+    if family == "gpt_oss":
+        save_model(family, FAMILIES[family] | {"vocab_size": 131}, tmp_path)
+    else:
+        tiny_folder(family, tmp_path)
     folder = str(tmp_path)
     expected = run_ranks(gradients, 2, folder, {})[0]
     for options in ({}, {"activation_checkpointing": "full"}):
@@ -274,4 +277,5 @@ def test_engine_with_tiled_mlps_has_the_gradients_of_one_without(run_ranks, tmp_
         found = run_ranks(gradients, 2, folder, tiled)[0]
         assert len(found) == len(expected)
         for (name, ours), theirs in zip(found.items(), expected.values(), strict=True):
-            assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max(), name
+            bound = 1e-5 * theirs.abs().max() if family == "gpt_oss" else 1e-6 * (theirs.abs().max() + 0.1)
+            assert (ours - theirs).abs().max() <= bound, name
