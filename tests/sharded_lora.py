@@ -15,6 +15,7 @@ from shardwise.engine.adapters import init_adapters
 from shardwise.engine.lora import base_names, inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.precision import Precision
+from shardwise.engine.shards import local_box
 from shardwise.ops import decoder_layers
 
 SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
@@ -109,7 +110,8 @@ def full(tensor):
     if not isinstance(tensor, DTensor):
         return tensor
     shards = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, (tensor.device_mesh.get_coordinate()[-1], tensor.to_local()))
+    rows = tensor.to_local()
+    dist.all_gather_object(shards, ((local_box(tensor)[0].start, len(rows)), rows))
     by_place = dict(shards)  # replicas hold the same
     return torch.cat([by_place[place] for place in sorted(by_place)])
 

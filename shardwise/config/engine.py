@@ -93,6 +93,9 @@ class LayoutConfig(ComputeConfig):
     world_size / fsdp_size replicas; 1 is plain replication."""
     ulysses_size: PositiveInt = 1
     """Ranks that share one sequence (Ulysses sequence parallelism). Divides fsdp_size and the attention heads."""
+    ep_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture (expert parallelism): each computes its part of them, for the tokens of
+    all, which travel there and back. Divides fsdp_size and the number of experts."""
     reshard_after_forward: StrictBool | StrictInt = True
     """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
     second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""

@@ -10,7 +10,8 @@ from shardwise.config.recipes import RLConfig, TrainingConfig
 
 _ENGINES = ("engine", "reference", "critic.engine", "teacher.engine", "teachers.engine", "reward.functions.engine")
 _LAYOUT_KEYS = (
-    *("fsdp_size", "ulysses_size", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "wrap_policy"),
+    *("fsdp_size", "ulysses_size", "ep_size", "wrap_policy"),
+    *("reshard_after_forward", "forward_prefetch", "backward_prefetch"),
     *("offload_policy", "param_offload", "optimizer_offload", "activation_checkpointing", "checkpoint_every_layers"),
     *("activation_offload", "apply_tiled_mlp", "tiled_num_shards", "attention_implementation", "compile_layers"),
     *("experts_implementation", "use_liger_kernels", "max_tokens_per_micro_batch", "reduce_gradients"),

@@ -120,7 +120,10 @@ class TrainEngine:
                 "engines are fsdp2_train, frozen ones fsdp2_infer"
             )
         dims = ParallelDims.from_sizes(
-            world_size=dist.get_world_size(), fsdp_size=config.fsdp_size, ulysses_size=config.ulysses_size
+            world_size=dist.get_world_size(),
+            fsdp_size=config.fsdp_size,
+            ulysses_size=config.ulysses_size,
+            ep_size=config.ep_size,
         )
         sharded = build_sharded(
             folder,

@@ -94,7 +94,8 @@ def _gather(bucket: list[_Part]) -> Iterator[Tensor]:
         return
     slots = [part.slot for part in bucket]
     for part, by_rank in zip(bucket, _received(bucket).split(slots, dim=1), strict=True):
-        yield _whole(part, by_rank)
+        assert part.sharding is not None
+        yield part.sharding.assembled(by_rank, part.shape)
 
 
 def _alone(part: _Part) -> Tensor:
@@ -105,12 +106,7 @@ def _alone(part: _Part) -> Tensor:
         return on_mesh.full_tensor()
     if part.sharding.num_ranks == 1:
         return local_shard(part.tensor).to(part.sharding.device, part.dtype, copy=True)
-    return _whole(part, _received([part]))
-
-
-def _whole(part: _Part, by_rank: Tensor) -> Tensor:
-    """by_rank [ranks, slot] -> `part.shape`, with memory of its own unless `by_rank` has."""
-    return by_rank.contiguous().view(-1)[: part.shape.numel()].view(part.shape)  # the last ranks' slots end in nothing
+    return part.sharding.assembled(_received([part]), part.shape)
 
 
 def _received(bucket: list[_Part]) -> Tensor:

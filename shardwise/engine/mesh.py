@@ -1,4 +1,4 @@
-"""The layout of the ranks: dp_replicate x dp_shard x sp."""
+"""The layout of the ranks: dp_replicate x dp_shard x sp, and for experts dp_replicate x expert_shard x ep."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from shardwise.config import ConfigError
 class ParallelDims:
     """How many ranks each axis has; the product is the world size.
 
-    Weights are sharded over dp_shard x sp together: a sequence's ranks share weights like any others.
+    Weights are sharded over dp_shard x sp together: a sequence's ranks share weights like any others. The same ranks
+    are expert_shard x ep for the experts of a mixture: each of `ep` neighbours computes its part of the experts.
 
     Example: 8 ranks with fsdp_size=4 and ulysses_size=2: dp_replicate=2, dp_shard=2, sp=2. Ranks 0-3 hold one copy of
     the model; ranks 0 and 1 share their sequences.
@@ -25,9 +26,10 @@ class ParallelDims:
     dp_replicate: int
     dp_shard: int
     sp: int
+    ep: int = 1
 
     @classmethod
-    def from_sizes(cls, *, world_size: int, fsdp_size: int | None, ulysses_size: int) -> Self:
+    def from_sizes(cls, *, world_size: int, fsdp_size: int | None, ulysses_size: int, ep_size: int = 1) -> Self:
         """Checks the sizes a user gave.
 
         Raises:
@@ -48,7 +50,12 @@ class ParallelDims:
                 f"engine.ulysses_size={ulysses_size} does not divide the {size} ranks that share one copy of the model "
                 f"({'engine.fsdp_size' if fsdp_size else 'the world size'}); use {', or '.join(ways)}"
             )
-        return cls(world_size // size, size // ulysses_size, ulysses_size)
+        if size % ep_size:
+            raise ConfigError(
+                f"engine.ep_size={ep_size} does not divide the {size} ranks that share one copy of the model "
+                f"({'engine.fsdp_size' if fsdp_size else 'the world size'}); use {any_of(divisors(size))}"
+            )
+        return cls(world_size // size, size // ulysses_size, ulysses_size, ep_size)
 
     def build(self, device_type: str) -> "EngineMesh":
         """Collective. Makes the process groups, or takes those of the engine before that had the same sizes: with NCCL
@@ -66,6 +73,10 @@ class EngineMesh:
     sp_group: dist.ProcessGroup | None
     """The ranks that share this rank's sequences; None where it has them alone."""
     sp_rank: int
+    expert_fsdp: DeviceMesh
+    """What fully_shard takes for experts: `fsdp`, or (expert_shard) or (dp_replicate, expert_shard) of it."""
+    ep: DeviceMesh | None
+    """The ranks that share this rank's experts; None where it computes all of them."""
 
 
 @lru_cache(maxsize=8)
@@ -76,10 +87,15 @@ def _build(dims: ParallelDims, device_type: str, _world: dist.ProcessGroup) -> E
         fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
     else:
         fsdp = init_device_mesh(device_type, (dims.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp"))
-    if dims.sp == 1:
-        return EngineMesh(dims, fsdp, None, 0)
-    whole = fsdp._unflatten(fsdp.ndim - 1, (dims.dp_shard, dims.sp), ("dp_shard", "sp"))
-    return EngineMesh(dims, fsdp, whole.get_group("sp"), whole.get_local_rank("sp"))
+    sp_group, sp_rank = None, 0
+    if dims.sp > 1:
+        whole = fsdp._unflatten(fsdp.ndim - 1, (dims.dp_shard, dims.sp), ("dp_shard", "sp"))
+        sp_group, sp_rank = whole.get_group("sp"), whole.get_local_rank("sp")
+    if dims.ep == 1:
+        return EngineMesh(dims, fsdp, sp_group, sp_rank, expert_fsdp=fsdp, ep=None)
+    whole = fsdp._unflatten(fsdp.ndim - 1, (fsdp_size // dims.ep, dims.ep), ("expert_shard", "ep"))
+    expert_fsdp = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
+    return EngineMesh(dims, fsdp, sp_group, sp_rank, expert_fsdp=expert_fsdp, ep=whole["ep"])
 
 
 def divisors(number: int) -> list[int]:

@@ -22,6 +22,7 @@ from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, Packe
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.expert_guard import check_experts, guard_experts
 from shardwise.engine.expert_loads import ExpertLoads
+from shardwise.engine.expert_parallel import spread_experts, spread_paths
 from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.loading import load_weights
@@ -197,7 +198,8 @@ def build_unloaded(
     check_experts(hf_model, is_patched=config.apply_expert_patch)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
-    units = Units(hf_model, config, precision)  # paths as they are before anything is wrapped
+    shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
+    units = Units(hf_model, config, precision, shared)  # paths as they are before anything is wrapped
     mixers = sequence_mixers(hf_model)
     units.require_whole(list(mixers), "packing")
     pack_mixers(hf_model, mixers)
@@ -207,6 +209,8 @@ def build_unloaded(
         paths = mlp_paths(hf_model, units.layers)
         units.require_whole(paths, "engine.apply_tiled_mlp=true")
         tile_mlps(hf_model, paths, config.tiled_num_shards)
+    if mesh.ep is not None:
+        spread_experts(hf_model, shared, mesh.ep)
     if config.compile_layers:
         # Blocks of a tower loop over images, as many as there are: each number of them would be compiled anew.
         compile_layers(hf_model, units.layers_outside(vision_path(hf_model)))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise.config import ConfigError, ModelError, OptimizerConfig, TrainingError
 from shardwise.engine.adamw import BFloat16AdamW, HostAdamW
@@ -19,7 +19,7 @@ from shardwise.engine.loss_scale import LossScaler
 from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
 from shardwise.engine.schedule import schedule_at
-from shardwise.engine.shards import first_numbers, local_shard
+from shardwise.engine.shards import first_numbers, is_sharded, local_shard
 from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
@@ -249,7 +249,7 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -
         mesh = first.device_mesh
         square = square.to(mesh.device_type)  # gradients may be in host memory (CPU offload)
         for axis, placement in enumerate(first.placements):
-            if isinstance(placement, Shard):
+            if is_sharded(placement):
                 shard_groups.append(mesh.get_group(axis))
             elif poison is not None:
                 dist.all_reduce(poison, group=mesh.get_group(axis))

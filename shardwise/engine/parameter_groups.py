@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
@@ -95,10 +96,12 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
 
 
 def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> list[ParameterGroup]:
-    """One group for each learning rate and decay that occurs, in the order of their first parameters."""
-    groups: dict[tuple[str | None, bool], list[nn.Parameter]] = {}
+    """One group for each learning rate, decay and mesh that occurs, in the order of their first parameters: torch
+    updates a group at once, and DTensors of two meshes (experts that ranks share) do not go together."""
+    groups: dict[tuple[str | None, bool, object], list[nn.Parameter]] = {}
     for one in trained:
-        groups.setdefault((one.rate_prefix, one.is_decayed), []).append(one.parameter)
+        mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
+        groups.setdefault((one.rate_prefix, one.is_decayed, mesh), []).append(one.parameter)
     return [
         ParameterGroup(
             parameters=parameters,
@@ -106,7 +109,7 @@ def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfi
             peak_learning_rate=config.learning_rate if prefix is None else config.module_learning_rates[prefix],
             weight_decay=config.weight_decay if is_decayed else 0.0,
         )
-        for (prefix, is_decayed), parameters in groups.items()
+        for (prefix, is_decayed, _), parameters in groups.items()
     ]
 
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -33,16 +34,23 @@ def local_box(tensor: Tensor) -> list[slice]:
 
 
 def is_by_rows(tensor: Tensor) -> bool:
-    """Whether it is whole, or sharded along dim 0 over one axis, as by fully_shard."""
-    sharded = [place for place in tensor.placements if isinstance(place, Shard)] if isinstance(tensor, DTensor) else []
-    return sharded in ([], [Shard(0)])
+    """Whether it is whole, or sharded along dim 0: over one axis, as by fully_shard, or over two, as fully_shard does
+    to experts whose rows are split already."""
+    sharded = [place for place in tensor.placements if is_sharded(place)] if isinstance(tensor, DTensor) else []
+    return len(sharded) <= 2 and all(cast(Any, place).dim == 0 for place in sharded)
+
+
+def is_sharded(place: Placement) -> bool:
+    """Along an axis of a mesh. What fully_shard makes of a split tensor is a class beside Shard in some releases."""
+    return not isinstance(place, Replicate | Partial)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """The ranks that share the rows of a parameter, in the order of their rows. HSDP replicas have groups of their own.
+    """The ranks that share the rows of a parameter. HSDP replicas have groups of their own.
 
-    Example: 7 rows on 4 ranks are 2, 2, 2, 1; 5 rows are 2, 2, 1, 0.
+    Example: 7 rows on 4 ranks are 2, 2, 2, 1; 5 rows are 2, 2, 1, 0. In 2 parts, 6 rows on 4 ranks are rows 0-1, 3-4,
+    2, 5: ranks 0 and 2 share the first part.
     """
 
     group: dist.ProcessGroup | None
@@ -51,6 +59,8 @@ class RowSharding:
     rank: int
     device: torch.device
     """Where collectives of the group take their tensors; shards themselves may be in host memory (CPU offload)."""
+    num_parts: int = 1
+    """Equal parts of the rows. Rank r shares part r % num_parts with those that have the same one, in their order."""
 
     @classmethod
     def of(cls, parameter: Tensor) -> "RowSharding":
@@ -58,19 +68,37 @@ class RowSharding:
         if not isinstance(parameter, DTensor):
             return cls(None, 1, 0, parameter.device)
         mesh = parameter.device_mesh
-        axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
+        axes = [axis for axis, placement in enumerate(parameter.placements) if is_sharded(placement)]
         if not axes:
             return cls(None, 1, 0, local_shard(parameter).device)
-        assert is_by_rows(parameter), f"{parameter.placements}: expected dim 0 sharded over one axis, as by fully_shard"
+        assert is_by_rows(parameter), f"{parameter.placements}: expected dim 0 sharded, as by fully_shard"
         device = torch.empty(0, device=mesh.device_type).device
-        return cls(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]), device)
+        if len(axes) == 1:
+            return cls(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]), device)
+        ranks = mesh._get_root_mesh()  # both axes are parts of its last one
+        return cls(ranks.get_group(-1), ranks.size(-1), ranks.get_local_rank(-1), device, mesh.size(axes[1]))
+
+    def rows(self, total_rows: int, rank: int) -> range:
+        """Those that `rank` holds of `total_rows`: of a part equal chunks, the last ones smaller or empty
+        (torch.chunk)."""
+        part_rows, num_sharing = total_rows // self.num_parts, self.num_ranks // self.num_parts
+        chunk = -(-part_rows // num_sharing)
+        place, part = divmod(rank, self.num_parts)
+        start, stop = (part * part_rows + min(part_rows, chunk * n) for n in (place, place + 1))
+        return range(start, stop)
 
     def num_rows(self, total_rows: int, rank: int) -> int:
-        """Rows that `rank` holds of `total_rows`: equal chunks, the last ones smaller or empty (torch.chunk)."""
-        chunk = -(-total_rows // self.num_ranks)
-        return max(0, min(chunk, total_rows - rank * chunk))
+        """How many rows `rank` holds of `total_rows`."""
+        return len(self.rows(total_rows, rank))
 
     def first_element(self, shape: torch.Size) -> int:
         """The place of this rank's first element in the flattened whole of this shape."""
-        num_rows_before = sum(self.num_rows(shape[0], rank) for rank in range(self.rank))
-        return num_rows_before * math.prod(shape[1:])
+        return self.rows(shape[0], self.rank).start * math.prod(shape[1:]) if shape else 0
+
+    def assembled(self, by_rank: Tensor, shape: torch.Size) -> Tensor:
+        """[num_ranks, slot], what the ranks hold, each padded to as much as the rank with the most -> `shape`, with
+        memory of its own unless `by_rank` has."""
+        by_part = by_rank.unflatten(0, (-1, self.num_parts)).transpose(0, 1).contiguous().flatten(1)
+        if self.num_parts > 1:  # the slots of a part's last ranks end in nothing
+            by_part = by_part[:, : shape.numel() // self.num_parts].contiguous()
+        return by_part.view(-1)[: shape.numel()].view(shape)

@@ -97,7 +97,7 @@ class _Rows:
     shape: torch.Size
     sharding: RowSharding
     ranks: list[int]
-    """In the order of their rows; this rank alone where the tensor is not sharded."""
+    """Those of the sharding, in its order; this rank alone where the tensor is not sharded."""
 
 
 class HostShards:
@@ -134,9 +134,10 @@ class HostShards:
                 links.send([rows.mine], writer, _TAG).wait()
             return None
         full = torch.empty(rows.shape, dtype=rows.mine.dtype)
-        sizes = [rows.sharding.num_rows(rows.shape[0], place) for place in range(len(rows.ranks))]
         arriving = []
-        for rank, part in zip(rows.ranks, full.split(sizes), strict=True):
+        for place, rank in enumerate(rows.ranks):
+            held = rows.sharding.rows(rows.shape[0], place)
+            part = full[held.start : held.stop]
             if rank == me:
                 part.copy_(rows.mine)
             elif part.numel():

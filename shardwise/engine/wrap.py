@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -58,14 +59,20 @@ def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: s
 class Units:
     """The FSDP units of a model, chosen before wrappers go around its layers."""
 
-    def __init__(self, model: PreTrainedModel, config: LayoutConfig, precision: Precision) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: LayoutConfig, precision: Precision, spread_experts: Sequence[str] = ()
+    ) -> None:
         """
+        Args:
+            spread_experts: the paths of those that ranks share, which are sharded over fewer ranks than all else.
         Raises:
             ConfigError: a name that matches nothing, or a unit that would split tied weights.
         """
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
-        self._experts = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        self._spread_experts = set(spread_experts)
+        named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        self._experts = [*named, *(path for path in spread_experts if path not in named)]
         self._tower = vision_path(model)
         self._precision = precision
         self._config = config
@@ -88,8 +95,9 @@ class Units:
             for path in paths:
                 if is_within(inner, path):
                     raise ConfigError(
-                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own and "
-                        "would be gathered for every piece; remove one of the two"
+                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own"
+                        f"{' (engine.ep_size)' if inner in self._spread_experts else ''} and would be gathered for "
+                        "every piece; remove one of the two"
                     )
 
     def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:
@@ -110,9 +118,12 @@ class Units:
         if wrap.wrap_embeddings:
             chosen.update(path for path, module in modules.items() if module is hf_model.get_input_embeddings())
         self._require_no_projection(chosen, modules, head)
-        keep: Any = self._keep_sharded(mesh)
+        keep = self._keep_sharded(mesh.fsdp.size(-1))
+        keep_experts = self._keep_experts_sharded(mesh.expert_fsdp.size(-1))
         units = {
-            path: self._shard(module, mesh, path=path, reshard_after_forward=keep)
+            path: self._shard(module, mesh.expert_fsdp, path=path, reshard_after_forward=keep_experts)
+            if path in self._spread_experts
+            else self._shard(module, mesh.fsdp, path=path, reshard_after_forward=keep)
             for path, module in modules.items()
             if path in chosen
         }
@@ -120,9 +131,9 @@ class Units:
         ordered = list(reversed(units.values()))
         taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:
-            ordered.append(self._shard(head, mesh, reshard_after_forward=keep))
+            ordered.append(self._shard(head, mesh.fsdp, reshard_after_forward=keep))
             taken = set(head.parameters())  # the root reaches them by the model's own name for the projection too
-        return [*ordered, self._shard(root, mesh, reshard_after_forward=False, ignored=taken)]
+        return [*ordered, self._shard(root, mesh.fsdp, reshard_after_forward=False, ignored=taken)]
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
         """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
@@ -134,32 +145,39 @@ class Units:
                     "modules in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)"
                 )
 
-    def _keep_sharded(self, mesh: EngineMesh) -> bool | int:
-        value, size = self._config.reshard_after_forward, mesh.fsdp.size(-1)
-        if isinstance(value, bool) or (1 < value < size and size % value == 0):
+    def _keep_sharded(self, num_ranks: int) -> bool | int:
+        """What fully_shard takes where weights are sharded over so many ranks."""
+        value = self._config.reshard_after_forward
+        if isinstance(value, bool) or (1 < value < num_ranks and num_ranks % value == 0):
             return value
-        if value == size:
+        if value == num_ranks:
             return True
-        numbers = [str(d) for d in divisors(size) if d > 1]
+        choices = ", ".join(["true", "false", *(str(d) for d in divisors(num_ranks) if d > 1)])
         raise ConfigError(
-            f"engine.reshard_after_forward={value} does not divide the {size} ranks that weights are sharded over; use "
-            f"{', '.join(['true', 'false', *numbers])}"
+            f"engine.reshard_after_forward={value} does not divide the {num_ranks} ranks that weights are sharded over"
+            f"; use {choices}"
         )
+
+    def _keep_experts_sharded(self, num_ranks: int) -> bool | int:
+        """Of experts that ranks share, which are sharded over fewer ranks: they may be all in one part of the model's
+        ranks."""
+        value = self._config.reshard_after_forward
+        return True if not isinstance(value, bool) and value >= num_ranks else self._keep_sharded(num_ranks)
 
     def _shard(
         self,
         module: nn.Module,
-        mesh: EngineMesh,
+        mesh: DeviceMesh,
         *,
         reshard_after_forward: bool | int,
         path: str | None = None,
         ignored: set[nn.Parameter] | None = None,
     ) -> FSDPModule:
-        on_accelerator = mesh.fsdp.device_type != "cpu"
+        on_accelerator = mesh.device_type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=on_accelerator) if self._config.offload_policy else OffloadPolicy()
         fully_shard(
             module,
-            mesh=mesh.fsdp,
+            mesh=mesh,
             mp_policy=self._precision.policy(path),
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload,

@@ -360,7 +360,7 @@ class Bundle:
 
 def _alone(source: EngineSource) -> EngineSource:
     """The same numbers on one process."""
-    update: dict[str, Any] = {"fsdp_size": None, "ulysses_size": 1, "reshard_after_forward": True}
+    update: dict[str, Any] = {"fsdp_size": None, "ulysses_size": 1, "ep_size": 1, "reshard_after_forward": True}
     update["compile_layers"] = False
     if isinstance(source.layout, EngineConfig):
         update["reduce_gradients"] = "each_micro_batch"

@@ -34,7 +34,10 @@ class RemoteEngine:
     def mesh(self) -> ParallelDims:
         """How many ranks each axis of its mesh has."""
         return ParallelDims.from_sizes(
-            world_size=self.group.size, fsdp_size=self.layout.fsdp_size, ulysses_size=self.layout.ulysses_size
+            world_size=self.group.size,
+            fsdp_size=self.layout.fsdp_size,
+            ulysses_size=self.layout.ulysses_size,
+            ep_size=self.layout.ep_size,
         )
 
     @property

@@ -23,7 +23,8 @@ def build_and_barrier(folder, keys):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
+    families = ("qwen3", "llama", "qwen3_moe")
+    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in families}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,33 @@ def folders(tmp_path_factory):
             {"fsdp_size": 2, "ulysses_size": 4},
             "engine.ulysses_size=4 does not divide the 2 ranks that share one copy of the model (engine.fsdp_size); "
             "use engine.ulysses_size=1 or 2, or engine.fsdp_size=4",
+        ),
+        (
+            "qwen3_moe",
+            4,
+            {"ep_size": 3},
+            "engine.ep_size=3 does not divide the 4 ranks that share one copy of the model (the world size); use 1, 2 "
+            "or 4",
+        ),
+        (
+            "qwen3_moe",
+            4,
+            {"ep_size": 4},
+            "engine.ep_size=4 does not divide the 6 experts of model.layers.0.mlp.experts; use 1, 2, 3 or 6",
+        ),
+        (
+            "qwen3",
+            2,
+            {"ep_size": 2},
+            "engine.ep_size=2 has no effect on Qwen3ForCausalLM, which has no experts; set it to 1",
+        ),
+        (
+            "qwen3_moe",
+            2,
+            {"ep_size": 2, "apply_tiled_mlp": True},
+            "engine.apply_tiled_mlp=true computes model.layers.0.mlp piece by piece, but model.layers.0.mlp.experts "
+            "inside it is an FSDP unit of its own (engine.ep_size) and would be gathered for every piece; remove one "
+            "of the two",
         ),
         (
             "llama",

@@ -24,6 +24,7 @@ from shardwise.config import AlgorithmConfig, EngineConfig, LoraConfig, Optimize
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.names import plain_name
+from shardwise.engine.shards import local_box
 from shardwise.recipes.losses import policy_loss, sft_loss
 
 TEMPERATURE = 0.7
@@ -98,6 +99,7 @@ AXES: dict[str, dict[str, dict]] = {
         "wrapped ends": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
         "expert units": {"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}},
     },
+    "experts": {"on every rank": {}, "shared": {"ep_size": 2}},
     "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
 }
 """Of every axis its options, and what each sets in `engine`. The first option of an axis goes with every other."""
@@ -109,6 +111,9 @@ IMPOSSIBLE = [
     ("adapters", {"lora"}, "loss", {"value"}),  # peft would train the head too
     ("wrap", {"expert units"}, "family", set(FAMILIES)),
     ("wrap", {"expert units"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # would be gathered for every tile
+    ("experts", {"shared"}, "family", set(FAMILIES)),
+    ("experts", {"shared"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # units too
+    ("experts", {"shared"}, "layout", {"1", "2 replicas", "4 replicas"}),
 ]
 """Pairs of options that the engine refuses, or that have no reference."""
 PRODUCT = {
@@ -413,7 +418,7 @@ def split(samples, how, num_shards):
 
 def train_cells(folders, samples, cells, param_dtype="float32"):
     """Of every cell: for the samples in order and in reverse, this rank's number of micro-batches, its share of the
-    loss, and its shards of the gradients (None where there is no gradient)."""
+    loss, and its shards of the gradients, each with its first row (None where there is no gradient)."""
     results = []
     for cell in cells:
         try:
@@ -445,7 +450,7 @@ def train_cell(folders, samples, cell, param_dtype):
             batches, loss_function(cell.loss), denominators, temperature=TEMPERATURE, with_entropy=True
         )
         gradients = {
-            plain_name(name): None if p.grad is None else p.grad.to_local().clone()
+            plain_name(name): None if p.grad is None else (local_box(p)[0].start, p.grad.to_local().clone())
             for name, p in engine._model.hf_model.named_parameters()
         }
         engine._model.zero_grad()
@@ -458,10 +463,13 @@ def whole_gradients(shards_by_rank, fsdp_size):
     first = shards_by_rank[:fsdp_size]
     for start in range(fsdp_size, len(shards_by_rank), fsdp_size):
         for own, other in zip(first, shards_by_rank[start : start + fsdp_size], strict=True):
-            assert all(own[name] is other[name] or torch.equal(own[name], other[name]) for name in own)
-    return {
-        name: None if shard is None else torch.cat([rank[name] for rank in first]) for name, shard in first[0].items()
-    }
+            for mine, theirs in zip(own.values(), other.values(), strict=True):
+                assert mine is theirs or (mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]))
+    wholes = {}
+    for name, shard in first[0].items():
+        in_order = [] if shard is None else sorted((rank[name] for rank in first), key=lambda part: part[0])
+        wholes[name] = torch.cat([rows for _, rows in in_order]) if in_order else None
+    return wholes
 
 
 def errors_of_cell(cell, ranks, expected):

@@ -151,6 +151,14 @@ LAYOUTS = {
 }
 
 
+EXPERTS = {
+    "2 to shared": ((2, {}), (2, {"ep_size": 2})),
+    "shared to 2": ((2, {"ep_size": 2}), (2, {})),
+    "shared by 2 to shared by 4": ((4, {"ep_size": 2}), (4, {"ep_size": 4})),
+    "shared to replicas": ((4, {"ep_size": 2}), (4, {"ep_size": 2, "fsdp_size": 2})),
+    "shared to 1": ((4, {"ep_size": 4, "fsdp_size": 4}), (1, {})),
+}
+"""Of a mixture of 4 experts, which some ranks share."""
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
 
 
@@ -160,6 +168,24 @@ def test_f24_trap_15_another_layout_has_the_same_state_and_goes_on_within_1e_5(r
     (size, engine), (other_size, other_engine) = LAYOUTS[name]
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32} if "ulysses" in name else {}
     folder, state = str(tiny_folder("llama", tmp_path / "model", **options)), str(tmp_path / "state")
+    _, saved, rest, _ = run_ranks(uninterrupted, size, folder, state, engine, {"optimizer": optimizer})[0]
+    for loaded, again, _ in run_ranks(resumed, other_size, folder, state, other_engine, {"optimizer": optimizer}):
+        assert_same(loaded, saved)
+        for row, expected in zip(again, rest, strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_experts", "optimizer"),
+    [*((name, 4, "adamw") for name in EXPERTS), ("shared to replicas", 6, "adamw_cpu"), ("shared to 2", 4, "muon")],
+)
+def test_f24_experts_that_other_ranks_share_have_the_same_state_and_go_on_within_1e_5(
+    run_ranks, tmp_path, name, num_experts, optimizer
+):
+    (size, engine), (other_size, other_engine) = EXPERTS[name]
+    folder = str(tiny_folder("qwen3_moe", tmp_path / "model", num_experts=num_experts))
+    state = str(tmp_path / "state")
     _, saved, rest, _ = run_ranks(uninterrupted, size, folder, state, engine, {"optimizer": optimizer})[0]
     for loaded, again, _ in run_ranks(resumed, other_size, folder, state, other_engine, {"optimizer": optimizer}):
         assert_same(loaded, saved)

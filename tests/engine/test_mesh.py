@@ -28,6 +28,17 @@ def test_sizes_multiply_to_the_world_size(world_size, fsdp_size, ulysses_size, e
     assert dims.dp_replicate * dims.dp_shard * dims.sp == world_size
 
 
+def test_ranks_that_share_experts_are_among_those_that_share_a_copy_of_the_model():
+    dims = ParallelDims.from_sizes(world_size=8, fsdp_size=4, ulysses_size=1, ep_size=2)
+    assert dims == ParallelDims(dp_replicate=2, dp_shard=4, sp=1, ep=2)
+    for fsdp_size, key in ((None, "the world size"), (8, "engine.fsdp_size")):
+        with pytest.raises(ConfigError) as error:
+            ParallelDims.from_sizes(world_size=8, fsdp_size=fsdp_size, ulysses_size=1, ep_size=3)
+        assert str(error.value) == (
+            f"engine.ep_size=3 does not divide the 8 ranks that share one copy of the model ({key}); use 1, 2, 4 or 8"
+        )
+
+
 @pytest.mark.parametrize(
     ("world_size", "fsdp_size", "ulysses_size", "message"),
     [
@@ -107,6 +118,33 @@ def test_neighbouring_ranks_share_sequences_and_all_of_a_copy_share_weights(run_
         {"dp_replicate": [1, 3], "fsdp": [0, 1], "sp": [0, 1]},
         {"dp_replicate": [0, 2], "fsdp": [2, 3], "sp": [2, 3]},
         {"dp_replicate": [1, 3], "fsdp": [2, 3], "sp": [2, 3]},
+    ]
+
+
+def expert_neighbours(fsdp_size, ulysses_size, ep_size):
+    mesh = ParallelDims.from_sizes(
+        world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=ulysses_size, ep_size=ep_size
+    ).build("cpu")
+    names = mesh.expert_fsdp.mesh_dim_names
+    groups = {name: dist.get_process_group_ranks(mesh.expert_fsdp.get_group(name)) for name in names}
+    return groups | {"ep": None if mesh.ep is None else dist.get_process_group_ranks(mesh.ep.get_group())}
+
+
+def test_neighbouring_ranks_share_experts_and_every_second_one_their_weights(run_ranks):
+    """Tokens travel between neighbours, inside a host."""
+    assert run_ranks(expert_neighbours, 4, None, 1, 1) == [{"fsdp": [0, 1, 2, 3], "ep": None}] * 4
+    for ulysses_size in (1, 2, 4):
+        assert run_ranks(expert_neighbours, 4, None, ulysses_size, 2) == [
+            {"expert_shard": [0, 2], "ep": [0, 1]},
+            {"expert_shard": [1, 3], "ep": [0, 1]},
+            {"expert_shard": [0, 2], "ep": [2, 3]},
+            {"expert_shard": [1, 3], "ep": [2, 3]},
+        ]
+    assert run_ranks(expert_neighbours, 4, 2, 1, 2) == [
+        {"dp_replicate": [0, 2], "expert_shard": [0], "ep": [0, 1]},
+        {"dp_replicate": [1, 3], "expert_shard": [1], "ep": [0, 1]},
+        {"dp_replicate": [0, 2], "expert_shard": [2], "ep": [2, 3]},
+        {"dp_replicate": [1, 3], "expert_shard": [3], "ep": [2, 3]},
     ]
 
 

@@ -3,10 +3,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.engine import ParallelDims
-from shardwise.engine.shards import RowSharding, local_shard
+from shardwise.engine.gathering import gathered, gathered_in_order
+from shardwise.engine.shards import RowSharding, is_by_rows, local_box, local_shard
 
 WHOLE = RowSharding(None, 1, 0, torch.device("cpu"))
 
@@ -44,6 +45,54 @@ def test_seven_rows_on_four_ranks_and_five_on_four():
     assert [sharding.num_rows(7, rank) for rank in range(4)] == [2, 2, 2, 1]
     assert [sharding.num_rows(5, rank) for rank in range(4)] == [2, 2, 1, 0]
     assert sharding.first_element(torch.Size([7, 3, 2])) == 6 * 6
+
+
+def split_rows(fsdp_size, ep_size):
+    """For parameters of 2, 4, 6, 8 and 12 rows of 2, split before they are sharded: what RowSharding says of the rows
+    of every rank, and the elements that are here; the same put together again."""
+    size = dist.get_world_size()
+    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=fsdp_size, ulysses_size=1, ep_size=ep_size).build("cpu")
+    wholes = [torch.arange(2.0 * rows).view(rows, 2) for rows in SPLIT_ROWS]
+    model = nn.ParameterList(
+        [nn.Parameter(distribute_tensor(whole, mesh.ep, [Shard(0)], src_data_rank=None)) for whole in wholes]
+    )
+    fully_shard(model, mesh=mesh.expert_fsdp)
+    said, here = [], []
+    for parameter, whole in zip(model, wholes, strict=True):
+        sharding = RowSharding.of(parameter)
+        assert is_by_rows(parameter)
+        assert (sharding, sharding.num_parts) == (RowSharding.of(model[0]), ep_size)
+        rows = [list(sharding.rows(len(whole), rank)) for rank in range(sharding.num_ranks)]
+        own = sharding.rows(len(whole), sharding.rank)
+        box = local_box(parameter)[0]
+        assert (box.start, box.stop) == (own.start, own.stop) or (len(own), box.start) == (0, box.stop)
+        said.append((rows, sharding.rank, sharding.first_element(parameter.shape)))
+        here.append(local_shard(parameter.detach()).tolist())
+        assert torch.equal(gathered(parameter, torch.float32), whole)
+    assert all(
+        torch.equal(*pair) for pair in zip(gathered_in_order((p, torch.float32) for p in model), wholes, strict=True)
+    )
+    return said, here
+
+
+SPLIT_ROWS = (2, 4, 6, 8, 12)
+
+
+@pytest.mark.parametrize(("world_size", "fsdp_size", "ep_size"), [(2, None, 2), (4, None, 2), (4, 2, 2)])
+def test_rows_that_were_split_before_are_where_fully_shard_put_them(run_ranks, world_size, fsdp_size, ep_size):
+    for rank, (said, here) in enumerate(run_ranks(split_rows, world_size, fsdp_size, ep_size)):
+        for (rows, shard_rank, first), elements, total in zip(said, here, SPLIT_ROWS, strict=True):
+            assert shard_rank == rank % (fsdp_size or world_size)
+            assert sorted(row for of_rank in rows for row in of_rank) == list(range(total))
+            assert elements == [[2.0 * row, 2.0 * row + 1] for row in rows[shard_rank]]
+            assert not elements or first == elements[0][0]
+
+
+def test_six_rows_in_two_parts_on_four_ranks():
+    sharding = RowSharding(None, 4, 3, torch.device("cpu"), num_parts=2)
+    assert [list(sharding.rows(6, rank)) for rank in range(4)] == [[0, 1], [3, 4], [2], [5]]
+    by_rank = torch.tensor([[0.0, 1], [3, 4], [2, -1], [5, -1]])
+    assert sharding.assembled(by_rank, torch.Size([6])).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_plain_tensors_are_whole():

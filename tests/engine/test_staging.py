@@ -5,10 +5,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.controller.process_group import Rank, connect
+from shardwise.engine import ParallelDims
 from shardwise.engine.staging import Copies, HostShards, StagingBuffers
 
 FULL = {
@@ -48,6 +51,30 @@ def test_only_the_writer_gets_the_whole_tensor_as_it_was(run_ranks, tmp_path, si
                     assert tensors[name].dtype == torch.bfloat16
                 else:
                     assert tensors[name] is None
+
+
+def split_rows_on_every_writer(store):
+    """As above, of experts that two neighbours share."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    links = connect("test", Rank(rank, size, rank), dist.FileStore(store, size), timeout=timedelta(seconds=20))
+    mesh = ParallelDims.from_sizes(world_size=size, fsdp_size=None, ulysses_size=1, ep_size=2).build("cpu")
+    wholes = [torch.arange(2.0 * rows).view(rows, 2) for rows in (2, 6, 8)]
+    model = nn.ParameterList(
+        [nn.Parameter(distribute_tensor(whole, mesh.ep, [Shard(0)], src_data_rank=None)) for whole in wholes]
+    )
+    fully_shard(model, mesh=mesh.expert_fsdp)
+    shards = HostShards(StagingBuffers(Copies()))
+    for index, parameter in enumerate(model):
+        shards.add(str(index), parameter, torch.float32)
+    for writer in range(size):
+        for index, whole in enumerate(wholes):
+            found = shards.whole(str(index), writer, links)
+            assert found is None if rank != writer else torch.equal(found, whole), (index, writer)
+    return True
+
+
+def test_rows_that_were_split_before_they_were_sharded_arrive_in_order(run_ranks, tmp_path):
+    assert all(run_ranks(split_rows_on_every_writer, 4, str(tmp_path / "store")))
 
 
 def test_buffers_are_kept_while_the_form_of_a_tensor_stays():

@@ -1,0 +1,89 @@
+"""`shardwise rl` of a mixture of experts: routers that replay the rollout's choice, experts that ranks share."""
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+@pytest.fixture
+def mixture(assets, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    config = Qwen3MoeConfig(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        max_position_embeddings=96,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+def test_a_run_replays_experts_and_says_how_far_apart_it_was(mixture, assets, job, metrics_of, tmp_path):
+    """In bfloat16, where roundings send tokens elsewhere: minibatches, a frozen router, the loss of the load."""
+    done = job(
+        1,
+        "rl",
+        *[f"model.path={mixture}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
+        *["engine.param_dtype=bfloat16", "engine.max_tokens_per_micro_batch=128", "engine.freeze_router=true"],
+        *["engine.router_aux_loss_coef=0.01", "engine.router_metrics=layers", "rollout.router_replay=true"],
+        *["rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_response_tokens=8"],
+        *["rollout.probe_every_syncs=2", f"reward.functions={assets.reward}", "algorithm.num_minibatches=2"],
+        *["algorithm.kl_coef=0.1", "trainer.total_steps=2", "trainer.learning_rate=1e-4"],
+        *["trainer.tensorboard=false", f"trainer.output_dir={tmp_path / 'run'}"],
+    )
+    assert done.code == 0, done.err
+    rows = metrics_of(tmp_path / "run")
+    assert ["rollout/difference_own_experts" in row for row in rows] == [True, False]
+    for row in rows:
+        assert row["train/router/replay_mismatch"] < 0.2
+        assert 2 <= row["train/router/aux_loss"] < 6
+        assert row["train/router/max_violation/model.layers.1.mlp.gate"] > 0
+    assert 0 < rows[0]["rollout/difference_replayed_experts"] < 0.05
+
+
+def test_a_run_whose_ranks_share_experts_is_that_of_whole_experts(mixture, assets, job, metrics_of, tmp_path):
+    """Weights that travel to the rollout, replayed routers, a reference model, two minibatches; saved in the
+    background, and gone on with by ranks that hold all experts."""
+
+    def run(name, num_steps, *overrides):
+        folder = tmp_path / name
+        done = job(
+            2,
+            "rl",
+            *[f"model.path={mixture}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
+            *["engine.max_tokens_per_micro_batch=128", "rollout.router_replay=true", "rollout.temperature=1.0"],
+            *["rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_response_tokens=8"],
+            *[f"reward.functions={assets.reward}", "algorithm.num_minibatches=2", "algorithm.kl_coef=0.1"],
+            *["trainer.learning_rate=1e-3", "trainer.save_every_steps=1", "trainer.keep_last=3"],
+            *[f"trainer.total_steps={num_steps}", f"trainer.output_dir={folder}", "trainer.tensorboard=false"],
+            *overrides,
+        )
+        assert done.code == 0, done.err
+        return metrics_of(folder), load_file(folder / "checkpoints" / f"step_{num_steps}" / "hf" / "model.safetensors")
+
+    shared = ["engine.ep_size=2", "reference.ep_size=2"]
+    expected, weights = run("whole", 2)
+    rows, found = run("shared", 2, *shared)
+    run("both", 1, *shared)
+    both, again = run("both", 2, "reference.ep_size=1", "trainer.resume_allow=[trainer.total_steps]")
+    assert [row["train/grad_norm"] > 0 for row in expected] == [True, True]
+    for others, tensors in ((rows, found), (both, again)):
+        for row, other in zip(expected, others, strict=True):
+            for name in ("train/loss", "train/grad_norm", "reward/mean", "rollout/response_tokens/mean"):
+                if name in row:
+                    assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+        assert tensors.keys() == weights.keys()
+        for name, tensor in tensors.items():
+            assert (tensor - weights[name]).abs().max() < 1e-4, name
