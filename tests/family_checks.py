@@ -137,6 +137,10 @@ def generated(folder: str) -> list[tuple[list[int], list[float], list[float]]]:
     ]
 
 
+NO_EXPERTS = "has no experts"
+"""Whatever the class is called."""
+
+
 def tokenizer():
     return train_tokenizer(["2+3=5"], vocab_size=261)
 
@@ -146,7 +150,8 @@ def attempt(function: Callable[..., Any], folder: str, *arguments: Any, **keys: 
     try:
         return function(folder, *arguments, **keys)
     except (ModelError, ConfigError) as error:
-        return Refusal(str(error).removeprefix(f"{folder}: "))
+        reason = str(error).removeprefix(f"{folder}: ")
+        return Refusal(NO_EXPERTS if NO_EXPERTS in reason else reason)
 
 
 def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
@@ -164,13 +169,14 @@ def on_two_ranks(folders: dict[str, str], out: str) -> dict[str, Any]:
     return {
         "fsdp2": attempt(trained, folders["logprobs"]),
         "ulysses": attempt(trained, folders["logprobs"], ulysses_size=2),
+        "expert_parallel": attempt(trained, folders["logprobs"], ep_size=2),
         "export": attempt(exported, folders["logprobs"], f"{out}/export"),
     }
 
 
 HEADS = {"token_values": "AutoModelForTokenClassification", "sequence_scores": "AutoModelForSequenceClassification"}
 ON_ONE_RANK = ("packing", "lora", "token_values", "sequence_scores", "embedded")
-ON_TWO_RANKS = ("fsdp2", "ulysses", "export")
+ON_TWO_RANKS = ("fsdp2", "ulysses", "expert_parallel", "export")
 
 
 class Proof:
@@ -213,6 +219,7 @@ class Proof:
         return {
             "fsdp2": verdict(ranks[0]["fsdp2"], lambda found: self._same_step(found, alone)),
             "ulysses": verdict(ranks[1]["ulysses"], lambda found: self._same_step(found, alone)),
+            "expert_parallel": verdict(ranks[1]["expert_parallel"], lambda found: self._same_step(found, alone)),
             "export": verdict(ranks[0]["export"], self._export),
         }
 

@@ -55,6 +55,7 @@ MEANING = {
     "fsdp2": "a step on two ranks, logprobs, gradients and weights after it, is that of one process",
     "export": "what two ranks write is what `save_pretrained` writes, bit for bit",
     "ulysses": "the same step with every sequence on both ranks",
+    "expert_parallel": "the same step with the experts of every layer split over both ranks",
     "lora": "an adapter on all linear layers: off, the model is its base bit for bit; peft loads what is written and "
     "gives the engine's logprobs",
     "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "

@@ -46,6 +46,7 @@ from shardwise.config.kl import AdaptiveKl, KlController
 from shardwise.config.placement import Colocated, Split
 from shardwise.config.preference import (
     BradleyTerry,
+    CustomPreference,
     DistillationConfig,
     JensenShannon,
     Kto,

@@ -57,8 +57,11 @@ class Kto(Choice):
 
 
 class CustomPreference(Custom):
-    """A loss of one's own, on pairs."""
+    """A loss of one's own, on pairs or on labelled answers."""
 
+    is_paired: bool = True
+    """false: of answers that are desirable or not, as kto's; with a reference there is an estimate of the divergence
+    from it too."""
     uses_reference: bool = True
     """Whether it compares with a reference policy; false builds none, and ref_sums are 0."""
 

@@ -73,7 +73,7 @@ class PreferenceConfig(Config):
     @property
     def is_paired(self) -> bool:
         """Whether two answers to a prompt are compared."""
-        return self.loss.name != "kto"
+        return self.loss.is_paired if isinstance(self.loss, CustomPreference) else self.loss.name != "kto"
 
     @property
     def uses_reference(self) -> bool:
@@ -81,6 +81,12 @@ class PreferenceConfig(Config):
         if isinstance(self.loss, CustomPreference):
             return self.loss.uses_reference
         return self.loss.name not in REFERENCE_FREE
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether every step compares the prompts with the answers to others, which say how far the policy has moved
+        from the reference."""
+        return self.uses_reference and not self.is_paired
 
     @property
     def has_reference_engine(self) -> bool:
@@ -103,8 +109,8 @@ class PreferenceConfig(Config):
                 f"reference has no effect with loss={self.loss.name}, reference_logprobs={self.reference_logprobs} and "
                 f"engine.lora={given}, which build no second engine; remove it"
             )
-        if self.reference_logprobs == "before_training" and (not self.uses_reference or self.loss.name == "kto"):
-            why = "compares new combinations in every step" if self.loss.name == "kto" else "has no reference policy"
+        if self.reference_logprobs == "before_training" and (not self.uses_reference or self.estimates_kl):
+            why = "compares new combinations in every step" if self.estimates_kl else "has no reference policy"
             raise ValueError(
                 f"reference_logprobs=before_training: loss={self.loss.name} {why}; set reference_logprobs=each_step"
             )
@@ -119,11 +125,14 @@ class PreferenceConfig(Config):
         )
         if not self.has_reference_engine:
             _require_no_offload(self.engine, "preference training without a second engine")
-        if self.loss.name == "kto" and self.trainer.batch_size == 1:
-            raise ValueError("trainer.batch_size=1 leaves kto no other answer to compare with; use at least 2")
-        if self.engine.lora is not None and self.engine.lora.dropout and self.loss.name == "kto":
+        if self.estimates_kl and self.trainer.batch_size == 1:
             raise ValueError(
-                "engine.lora.dropout makes kto's estimate of the KL divergence that of another model; set 0"
+                f"trainer.batch_size=1 leaves {self.loss.name} no other answer to compare with; use at least 2"
+            )
+        if self.engine.lora is not None and self.engine.lora.dropout and self.estimates_kl:
+            raise ValueError(
+                f"engine.lora.dropout makes {self.loss.name}'s estimate of the KL divergence that of another model; "
+                "set 0"
             )
         return self
 

@@ -190,6 +190,7 @@ def build_unloaded(
         _refuse_split_states(folder, hf_model, mesh.dims.sp)
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
+    shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
     if not config.allow_unproven:
         _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
     backend = AttentionBackend(config.attention_implementation, ulysses)
@@ -198,7 +199,6 @@ def build_unloaded(
     check_experts(hf_model, is_patched=config.apply_expert_patch)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
-    shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
     units = Units(hf_model, config, precision, shared)  # paths as they are before anything is wrapped
     mixers = sequence_mixers(hf_model)
     units.require_whole(list(mixers), "packing")
@@ -229,6 +229,7 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
         "fsdp2": mesh.fsdp.size() > 1,
         "export": isinstance(config, EngineConfig),
         "ulysses": mesh.sp_group is not None,
+        "expert_parallel": mesh.ep is not None,
         "lora": isinstance(config, EngineConfig) and config.lora is not None,
         head_name: head_name != "logprobs",
     }

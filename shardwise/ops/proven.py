@@ -16,6 +16,7 @@ CHECKS: Mapping[str, str] = {
     "fsdp2": "sharding over ranks",
     "export": "export to the Hugging Face layout",
     "ulysses": "sequence parallelism (ulysses_size above 1)",
+    "expert_parallel": "expert parallelism (ep_size above 1)",
     "lora": "LoRA",
     "token_values": "a value head",
     "sequence_scores": "a score head",

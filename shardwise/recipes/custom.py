@@ -46,6 +46,9 @@ ARGUMENTS: Mapping[type[Config], Mapping[str, tuple[str, ...]]] = {
 }
 """By command every key that takes an import path, and what the function is called with before its parameters."""
 
+OF_LABELLED_ANSWERS = ("sums", "ref_sums", "lengths", "desirable", "kl")
+"""What the loss of a preference is called with where answers are not paired."""
+
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "algorithm.advantage": ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts"),
     "algorithm.policy_loss": ("ref_logprobs", "rollout_logprobs"),
@@ -186,10 +189,12 @@ def require_callable(config: Config) -> None:
     Raises:
         ConfigError: names the first that cannot.
     """
-    for key, arguments in ARGUMENTS.get(type(config), {}).items():
+    for key, usual in ARGUMENTS.get(type(config), {}).items():
         chosen = _at(config, key)
         if not isinstance(chosen, Custom):
             continue
+        is_labelled = isinstance(config, PreferenceConfig) and not config.is_paired
+        arguments = OF_LABELLED_ANSWERS if is_labelled else usual
         shown = f"({', '.join([*arguments, *chosen.parameters])})"
         own = CustomFunction.load(chosen, key=key, expected=f"a function of {shown}")
         asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []

@@ -41,6 +41,7 @@ from shardwise.config import (
     AlgorithmConfig,
     CriticConfig,
     Custom,
+    CustomPreference,
     DistillationConfig,
     JensenShannon,
     Kto,
@@ -248,9 +249,9 @@ def _value_losses(config: CriticConfig) -> Callable[[Tensor, Tensor, Tensor, Ten
 
 
 def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
-    """The mean loss of a step's pairs, or of its answers for kto."""
+    """The mean loss of a step's pairs, or of its answers where they are labelled."""
     losses_of = preference_losses(config, kl=kl)
-    size = 1 if isinstance(config, Kto) else 2
+    size = 1 if isinstance(config, Kto) or (isinstance(config, CustomPreference) and not config.is_paired) else 2
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.logprobs is not None
@@ -267,13 +268,18 @@ def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
 
 
 def preference_losses(config: PreferenceLoss, *, kl: float) -> Callable[..., tuple[Tensor, Metrics]]:
-    """(sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2], or of sequences for kto."""
-    if isinstance(config, Kto):
-        return lambda sums, ref_sums, _, rewards: kto(sums, ref_sums, rewards > 0, kl, **config.arguments())
-    if isinstance(config, Custom):
-        function = _custom_pair_losses(config)
-    else:
-        function = partial(PREFERENCE_LOSSES[config.name], **config.arguments())
+    """(sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2], or of labelled sequences."""
+    function: Callable[..., tuple[Tensor, Metrics]]
+    match config:
+        case Kto():
+            return lambda sums, ref_sums, _, rewards: kto(sums, ref_sums, rewards > 0, kl, **config.arguments())
+        case CustomPreference(is_paired=False):
+            function = _custom_losses(config, each="answer")
+            return lambda sums, ref_sums, lengths, rewards: function(sums, ref_sums, lengths, rewards > 0, kl)
+        case CustomPreference():
+            function = _custom_losses(config, each="pair")
+        case _:
+            function = partial(PREFERENCE_LOSSES[config.name], **config.arguments())
     return lambda sums, ref_sums, lengths, _: function(sums.view(-1, 2), ref_sums.view(-1, 2), lengths.view(-1, 2))
 
 
@@ -295,9 +301,11 @@ def reward_model_loss(config: RewardModelLoss) -> LossFn:
 def reward_model_losses(config: RewardModelLoss) -> Callable[[Tensor, Tensor], tuple[Tensor, Metrics]]:
     """(scores, rewards of sequences [S]) -> losses of pairs [S / 2]. What the rewards of a pair differ by is its
     margin."""
-    function: PairLossFn = (
-        _custom_pair_losses(config) if isinstance(config, Custom) else partial(bradley_terry, **config.arguments())
-    )
+    function: PairLossFn
+    if isinstance(config, Custom):
+        function = _custom_losses(config, each="pair")
+    else:
+        function = partial(bradley_terry, **config.arguments())
 
     def pair_losses(scores: Tensor, rewards: Tensor) -> tuple[Tensor, Metrics]:
         rewards = rewards.view(-1, 2)
@@ -306,14 +314,15 @@ def reward_model_losses(config: RewardModelLoss) -> Callable[[Tensor, Tensor], t
     return pair_losses
 
 
-def _custom_pair_losses(chosen: Custom) -> PairLossFn:
-    """Of a function of the user's own, whose first argument is [P, 2] and learns."""
+def _custom_losses(chosen: Custom, *, each: Literal["pair", "answer"]) -> Callable[..., tuple[Tensor, Metrics]]:
+    """Of a function of the user's own, whose first argument learns: [P, 2] of pairs, [S] of answers."""
     own = CustomFunction.load(chosen, key="loss")
 
-    def pair_losses(learned: Tensor, *others: Tensor) -> tuple[Tensor, Metrics]:
-        return own.losses(own(learned, *others), like=learned[:, 0], each="pair")
+    def losses(learned: Tensor, *others: Tensor | float) -> tuple[Tensor, Metrics]:
+        like = learned[:, 0] if each == "pair" else learned
+        return own.losses(own(learned, *others), like=like, each=each)
 
-    return pair_losses
+    return losses
 
 
 def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:

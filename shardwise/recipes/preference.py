@@ -42,7 +42,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
         for step in run.steps():
             with run.spans("logprobs"):
                 batch = reference.score(rows.batch(step))
-                if not config.is_paired:
+                if config.estimates_kl:
                     kl = kl_of_mismatched(batch, policy, reference, config)
                     policy.use_loss("preference", config.loss, kl=kl)
             with run.spans("train"):
@@ -100,7 +100,7 @@ def validate(
     policy: RemoteEngine, reference: Reference, samples: Sequence[Sample], config: PreferenceConfig
 ) -> Metrics:
     """val/loss, and the loss's own metrics under val/, on held-out rows; kto's KL divergence is of them too."""
-    kl = 0.0 if config.is_paired else kl_of_mismatched(samples, policy, reference, config)
+    kl = kl_of_mismatched(samples, policy, reference, config) if config.estimates_kl else 0.0
     scores = policy.score(samples)
     ref_scores = [
         torch.zeros_like(values) if s.ref_logprobs is None else s.ref_logprobs

@@ -68,6 +68,7 @@ OTHER = REQUIRED | {
     "desirable_weight": 1.5,
     "undesirable_weight": 0.0,
     "uses_reference": False,
+    "is_paired": False,
     "center_coef": 0.01,
     "clip": None,
     "mode": "mask",

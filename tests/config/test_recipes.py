@@ -169,6 +169,10 @@ def test_a_reference_engine_is_there_where_the_reference_is_another_model(loss, 
             "trainer.batch_size=1 leaves kto no other answer to compare with; use at least 2",
         ),
         (
+            ["loss={name: custom, function: 'rules.py:mine', is_paired: false}", "trainer.batch_size=1"],
+            "trainer.batch_size=1 leaves custom no other answer to compare with; use at least 2",
+        ),
+        (
             ["loss=kto", "engine.lora.dropout=0.1"],
             "engine.lora.dropout makes kto's estimate of the KL divergence that of another model; set 0",
         ),

@@ -230,10 +230,19 @@ def test_kto_begins_at_one_half_and_learns(run):
 
 
 OWN = """
-from shardwise.algorithms import dpo
+import torch
+from shardwise.algorithms import dpo, kto
 
 def mine(sums, ref_sums, lengths, beta=0.1):
     return dpo(sums, ref_sums, lengths, beta=beta, label_smoothing=0.0)
+
+def labelled(sums, ref_sums, lengths, desirable, kl, beta=0.5):
+    assert len(lengths) == len(desirable) == len(sums) and kl >= 0
+    return kto(sums, ref_sums, desirable, kl, beta=beta, desirable_weight=1.0, undesirable_weight=1.0)
+
+def alone(sums, ref_sums, lengths, desirable, kl):
+    assert kl == 0 and not ref_sums.any()
+    return torch.where(desirable, -sums, sums) / lengths, {}
 
 def without_rewards(sums, ref_sums, lengths):
     return (sums[:, 1] - sums[:, 0]) / lengths.sum(1) + ref_sums.sum(1), {}
@@ -251,6 +260,15 @@ def test_a_loss_of_ones_own_that_equals_dpo_makes_the_same_run(run, own):
     assert found == expected
     other = run(ROWS, loss=own("mine", parameters={"beta": 0.5}))
     assert other[1]["train/loss"] != expected[1]["train/loss"]
+
+
+def test_a_loss_of_ones_own_on_labelled_answers_that_equals_kto_makes_the_same_run(run, own):
+    found, expected = (
+        run(LABELLED, loss=loss) for loss in (own("labelled", is_paired=False), {"name": "kto", "beta": 0.5})
+    )
+    assert found == expected
+    metrics = run(LABELLED, loss=own("alone", is_paired=False, uses_reference=False))
+    assert metrics[2]["train/loss"] < metrics[0]["train/loss"]
 
 
 def test_a_loss_of_ones_own_without_a_reference_builds_none_and_needs_no_metrics(run, own):
