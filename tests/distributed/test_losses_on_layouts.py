@@ -46,11 +46,11 @@ LOSSES = {
 HEADS = {"value": "token_values", "reward_model": "sequence_scores"}
 
 
-def samples(name):
+def filled(name, samples):
     """With every array that the loss may read."""
     generator = torch.Generator().manual_seed(0)
     made = []
-    for place, sample in enumerate(random_samples(LENGTHS)):
+    for place, sample in enumerate(samples):
 
         def noise(scale, sample=sample):
             return scale * torch.randn(len(sample.token_ids), generator=generator)
@@ -85,7 +85,7 @@ def gradients(folder, name, layout):
     )
     num_sharing = layout.get("ulysses_size", 1)
     step = pack(
-        samples(name),
+        filled(name, random_samples(LENGTHS)),
         num_shards=dist.get_world_size() // num_sharing,
         max_tokens=23,
         keep_together=1 if kind in ("policy", "value") or name == "kto" else 2,
