@@ -12,24 +12,31 @@ dcp         `torch.distributed.checkpoint.save` of the state and the same file o
 load        reading the state into the engine
 verify      comparing every hash before that
 
-Files that are read are in the page cache.
+Files that are read are in the page cache. Beside that:
+
+recovery    seconds from `kill -9` of a rank of a GRPO run on two ranks, saved every second step, to the next trained
+            step: noticed, started again, gone on from the newest checkpoint
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.harness import paired_ratios, report
@@ -37,20 +44,23 @@ from shardwise.config import EngineConfig, ModelConfig, OptimizerConfig, SFTConf
 from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
-from shardwise.data.synthetic import train_tokenizer
+from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
 from shardwise.engine.checkpoint import verify_files
 from shardwise.engine.shards import local_shard
 from shardwise.engine.state_files import StateIndex
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.quickstart import rl_config
 from shardwise.recipes.retention import Reported
 from shardwise.recipes.saver import Saver
 from shardwise.recipes.workers import Worker
 from shardwise.types import Sample
 
+T = TypeVar("T")
 BLOCK_BYTES = 1 << 24
 TIMEOUT_SECONDS = 300
+RECOVERIES = 3
 NUM_SCORED = 256
 """Tokens of each rank: less than a step has."""
 
@@ -201,6 +211,48 @@ def run_rank(folder: Path, scratch: Path, *, rounds: int, threads: int) -> None:
         group.shutdown()
 
 
+def recovery_seconds(folder: Path) -> float:
+    """From `kill -9` of rank 1 to the next trained step; `folder` gets the run."""
+    problems = arithmetic_problems(folder / "data", seed=0, num_held_out=16)
+    tokenizer = train_tokenizer(problems.sft_train.read_text(encoding="utf-8").splitlines(), vocab_size=320)
+    build_model_folder(folder / "model", tokenizer=tokenizer, seed=0)
+    tree = rl_config(folder / "model", problems, folder / "run", seed=0).model_dump(mode="json")
+    tree["trainer"] |= {"resume": "auto", "total_steps": 1000, "save_every_steps": 2, "validate_every_steps": 0}
+    config = folder / "rl.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    metrics, said = folder / "run" / "metrics.jsonl", folder / "said"
+    with said.open("wb") as output:
+        command = [sys.executable, "-m", "shardwise", "rl", "--nproc", "2", "--max-restarts", "1", "-c", str(config)]
+        launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_for(launcher, lambda: _steps(metrics) >= 5)
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        began = time.perf_counter()
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        resumed = re.compile(r"^rl: goes on from .*/step_(\d+)$", re.MULTILINE)
+        found = _wait_for(launcher, lambda: resumed.search(said.read_text()))
+        _wait_for(launcher, lambda: _steps(metrics) > int(found[1]))
+        return time.perf_counter() - began
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait()
+
+
+def _steps(metrics: Path) -> int:
+    """The last step in it."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _wait_for(launcher: "subprocess.Popen[bytes]", find: Callable[[], T | None]) -> T:
+    """Until it finds something."""
+    while not (found := find()):
+        if launcher.poll() is not None:
+            raise SystemExit(f"the run ended with exit code {launcher.returncode}")
+        time.sleep(0.02)
+    return found
+
+
 def ratios_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Rates ours / peer; `pause` is a time / that of a synchronous save, `verified_load` / loading without hashes."""
     seconds = result["seconds"]
@@ -248,6 +300,11 @@ def main(arguments: list[str] | None = None) -> None:
         ratios |= {f"{name}_{nproc}": figures["median"] for name, figures in spread.items()}
         medians = {name: round(statistics.median(times), 3) for name, times in result["seconds"].items()}
         values[f"ranks_{nproc}"] = {"num_bytes": result["num_bytes"], "seconds": medians, "ratios": spread}
+    recovered = []
+    for _ in range(RECOVERIES):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            recovered.append(round(recovery_seconds(Path(folder)), 2))
+    values["recovery_seconds"] = {"median": statistics.median(recovered), "rounds": recovered}
     report("checkpoint", ratios=ratios, memory_ratios={}, values=values, write=not options.no_write)
 
 

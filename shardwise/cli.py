@@ -33,6 +33,7 @@ from shardwise.config.reference import markdown
 from shardwise.controller.exit_codes import INTERRUPTED, USER_ERROR
 from shardwise.controller.launch import is_launched, launch
 from shardwise.controller.restarts import Restarts
+from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import REPORTS
 
 RECIPES: dict[str, type[RecipeConfig]] = {
@@ -86,7 +87,12 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     if isinstance(config, EvalConfig):
         if not _is_rank() and options.nproc > 1:
-            return launch(_rank_command(arguments), nproc=options.nproc, faults=Path(config.eval.output_dir) / REPORTS)
+            return launch(
+                _rank_command(arguments),
+                nproc=options.nproc,
+                faults=Path(config.eval.output_dir) / REPORTS,
+                stall=StallLimit.of("eval.stall_timeout_seconds", config.eval.stall_timeout_seconds),
+            )
     elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
         return _launch_training(config, options, arguments)
     with _importing():
@@ -105,7 +111,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         nproc=options.nproc,
         stop_grace_seconds=trainer.stop_grace_seconds,
         faults=Path(trainer.output_dir) / REPORTS,
-        stall_timeout_seconds=trainer.stall_timeout_seconds,
+        stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
         restarts=Restarts(
             options.max_restarts,
             command=again,

@@ -164,7 +164,7 @@ class StartedRun:
 
     def __init__(self, folder: Path, tmp: Path, *arguments: str, faults: str = "") -> None:
         self.folder, self.mark = folder, f"{folder}-{time.monotonic()}"
-        self.run = next(Path(a.partition("=")[2]) for a in arguments if a.startswith("trainer.output_dir="))
+        self.run = next(Path(a.partition("=")[2]) for a in arguments if ".output_dir=" in a)
         self._tmp, self._shared_memory_before = tmp, shared_memory()
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark}

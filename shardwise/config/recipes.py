@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss
 from shardwise.config.base import Config
@@ -400,6 +400,9 @@ class EvalSettings(Config):
     """Where results.json and samples.jsonl go."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""
+    stall_timeout_seconds: PositiveFloat | None = 7200.0
+    """How long rank 0 may sample without a completion that ends, or judge them, before the command ends as one that
+    hangs, with the stacks of every rank. null: no limit."""
 
 
 class EvalConfig(Config):

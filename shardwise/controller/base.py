@@ -37,7 +37,7 @@ class WorkerGroup(Protocol):
 
     def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> "WorkerGroup":
         """The ranks from `first` to before `last`, as a group with a deadline of its own for answers, which the config
-        key `timeout_key` sets."""
+        key `timeout_key` sets. Calls beside it keep their deadline."""
 
     def shutdown(self) -> None:
         """Ends the serving loop of every other rank."""

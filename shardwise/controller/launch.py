@@ -14,7 +14,7 @@ from shardwise.controller.failures import Failure, Note, explain, num_killed_for
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import RANK_0_VARIABLE, stop_signals
-from shardwise.controller.stall import stall_error
+from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, Activity, collect, write_reports
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.processes import die_with
@@ -43,7 +43,7 @@ def launch(
     nproc: int,
     stop_grace_seconds: float = 0.0,
     faults: Path | None = None,
-    stall_timeout_seconds: float | None = None,
+    stall: StallLimit | None = None,
     restarts: Restarts | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
@@ -53,7 +53,7 @@ def launch(
     Args:
         stop_grace_seconds: what rank 0 allows itself for that.
         faults: the folder for reports of what every rank did when one hung or crashed.
-        stall_timeout_seconds: how long rank 0 may take to go on; None: as long as it wants.
+        stall: how long rank 0 may take to go on; None: as long as it wants.
         restarts: decides whether a job that failed starts again.
     Returns:
         The job's exit code. Prints why it failed.
@@ -69,7 +69,7 @@ def launch(
                 variables,
                 stop_grace_seconds=stop_grace_seconds,
                 faults=faults,
-                stall_timeout_seconds=stall_timeout_seconds,
+                stall=stall,
             )
             if end.failure is None:
                 return end.code
@@ -112,7 +112,7 @@ class _End:
 
 
 class _Ranks:
-    """The processes of one group. A context manager: afterwards none of them lives."""
+    """The processes of one group. A context manager, which ends them."""
 
     def __init__(self, command: Sequence[str], nproc: int, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
@@ -130,11 +130,17 @@ class _Ranks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """By SIGKILL: a rank that has a handler for another signal may be in a collective, where it does not look."""
+        """By SIGKILL: a rank that has a handler for another signal may be in a collective, where it does not look. One
+        that the kernel does not let go is named and left."""
         for process in self.processes:
             process.kill()
-        for process in self.processes:
-            process.wait()
+        self.wait_for_all(_LEAVE_SECONDS)
+        for rank, pid in self.pids().items():
+            print(
+                f"warning: rank {rank} (process {pid}) has not ended {_LEAVE_SECONDS:.0f} s after SIGKILL: the kernel "
+                "holds it, in a file system or a driver that does not answer; it may keep its device",
+                file=sys.stderr,
+            )
 
     def codes(self) -> dict[int, int]:
         """Of those that have ended."""
@@ -181,7 +187,7 @@ def _run(
     *,
     stop_grace_seconds: float,
     faults: Path | None,
-    stall_timeout_seconds: float | None,
+    stall: StallLimit | None,
 ) -> _End:
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
     num_killed, memory = num_killed_for_memory(), MemoryHistory()
@@ -189,7 +195,7 @@ def _run(
         scratch_folder() as folder,
         _Ranks(command, nproc, folder, variables) as ranks,
     ):
-        _wait(ranks, asked, memory, stall_timeout_seconds)
+        _wait(ranks, asked, memory, stall)
         if asked:
             _stop(ranks, asked, stop_grace_seconds)
         code = ranks.codes().get(0)
@@ -206,13 +212,13 @@ def _run(
         return _End(failure.code, failure, _activity(ranks.folder, 0).step)
 
 
-def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall_timeout_seconds: float | None) -> None:
+def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall: StallLimit | None) -> None:
     """Waits for all ranks to succeed, one to fail or to give up waiting for another, rank 0 to stall, or a signal.
     Meanwhile it looks at what they hold."""
     while not (asked or ranks.have_succeeded or any(ranks.codes().values()) or _is_hang(read_notes(ranks.folder))):
         memory.sample(ranks.pids())
         leader = Activity.read(ranks.folder, 0)
-        stalled = None if leader is None or 0 in ranks.codes() else stall_error(leader, stall_timeout_seconds)
+        stalled = None if stall is None or leader is None or 0 in ranks.codes() else stall.error(leader)
         if stalled is not None:
             Note.of(stalled, 0).leave(ranks.folder)
         time.sleep(_POLL_SECONDS)

@@ -75,7 +75,9 @@ class RankGroup:
         return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
     def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> Self:
-        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers."""
+        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers. Calls beside it
+        keep theirs."""
+        beside = self.background
         return type(self)(
             self._worker,
             self._control,
@@ -83,8 +85,10 @@ class RankGroup:
             timeout_key=timeout_key,
             ranks=self.ranks[first:last],
             background=None
-            if self.background is None
-            else self.background.part(first, last, timeout_seconds=timeout_seconds, timeout_key=timeout_key),
+            if beside is None
+            else beside.part(
+                first, last, timeout_seconds=beside._timeout.total_seconds(), timeout_key=beside._timeout_key
+            ),
         )
 
     def shutdown(self) -> None:

@@ -8,36 +8,50 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from shardwise.controller.base import RankStalledError
 from shardwise.controller.watchdog import Activity, own_activity, write_reports
 
-STALL_KEY = "trainer.stall_timeout_seconds"
 _LONGEST_NAP_SECONDS = 5.0
 
 
-def stall_error(activity: Activity, timeout_seconds: float | None) -> RankStalledError | None:
-    """What to say of a rank that has begun nothing new for too long; None: nothing."""
-    if timeout_seconds is None or activity.seconds <= timeout_seconds:
-        return None
-    return RankStalledError(
-        f"rank 0 has not gone on for {activity.seconds:.0f} s ({STALL_KEY}={timeout_seconds:g}); if it is only slow, "
-        "raise that"
-    )
+@dataclass(frozen=True, slots=True)
+class StallLimit:
+    """How long rank 0 may take to go on."""
+
+    seconds: float
+    key: str
+    """The config key that sets it."""
+
+    @classmethod
+    def of(cls, key: str, seconds: float | None) -> Self | None:
+        """As a config says it: None is no limit."""
+        return None if seconds is None else cls(seconds, key)
+
+    def error(self, activity: Activity) -> RankStalledError | None:
+        """What to say of a rank that has begun nothing new for too long; None: nothing."""
+        if activity.seconds <= self.seconds:
+            return None
+        return RankStalledError(
+            f"rank 0 has not gone on for {activity.seconds:.0f} s ({self.key}={self.seconds:g}); if it is only slow, "
+            "raise that"
+        )
 
 
 @contextmanager
-def watching_itself(timeout_seconds: float | None, end: Callable[[RankStalledError], None]) -> Iterator[None]:
+def watching_itself(limit: StallLimit | None, end: Callable[[RankStalledError], None]) -> Iterator[None]:
     """Inside, a thread calls `end` where this rank does not go on."""
-    if timeout_seconds is None:
+    if limit is None:
         yield
         return
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(min(timeout_seconds / 4, _LONGEST_NAP_SECONDS)):
-            if (error := stall_error(own_activity(), timeout_seconds)) is not None:
+        while not is_over.wait(min(limit.seconds / 4, _LONGEST_NAP_SECONDS)):
+            if (error := limit.error(own_activity())) is not None:
                 end(error)
                 return
 

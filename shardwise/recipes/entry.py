@@ -31,7 +31,7 @@ from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
-from shardwise.controller.stall import RankStalledError, watching_itself, with_own_stacks
+from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import begin_plan
@@ -70,13 +70,17 @@ def run_recipe(config: RecipeConfig) -> int:
             case EvalConfig():
                 evaluate(config, group)
 
-    return run_rank(
-        recipe,
-        timeout_seconds=config.engine.collective_timeout_seconds,
+    start = partial(run_rank, recipe, timeout_seconds=config.engine.collective_timeout_seconds)
+    if isinstance(config, EvalConfig):
+        limit = StallLimit.of("eval.stall_timeout_seconds", config.eval.stall_timeout_seconds)
+        return start(output_dir=config.eval.output_dir, stall=limit)
+    trainer = config.trainer
+    return start(
         apart=config.rollout.apart if isinstance(config, RLConfig) else None,
-        faults=() if isinstance(config, EvalConfig) else config.trainer.faults,
-        output_dir=config.eval.output_dir if isinstance(config, EvalConfig) else config.trainer.output_dir,
-        stall_timeout_seconds=None if isinstance(config, EvalConfig) else config.trainer.stall_timeout_seconds,
+        faults=trainer.faults,
+        output_dir=trainer.output_dir,
+        stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
+        save_timeout_seconds=trainer.save_timeout_seconds,
     )
 
 
@@ -152,7 +156,8 @@ def run_rank(
     apart: Split | None = None,
     faults: Sequence[str] = (),
     output_dir: str | None = None,
-    stall_timeout_seconds: float | None = None,
+    stall: StallLimit | None = None,
+    save_timeout_seconds: float | None = None,
 ) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
@@ -160,7 +165,8 @@ def run_rank(
         apart: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
         faults: to rehearse, beside those of the environment variable.
         output_dir: where a job without our launcher leaves what every rank did when one of them hung.
-        stall_timeout_seconds: how long rank 0 may take to go on; None: as long as it wants.
+        stall: how long rank 0 may take to go on; None: as long as it wants.
+        save_timeout_seconds: how long ranks may wait for each other's files; None: as in collectives.
     Returns:
         The exit code of this process.
     """
@@ -182,7 +188,7 @@ def run_rank(
                 note, react = peers.note_failure, peers.pass_on
             if rank.rank == 0 and not is_launched():
                 end = partial(_end_stalled, note, reports, is_alone=rank.world_size == 1)
-                stack.enter_context(watching_itself(stall_timeout_seconds, end))
+                stack.enter_context(watching_itself(stall, end))
             control = stack.enter_context(
                 process_group(
                     rank,
@@ -192,12 +198,15 @@ def run_rank(
                     store=store,
                 )
             )
-            links = connect("background", rank, store, timeout=timedelta(seconds=timeout_seconds))
+            save_seconds = timeout_seconds if save_timeout_seconds is None else save_timeout_seconds
+            links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
             beside = BackgroundWorker(rank.rank, links)
             join = None if apart is None else _medium_of(rank, apart, store, device, timeout_seconds=timeout_seconds)
             worker = Worker(device, join_medium=join, writer=beside, interruption=beside.interruption)
             if rank.rank == 0:
-                background = RankGroup(beside, links, timeout_seconds=timeout_seconds)
+                background = RankGroup(
+                    beside, links, timeout_seconds=save_seconds, timeout_key="trainer.save_timeout_seconds"
+                )
                 return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
             working = serve_in_background(beside, links, partial(_end, note))
             with stop_signals(react):

@@ -97,9 +97,10 @@ class Saver:
         deadline = self._config.trainer.save_timeout_seconds
         with self._policy.tolerate():
             if not pending.wait(deadline):
+                kept = "none was saved since this start" if self.newest is None else f"the last one is {self.newest}"
                 raise RankSilentError(
                     f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
-                    f"file system of {self._run} hangs or is slower than that"
+                    f"file system of {self._run} hangs or is slower than that; checkpoints that are whole stay: {kept}"
                 )
             pending.result()
 

@@ -2,14 +2,16 @@
 
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import call_store
 
 from shardwise.controller.launch import launch
-from shardwise.controller.local import RankGroup, serve
-from shardwise.controller.process_group import Rank, process_group
+from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.process_group import Rank, connect, process_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +72,34 @@ def test_a_group_of_one_calls_its_worker_directly():
             group.scatter("add", [1, 2])
         group.shutdown()
     assert torch.distributed.is_initialized() is False
+
+
+class Sleeper:
+    def sleep(self, seconds):
+        time.sleep(seconds * torch.distributed.get_rank())
+
+
+def sleep_in_both_groups():
+    """Of rank 0: what became of a call of part of a group and of one beside it; rank 1 sleeps longer in it than the
+    part's deadline."""
+    store, rank = call_store(), Rank(torch.distributed.get_rank(), 2, 0)
+    links = connect("beside", rank, store, timeout=timedelta(seconds=20))
+    control = connect("control", rank, store, timeout=timedelta(seconds=20))
+    if rank.rank == 1:
+        beside = serve_in_background(Sleeper(), links, print)
+        serve(Sleeper(), control)
+        beside.join()
+        return None
+    background = RankGroup(Sleeper(), links, timeout_seconds=20, timeout_key="long")
+    whole = RankGroup(Sleeper(), control, timeout_seconds=20, background=background)
+    part = whole.part(0, 2, timeout_seconds=1, timeout_key="short")
+    answers = part.background.call("sleep", 2), part.call("sleep", 0)
+    whole.shutdown()
+    return answers
+
+
+def test_calls_beside_a_part_keep_the_deadline_of_the_whole(run_ranks):
+    assert run_ranks(sleep_in_both_groups, 2)[0] == ([None, None], [None, None])
 
 
 HANGING = """

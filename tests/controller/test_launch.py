@@ -28,6 +28,16 @@ while len(list(Path(sys.argv[1]).glob("pid-*"))) < int(os.environ["WORLD_SIZE"])
 
 
 @pytest.fixture
+def left_alive():
+    """Processes that the test ends at last, whatever it asserts."""
+    left: list[subprocess.Popen[bytes]] = []
+    yield left
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
 def command(tmp_path, monkeypatch):
     """Makes the command line of a rank from its body, which finds `rank`, `note_failure` and the modules above."""
     monkeypatch.chdir(ROOT)
@@ -129,6 +139,21 @@ def test_the_cause_is_reported_even_if_a_peer_that_lost_the_connection_was_faste
 def test_a_rank_that_leaves_no_reason_is_named_with_its_exit_code(command, capfd):
     assert launch(command("if rank == 1: os._exit(7)\ntime.sleep(60)"), nproc=2) == 1
     assert capfd.readouterr().err == "error: rank 1 exited with code 7 and left no reason\n"
+
+
+def test_a_rank_that_the_kernel_does_not_let_go_is_named_and_not_waited_for(command, capfd, monkeypatch, left_alive):
+    """As one does whose file system or driver does not answer; here SIGKILL does not reach it."""
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: left_alive.append(process))
+    monkeypatch.setattr("shardwise.controller.launch._LEAVE_SECONDS", 0.5)
+    began = time.monotonic()
+    assert launch(command("sys.exit(7) if rank == 0 else time.sleep(60)"), nproc=2) == 1
+    assert time.monotonic() - began < 20
+    stuck = left_alive[1]
+    assert (
+        f"warning: rank 1 (process {stuck.pid}) has not ended 0 s after SIGKILL: the kernel holds it"
+        in capfd.readouterr().err
+    )
+    left_alive[:] = [stuck]
 
 
 def test_ranks_that_catch_signals_are_ended_too(command, tmp_path):

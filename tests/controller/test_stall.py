@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from shardwise.controller.stall import watching_itself
+from shardwise.controller.stall import StallLimit, watching_itself
 from shardwise.controller.watchdog import be_watched, commanded, enter_phase, enter_step, go_on
 
 
@@ -15,7 +15,7 @@ def _unwatched(monkeypatch):
 def stays(seconds, *, marks=lambda: None):
     """What `end` was called with while this rank stayed where it is, calling `marks` all the while."""
     ended = []
-    with watching_itself(0.4, ended.append):
+    with watching_itself(StallLimit.of("trainer.stall_timeout_seconds", 0.4), ended.append):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not ended:
             marks()
@@ -40,5 +40,5 @@ def test_whatever_begins_or_goes_on_leaves_it_alone(mark):
 
 
 def test_without_a_limit_nothing_watches():
-    with watching_itself(None, pytest.fail):
+    with watching_itself(StallLimit.of("trainer.stall_timeout_seconds", None), pytest.fail):
         time.sleep(0.05)

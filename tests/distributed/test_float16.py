@@ -39,7 +39,7 @@ def train(folder, param_dtype, poisoned_step):
     return rows, weights
 
 
-def test_float16_learns_as_float32_does(run_ranks, tmp_path):
+def test_f38_float16_learns_as_float32_does(run_ranks, tmp_path):
     folder = str(tiny_folder("llama", tmp_path))
     full = run_ranks(train, 2, folder, "float32", None)
     half = run_ranks(train, 2, folder, "float16", None)

@@ -55,3 +55,22 @@ def test_f03_rank_0_that_does_not_go_on_ends_the_job_with_its_stacks(assets, sta
         assert "in fault_point" in (run.run / "faults" / "1" / "rank_0.txt").read_text()
     if nproc == 2:
         assert "in serve" in (run.run / "faults" / "1" / "rank_1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_f03_an_evaluation_that_does_not_go_on_ends_likewise(assets, start, tmp_path):
+    run = start(
+        *("eval", "--nproc", "2", f"model.path={assets.model}", f"data.validation_files={assets.parquet}"),
+        *("data.max_prompt_tokens=40", "rollout.max_response_tokens=8", f"reward.functions={assets.reward}"),
+        f"eval.stall_timeout_seconds={SECONDS}",
+        f"eval.output_dir={tmp_path / 'run'}",
+        faults="rank=0 phase=rollout action=hang",
+    )
+    assert run.end() == 1
+    assert re.match(
+        rf"error: rank 0 hangs in .*`generate`.*: rank 0 has not gone on for \d+ s "
+        rf"\(eval\.stall_timeout_seconds={SECONDS}\); if it is only slow, raise that; "
+        rf".*stacks.*: {run.run}/faults/1\n$",
+        run.err,
+    ), run.err
+    assert "in fault_point" in (run.run / "faults" / "1" / "rank_0.txt").read_text()

@@ -58,6 +58,22 @@ def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stack
     assert not (run.run / "checkpoints" / "step_2").exists()
 
 
+@pytest.mark.full
+def test_f21_a_save_may_take_longer_than_a_collective(assets, start, tmp_path):
+    """Each of rank 1's writes takes 0.2 s, all of them longer than ranks wait for each other in training."""
+    run = start(
+        *("sft", "--nproc", "2", *four_steps(assets)),
+        "engine.collective_timeout_seconds=10",
+        "trainer.faults=[rank=1 phase=write action=slow]",
+        "trainer.tensorboard=false",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    assert run.end() == 0, run.err
+    assert saved(run.run) == ["latest", "step_2", "step_4"]
+    published = [(run.run / "checkpoints" / name / "manifest.json").stat().st_mtime for name in ("step_2", "step_4")]
+    assert published[1] - published[0] > 10
+
+
 def faulty_disk(run, model, rank, fault, options):
     begin_plan([fault] if dist.get_rank() == rank else [])
     try:

@@ -69,7 +69,7 @@ def test_a_rank_that_holds_other_weights_is_named(fake_group, remote, key):
 
 
 @pytest.mark.parametrize(("every", "probed"), [(4, [1, 4, 8]), (1, list(range(1, 10))), (0, [])])
-def test_the_first_sync_and_every_nth_are_probed_at_temperature_1(fake_group, remote, every, probed):
+def test_f39_the_first_sync_and_every_nth_are_probed_at_temperature_1(fake_group, remote, every, probed):
     sync, group = build(fake_group, remote, every=every)
     done, reported = [], []
     for version in range(1, 10):
@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_reports_the_probes_of_one_that_was_never_interrupted
 
 
 @pytest.mark.parametrize(("rollout", "is_wrong"), [(-1.04, False), (-1.06, True), (float("nan"), True)])
-def test_a_mean_difference_above_the_bound_of_the_dtype_stops_the_run(fake_group, remote, rollout, is_wrong):
+def test_f39_a_mean_difference_above_the_bound_of_the_dtype_stops_the_run(fake_group, remote, rollout, is_wrong):
     sync, _ = build(fake_group, remote, rollout=rollout)
     if not is_wrong:
         sync.probe(3)

@@ -217,7 +217,7 @@ def test_a_sync_moves_every_weight_once_in_the_compute_dtype(param_dtype, bytes_
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_probe_finds_rounding_after_a_sync_and_a_difference_before_it(family, param_dtype, tmp_path):
+def test_f39_the_probe_finds_rounding_after_a_sync_and_a_difference_before_it(family, param_dtype, tmp_path):
     """Rounding stays below a third of the bound; one step at a learning rate of 0.02 is far above it."""
     worker = build(family, tmp_path, param_dtype=param_dtype)
     worker.sync_weights(1)

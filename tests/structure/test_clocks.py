@@ -1,4 +1,4 @@
-"""F13: a clock that is set, by hand or by NTP, changes no deadline: nothing in shardwise/ measures time by it."""
+"""A clock that is set, by hand or by NTP, changes no deadline: nothing in shardwise/ measures time by it."""
 
 import ast
 from pathlib import Path

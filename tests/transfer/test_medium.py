@@ -105,7 +105,7 @@ def rename_norm(weights) -> None:
         (rename_norm, "rmsnorm was sent, which the engine does not serve"),
     ],
 )
-def test_weights_that_do_not_fit_are_named_at_every_end_and_nothing_is_committed(run, tamper, named):
+def test_f40_weights_that_do_not_fit_are_named_at_every_end_and_nothing_is_committed(run, tamper, named):
     (at_sender, _), *received = run(partial(push, tamper=tamper), pull, pull)
     assert str(at_sender) == f"weight sync 1 failed at receiver 1: weight sync 1: {named}"
     assert [(str(error), version) for error, version in received] == 2 * [(f"weight sync 1: {named}", None)]

@@ -62,7 +62,7 @@ def sync_to_nowhere(served, sent):
         ([SERVED[0], SERVED[0], SERVED[1]], "a was sent twice"),
     ],
 )
-def test_any_difference_is_an_error_that_names_the_tensor(sent, message):
+def test_f40_any_difference_is_an_error_that_names_the_tensor(sent, message):
     with pytest.raises(WeightSyncError, match=f"weight sync 3: {message}"):
         sync_to_nowhere(SERVED, sent)
 

@@ -134,7 +134,7 @@ def test_a_sender_that_differs_from_the_engine_is_named_and_nothing_committed(ta
     [(flip_one_bit, PROJECTION), (transpose, PROJECTION), (lambda weights: weights.pop(PROJECTION), PROJECTION)],
     ids=["one bit", "transposed", "lost"],
 )
-def test_a_tensor_damaged_or_lost_on_the_way_is_named_and_nothing_committed(tamper, named):
+def test_f40_a_tensor_damaged_or_lost_on_the_way_is_named_and_nothing_committed(tamper, named):
     engine = build_engine(0)
     with pytest.raises(WeightSyncError, match=f"the engine serves other values of {named} than were sent"):
         sync_local(Sender(1), LosingEngine(engine, tamper), version=2, dtype=torch.float32)

@@ -125,7 +125,7 @@ def pull(make, join):
         (AlteringReceiver, "the engine serves other values of experts than were sent"),
     ],
 )
-def test_an_engine_that_does_other_than_it_was_told_is_found_out(tmp_path, make, message):
+def test_f40_an_engine_that_does_other_than_it_was_told_is_found_out(tmp_path, make, message):
     (at_sender, gathered), (at_receiver, version) = run_ends([push, partial(pull, make)], tmp_path)
     assert str(at_receiver) == f"weight sync 1: {message}"
     assert str(at_sender) == f"weight sync 1 failed at receiver 1: {at_receiver}"
