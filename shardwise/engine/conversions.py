@@ -6,7 +6,7 @@ experts one fused [E, ...] parameter for the E experts' matrices of the hub. The
 model at once; here every block stands for itself, so that one at a time needs memory.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     PrefixChange,
+    SplitModulelist,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -25,6 +27,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+_NUM_PIECES = 8
+"""In which the fused experts of a layer are taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,29 @@ class ExportBlock:
     """Runtime name -> the dtype to convert in, which is that of the file."""
     _transform: "_Transform"
 
-    def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        """Full runtime tensors, in the order of `runtime_names` -> hub tensors, in the order of `hub_tensors`.
+    def convert(self, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Full runtime tensors, in the order of `runtime_names` -> hub tensors by name, each once; fused experts a few
+        at a time, so that beside the fused tensor there is little.
 
-        Takes the tensors out of the list, so that a fused one can be freed when it is in parts.
+        Takes the tensors out of the list. Who keeps an expert keeps nothing else.
         """
         named = dict(zip(self.runtime_names, tensors, strict=True))
         tensors.clear()
-        converted = self._transform.run(named)
-        return dict(zip(self.hub_tensors, converted.values(), strict=True))
+        names = list(self.hub_tensors)
+        if not self._transform.splits_rows:
+            yield from zip(names, self._transform.run(named).values(), strict=True)
+            return
+        ((fused_name, fused),) = named.items()
+        named.clear()
+        num_rows = len(fused)
+        of_patterns = [names[first : first + num_rows] for first in range(0, len(names), num_rows)]
+        step = -(-num_rows // _NUM_PIECES)
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            parts = self._transform.run({fused_name: fused[rows]}).values()
+            names_of_rows = [name for of_pattern in of_patterns for name in of_pattern[rows]]
+            for name, part in zip(names_of_rows, parts, strict=True):
+                yield name, part.clone() if _share_memory(part, fused) else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +132,23 @@ class _Transform:
         converted = converter.convert(self.key, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
+    @property
+    def splits_rows(self) -> bool:
+        """Of its one input, row i becomes the i-th output of every pattern and of nothing else; the outputs are in the
+        order of the patterns."""
+        if self.converter is None or len(self.pattern_of) != 1:
+            return False
+        *rest, split = self.converter.operations
+        return isinstance(split, SplitModulelist) and split.dim == 0 and all(_keeps_rows(op) for op in rest)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
 
 def _keeps_rows(operation: object) -> bool:
     match operation:
-        case Concatenate(dim=dim):
+        case Concatenate(dim=dim) | Chunk(dim=dim):
             return dim > 0
         case Transpose(dim0=dim0, dim1=dim1, check_dims=check_dims):
             return dim0 > 0 and dim1 > 0 and not check_dims

@@ -256,13 +256,13 @@ class _RankWriters:
     def write(self, block: ExportBlock, full: list[Tensor]) -> None:
         """Writes what belongs into this rank's files; `full` may be empty where nothing does. Takes the tensors out of
         `full`."""
-        mine = [name for name in block.hub_tensors if self._plan.file_of[name] in self._mine]
+        mine = {name for name in block.hub_tensors if self._plan.file_of[name] in self._mine}
         if not mine or not full or self._error is not None:
             return
-        tensors = block.convert(full)
         try:
-            for name in mine:
-                self._write(self._plan.file_of[name], name, tensors.pop(name))
+            for name, tensor in block.convert(full):
+                if name in mine:
+                    self._write(self._plan.file_of[name], name, tensor)
         except OSError as error:
             self._error = error
 

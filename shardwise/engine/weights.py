@@ -29,11 +29,11 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
 def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (hub name, full tensor), as `save_pretrained` writes them: what other engines take.
 
-    Fused experts are taken apart. The peak is the largest block (the experts of one layer) and its parts.
+    Fused experts are taken apart. The peak is the largest block (the experts of one layer), as it is gathered.
     """
     merged = merged_state(model)
     for block, wholes in gathered_blocks(merged, export_blocks(model, runtime_state(model), dtype)):
-        yield from block.convert(wholes).items()
+        yield from block.convert(wholes)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -67,11 +67,13 @@ def exported(model):
     runtime = runtime_tensors(model)
     hub = {}
     for block in export_blocks(model, model.state_dict(), torch.float32):
-        converted = block.convert([runtime[name] for name in block.runtime_names])
-        assert [(n, t.shape, t.dtype) for n, t in converted.items()] == [
-            (name, t.shape, t.dtype) for name, t in block.hub_tensors.items()
-        ]
-        hub |= converted
+        pairs = list(block.convert([runtime[name] for name in block.runtime_names]))
+        converted = dict(pairs)
+        assert len(pairs) == len(converted)
+        assert {n: (t.shape, t.dtype) for n, t in pairs} == {
+            n: (t.shape, t.dtype) for n, t in block.hub_tensors.items()
+        }
+        hub |= {name: converted[name] for name in block.hub_tensors}
     return hub
 
 
