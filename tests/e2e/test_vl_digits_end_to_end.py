@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 1500
@@ -48,6 +50,48 @@ def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, 
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     assert steps[-1]["val/loss"] > 0
     assert 0 <= accuracy(tmp_path / "checkpoints" / "step_3" / "hf", folder / "few.jsonl") <= 1
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) % 4 + len(solution_str) % 3
+"""
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(shell, folder, tmp_path, metrics_of):
+    """In each step rows of one to three pictures; the reference policy is the adapter off; two minibatches. Weights go
+    to the rollout engines with the adapter merged."""
+    (tmp_path / "rules.py").write_text(REWARD)
+
+    def run(num_ranks):
+        out = tmp_path / f"ranks_{num_ranks}"
+        done = shell(
+            *["shardwise", "rl", "-c", "examples/vl_digits_grpo.yaml", f"model.path={folder / 'model'}"],
+            *[f"data.train_files={folder / 'train.jsonl'}", "data.validation_files=[]"],
+            *["rollout.num_prompts=6", "rollout.group_size=4", "engine.lora={rank: 4, target_modules: all-linear}"],
+            *[f"reward.functions={tmp_path / 'rules.py'}:compute_score", "algorithm.kl_coef=0.1"],
+            *["algorithm.num_minibatches=2", "engine.max_tokens_per_micro_batch=256", "trainer.warmup_steps=0"],
+            *["trainer.learning_rate=3e-3", "trainer.total_steps=3", f"trainer.output_dir={out}", *NO_EXTRAS],
+            *["--nproc", str(num_ranks)],
+            timeout=240,
+        )
+        assert done.code == 0, done.err
+        samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+        return metrics_of(out), samples, load_file(out / "checkpoints/step_3/adapter/adapter_model.safetensors")
+
+    alone, together = run(1), run(2)
+    for expected, found in zip(alone[0], together[0], strict=True):
+        assert expected["train/grad_norm"] > 0
+        for name in ("train/loss", "train/grad_norm", "reward/mean", "policy/ref_kl", "policy/approx_kl"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert [s["completion"] for s in together[1]] == [s["completion"] for s in alone[1]]
+    moved = 0.0
+    for name, tensor in alone[2].items():
+        torch.testing.assert_close(together[2][name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+        moved = max(moved, float(tensor.abs().max())) if "lora_B" in name else moved
+    assert moved > 1e-3
+    assert any("visual" in name for name in alone[2])
 
 
 @pytest.mark.full
