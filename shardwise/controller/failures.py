@@ -22,6 +22,8 @@ from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collec
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _LOST_PEER = re.compile(rf"peer|Connection|{_TIMED_OUT.pattern}", re.IGNORECASE)
 """What torch's transports say of a rank that is gone or hangs."""
+_NO_HOST_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
+"""What torch's allocator says on a host."""
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -41,12 +43,17 @@ class Note:
     """The other rank hangs."""
     is_stalled: bool = False
     """Rank 0 does not go on: this rank, or what it waits for."""
+    lacks_host_memory: bool = False
+    """It asked for more than it could have."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
         """Of the error that ends this rank."""
         message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
         is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
+        lacks_host_memory = _lacks_host_memory(error)
+        if lacks_host_memory or type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
+            message = f"out of memory: {message}; smaller micro-batches, activation checkpointing and offload need less"
         return cls(
             rank=rank,
             time=time.monotonic(),
@@ -56,6 +63,7 @@ class Note:
             is_lost_peer=is_lost_peer(error),
             is_timeout=is_silent or (is_lost_peer(error) and bool(_TIMED_OUT.search(message))),
             is_stalled=is_stalled,
+            lacks_host_memory=lacks_host_memory,
         )
 
     def leave(self, folder: Path) -> None:
@@ -88,6 +96,12 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, UserError | EngineLostError | RankStalledError) or not isinstance(error, RuntimeError):
         return False
     return bool(_LOST_PEER.search(str(error)))
+
+
+def _lacks_host_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_NO_HOST_MEMORY.search(str(error)))
+    )
 
 
 def note_failure(error: BaseException, rank: int) -> int:
@@ -162,7 +176,9 @@ def explain(
         rank = next((rank for rank in states if rank not in idle), first.rank)
         state = f" and {states[rank]}" if rank in states else ""
         return Failure(f"rank {rank} hangs{_inside(places.get(rank, ''))}{state}: {first.message}")
-    return Failure(f"rank {first.rank} failed{place}: {first.message}", traceback=first.traceback)
+    held = memory.told(first.rank, first.time) if memory is not None and first.lacks_host_memory else ""
+    message = "; ".join(filter(None, (first.message, held)))
+    return Failure(f"rank {first.rank} failed{place}: {message}", traceback=first.traceback)
 
 
 def num_killed_for_memory() -> int:

@@ -1,5 +1,6 @@
 """How much memory ranks held, as the launcher saw it: told of one that the kernel ended for want of it."""
 
+import math
 import os
 import time
 from collections import defaultdict, deque
@@ -28,9 +29,13 @@ class MemoryHistory:
             if num_bytes:  # else it has ended
                 self._samples[rank].append((now, num_bytes))
 
-    def told(self, rank: int) -> str:
-        """As in "it held 22.4 GiB, 30 s before 8.1 GiB, 59 s before 1.2 GiB"; empty where it was never seen."""
-        samples = list(self._samples[rank])
+    def told(self, rank: int, until: float = math.inf) -> str:
+        """As in "it held 22.4 GiB, 30 s before 8.1 GiB, 59 s before 1.2 GiB"; empty where it was never seen.
+
+        Args:
+            until: as time.monotonic(); what the rank let go on its way out tells nothing.
+        """
+        samples = [sample for sample in self._samples[rank] if sample[0] <= until]
         if not samples:
             return ""
         (last, held), earlier = samples[-1], dict.fromkeys([samples[len(samples) // 2], samples[0]])

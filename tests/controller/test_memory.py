@@ -1,10 +1,13 @@
 import itertools
+import re
 import signal
 import sys
 
 import pytest
+import torch
 
 from shardwise.controller import memory
+from shardwise.controller.failures import Note
 from shardwise.controller.launch import launch
 from shardwise.controller.memory import MemoryHistory
 
@@ -46,3 +49,40 @@ def test_f13_a_rank_that_the_kernel_ended_for_want_of_memory_is_told_with_what_i
     )
     *_, first = told.partition(";")[2].split(" before ")
     assert first.startswith(("0.0 GiB", "0.1 GiB"))
+
+
+LIMITED = """
+import os, resource, sys, time
+from shardwise.controller.failures import note_failure
+rank = int(os.environ["RANK"])
+if rank == 1:
+    import torch
+    held = torch.ones(96 << 20)
+    time.sleep(0.8)
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
+    try:
+        torch.ones(1 << 30) if sys.argv[1] == "torch" else bytearray(1 << 30)
+    except Exception as error:
+        sys.exit(note_failure(error, rank))
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("by", "message"), [("python", "MemoryError"), ("torch", ".*can't allocate memory.*")])
+def test_f13_a_rank_that_asks_for_more_than_its_limit_is_told_with_what_it_held(monkeypatch, capfd, by, message):
+    monkeypatch.setattr(memory, "_SECONDS_BETWEEN", 0.1)
+    assert launch([sys.executable, "-c", LIMITED, by], nproc=2) == 1
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"error: rank 1 failed: out of memory: {message}; smaller micro-batches, activation checkpointing and offload "
+        r"need less; it held 0\.[4-9] GiB, .* before .*",
+        told,
+    ), told
+
+
+def test_a_device_without_memory_is_told_as_such():
+    note = Note.of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 0)
+    assert note.message.startswith("out of memory: CUDA out of memory. Tried to allocate 2 GiB; smaller micro-batches")
+    assert not note.lacks_host_memory
