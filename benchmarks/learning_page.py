@@ -20,8 +20,8 @@ def results_page(runs: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         "Made by `make test-learning`: the quickstart's model (0.8M parameters) and addition problems, two ranks on",
         "two CPU cores, every algorithm from the same supervised start. A curve is the held-out figure at every",
-        "validation, scaled from 0 to the largest of its table. What each run changes of the quickstart's settings stands",
-        "in `benchmarks/learning.py`.",
+        "validation, scaled from 0 to the largest of its table. What runs change of the quickstart is in",
+        "`benchmarks/learning.py`.",
         "",
     ]
     for kind, title in TITLES.items():

@@ -35,6 +35,7 @@ from shardwise.controller.launch import is_launched, launch
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import REPORTS
+from shardwise.recipes.writer_lock import require_no_writer
 
 RECIPES: dict[str, type[RecipeConfig]] = {
     "sft": SFTConfig,
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     config = RECIPES[options.command].load(options.config, options.overrides)
     if os.environ.get("RANK", "0") == "0" and not is_launched():
+        if not isinstance(config, EvalConfig):
+            require_no_writer(Path(config.trainer.output_dir))  # before torch is imported, which takes seconds
         from shardwise.recipes.preflight import check_inputs
 
         check_inputs(config)

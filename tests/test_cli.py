@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -7,6 +10,7 @@ import shardwise
 from shardwise.cli import RECIPES, main
 from shardwise.config import RLConfig, SFTConfig, key_paths
 from shardwise.controller.failures import Failure
+from shardwise.recipes.writer_lock import writer_lock
 
 SFT = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -39,6 +43,21 @@ def test_dry_run_prints_the_resolved_config_and_starts_nothing(tmp_path, capsys)
         for name in path.split("."):
             node = node[name]
     assert list(tmp_path.iterdir()) != []
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "eval"])
+def test_f16_f23_a_run_that_still_goes_on_is_named_before_torch_is_imported(recipe, tmp_path):
+    reward = ["reward.functions=shardwise.rewards.math:exact_match"] if recipe == "rl" else []
+    teacher = ["teacher.model.path=m"] if recipe == "distill" else []
+    arguments = [recipe, *SFT, *reward, *teacher, f"trainer.output_dir={tmp_path}", "--nproc", "2"]
+    script = (
+        "import sys\nfrom shardwise.cli import main\n"
+        f"code = main({arguments})\nprint(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    with writer_lock(tmp_path):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "2 False False\n", done.stderr
+    assert done.stderr.startswith(f"error: trainer.output_dir={tmp_path} is written to by process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

@@ -1,7 +1,5 @@
 """What can be checked in a second, before any rank starts."""
 
-from pathlib import Path
-
 import torch
 
 from shardwise.config import EvalConfig, RecipeConfig, RLConfig, SglangRollout
@@ -9,20 +7,18 @@ from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
 from shardwise.recipes.resume import find_start
-from shardwise.recipes.writer_lock import require_no_writer
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang
 
 
 def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
-    SGLang that is not there, a run in the output folder that still goes on, or that this config does not go on with.
+    SGLang that is not there, a run in the output folder that this config does not go on with.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
     if not isinstance(config, EvalConfig):
-        require_no_writer(Path(config.trainer.output_dir))
         find_start(config)
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])

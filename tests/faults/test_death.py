@@ -35,6 +35,9 @@ OF_RANK_0_ALONE = {"reward", "commit"}
 OF_SAVES = {"stage", "write", "commit"}
 PEERS_END_SECONDS = 5.0
 ORPHANS_END_SECONDS = 10.0
+SECOND_JOB_ENDS_SECONDS = 5.0
+HANG_NOTICED_SECONDS = 20.0
+"""Beside engine.collective_timeout_seconds: the step until the hang, stacks of every rank, two cores for everything."""
 RECOVERY_SECONDS = 80.0
 """20 on two idle cores."""
 TWO_RANKS: list[str] = []
@@ -228,6 +231,10 @@ def test_f03_trap_21_a_rank_that_hangs_is_named_and_the_run_goes_on(rl_arguments
         *rl_arguments(tmp_path / "run", "--max-restarts", "1", "engine.collective_timeout_seconds=20"),
         faults="rank=1 phase=allreduce nth=6 action=hang",
     )
+    run.wait_until(lambda: run.steps)
+    began = time.monotonic()
+    run.wait_until(lambda: "restart 1 of 1" in run.err)
+    assert time.monotonic() - began < 20 + HANG_NOTICED_SECONDS
     assert run.end() == 0, run.err
     cause, restart = run.err.splitlines()
     assert re.fullmatch(
@@ -263,7 +270,9 @@ def test_f16_f23_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_o
     arguments = rl_arguments(tmp_path / "run", "trainer.total_steps=100000", "trainer.save_every_steps=0")
     run = start(*arguments)
     run.wait_until(lambda: run.steps)
+    began = time.monotonic()
     second = shell("shardwise", *arguments, timeout=300)
+    assert time.monotonic() - began < SECOND_JOB_ENDS_SECONDS
     assert second.code == 2
     pattern = rf"error: trainer.output_dir={run.run} is written to by process {run.ranks()[0]} on .*, since .*\n"
     assert re.fullmatch(pattern, second.err)
