@@ -19,9 +19,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/shardwise quickstart
 
-# Two tests at a time, the slowest files first; then, one at a time, those that measure what time passes.
+# Three tests at a time, for some wait while others compute; the slowest files first. Then, one at a time, those that measure what time passes.
 test: install
-	$(BIN)/python -m pytest -m 'not full and not alone' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not full and not alone' -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not full and alone'
 
 # Every combination of layouts and memory options, where `make test` takes every pair.

@@ -93,9 +93,13 @@ def difference_of_layout(folder, keys, optimizer):
 
 
 WITH_MUON = [(name, "muon") for name in ("3 experts for 2 ranks", "two replicas")]
+SLOW = {"compiled": pytest.mark.full}
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [*((name, "adamw") for name in LAYOUTS), *WITH_MUON])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [*(pytest.param(name, "adamw", marks=SLOW.get(name, ())) for name in LAYOUTS), *WITH_MUON],
+)
 def test_two_steps_on_any_layout_are_those_of_whole_experts(run_ranks, tmp_path, name, optimizer):
     world_size, keys, num_experts = LAYOUTS[name]
     folder = tiny_folder("qwen3_moe", tmp_path, num_experts=num_experts, num_attention_heads=4)

@@ -39,12 +39,12 @@ def restarts(run: Path) -> list[float]:
     return [row["rollout/engine_restarts"] for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "faults", "expected"),
     [
         ([], "rank=1 step=2 phase=serve action=kill; rank=0 step=3 phase=load action=kill", [0, 1, 1]),
-        pytest.param(APART, "rank=1 phase=serve nth=2 action=kill", None, marks=pytest.mark.full),
+        (APART, "rank=1 phase=serve nth=2 action=kill", None),
     ],
     ids=["colocated", "split"],
 )
