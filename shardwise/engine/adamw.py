@@ -4,7 +4,7 @@ Both take a shard in flat slices of a bounded size, so that what they need beyon
 small; Adam is elementwise, so slices do not change a number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +24,40 @@ class BFloat16AdamW(torch.optim.Optimizer):
     Both moments are float32. In bfloat16 the second one would stall: with beta2 = 0.999 a step changes it by less than
     half of its last bit. Weights, gradients and states then take 12 bytes for each element, instead of 16.
     The random bits belong to (seed, update, parameter, element): runs repeat, replicas stay equal, and the numbers do
-    not depend on the number of ranks.
+    not depend on the number of ranks, nor on which of them share experts.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float, fused: bool, seed: int
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        names: Mapping[int, str],
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
+        seed: int,
     ) -> None:
         """
         Args:
             groups: each with params (bfloat16, plain or sharded on dim 0), lr and weight_decay.
+            names: of every parameter, by its id; they choose the random bits with the seed and the update.
             fused: torch's fused kernel; else foreach.
             seed: of the rounding.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps})
         self.num_updates = 0
-        """Of all parameters; they choose the random bits."""
+        """Of all parameters."""
+        self._names = names
         self._fused = fused
         self._seed = seed
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, rounding_key(self._seed, self.num_updates, index))
-                index += 1
+                    key = rounding_key(self._seed, self.num_updates, self._names[id(parameter)])
+                    self._update(parameter, group, key)
         self.num_updates += 1
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: int) -> None:

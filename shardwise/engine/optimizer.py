@@ -60,7 +60,18 @@ class ShardedOptimizer:
         self._muon_groups = group_parameters(list(compress(trained, for_muon)), config)
         self._adamw_groups = group_parameters(list(compress(trained, map(not_, for_muon))), config)
         self._muon = _build_muon(self._muon_groups, config) if config.optimizer == "muon" else None
-        self._adamw = _build_adamw(self._adamw_groups, config, dtype=dtype, seed=seed) if self._adamw_groups else None
+        self._adamw: torch.optim.Optimizer | None = None
+        if self._adamw_groups and dtype == torch.bfloat16:
+            self._adamw = BFloat16AdamW(
+                _torch_groups(self._adamw_groups),
+                names=self._names,
+                betas=config.adam_betas,
+                eps=config.adam_eps,
+                fused=config.adamw_implementation == "fused",
+                seed=seed,
+            )
+        elif self._adamw_groups:
+            self._adamw = _build_adamw(self._adamw_groups, config)
         self.scaler = LossScaler() if loss_scaling else None
         """Of float16 training."""
         self.num_steps = 0
@@ -291,13 +302,10 @@ def _build_muon(groups: list[ParameterGroup], config: OptimizerConfig) -> Sharde
     )
 
 
-def _build_adamw(
-    groups: list[ParameterGroup], config: OptimizerConfig, *, dtype: torch.dtype, seed: int
-) -> torch.optim.Optimizer:
+def _build_adamw(groups: list[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Of float32 weights."""
     torch_groups, betas, eps = _torch_groups(groups), config.adam_betas, config.adam_eps
     fused = config.adamw_implementation == "fused"
-    if dtype == torch.bfloat16:
-        return BFloat16AdamW(torch_groups, betas=betas, eps=eps, fused=fused, seed=seed)
     match config.optimizer:
         case "adamw_cpu":
             return HostAdamW(torch_groups, betas=betas, eps=eps)

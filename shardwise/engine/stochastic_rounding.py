@@ -13,9 +13,9 @@ _LOW_BITS = (1 << 16) - 1
 """Of a float32, the bits that bfloat16 does not have."""
 
 
-def rounding_key(seed: int, update: int, index: int) -> int:
+def rounding_key(seed: int, update: int, name: str) -> int:
     """The key of one update of one parameter: a signed 32-bit integer."""
-    digest = hashlib.blake2b(f"{seed}/{update}/{index}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{update}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
