@@ -78,11 +78,23 @@ class LoraConfig(Config):
     """Weight-decomposed adapters (DoRA): a trained magnitude for each output."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    quantize_base: Literal["nf4"] | None = None
+    """nf4: the base's linear layers but the head are kept in 4 bits and computed in param_dtype (QLoRA; needs
+    bitsandbytes). Fused experts and embeddings stay as they are."""
     adapter_path: str | None = None
     """A folder with an adapter of this form to go on from (`checkpoints/step_N/adapter` of a run); null starts with a
     new one, which changes nothing at first."""
     save_merged: bool = True
     """Checkpoints hold hf/, the merged model, beside adapter/; false writes the adapter only."""
+
+    @model_validator(mode="after")
+    def _magnitudes_are_of_a_whole_base(self) -> Self:
+        if self.use_dora and self.quantize_base is not None:
+            raise ValueError(
+                f"use_dora=true with quantize_base={self.quantize_base}: DoRA needs the norms of the base's rows in "
+                "every forward pass, and the base is packed; set use_dora=false, or leave quantize_base out"
+            )
+        return self
 
 
 class LayoutConfig(ComputeConfig):

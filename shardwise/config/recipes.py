@@ -374,6 +374,12 @@ class RLConfig(Config):
             raise ValueError(
                 "rollout.sync_adapter_only=true needs an adapter: set engine.lora, or rollout.sync_adapter_only=false"
             )
+        if lora is not None and self.rollout.sync_adapter_only and lora.quantize_base is not None:
+            raise ValueError(
+                f"rollout.sync_adapter_only=true with engine.lora.quantize_base={lora.quantize_base}: the rollout "
+                "engine would compute with the base as it is on disk, not with the quantised one that is trained; "
+                "set rollout.sync_adapter_only=false"
+            )
         if lora is not None and self.rollout.sync_adapter_only and isinstance(self.rollout.engine, VllmRollout):
             self._require_plain(lora)
         if lora is not None and lora.adapter_path is not None and self.algorithm.kl_coef > 0:

@@ -15,6 +15,7 @@ from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
 from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS
 from shardwise.engine.model_folder import ModelFolder
+from shardwise.engine.quantized import QuantizedLinear, quantized_weights
 from shardwise.engine.runtime_state import buffer_names, runtime_state
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.shards import local_box, local_shard
@@ -53,25 +54,40 @@ def load_weights(
             no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
-        runtime = runtime_state(model)
-        blocks = checked_blocks(model, runtime, source, fresh)
+        targets = _Targets(runtime_state(model), quantized_weights(model))
+        blocks = checked_blocks(model, targets.runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
-                local_shard(runtime[name]).copy_(whole[tuple(local_box(runtime[name]))])
-        return sum(_load_block(block, source, runtime) for block in blocks)
+                targets.fill(name, whole[tuple(local_box(targets.runtime[name]))])
+        return sum(_load_block(block, source, targets) for block in blocks)
 
 
-def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tensor]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What is filled, by name in the transformers class."""
+
+    runtime: dict[str, Tensor]
+    quantized: Mapping[str, QuantizedLinear]
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """`part` is what this rank holds of it."""
+        if name in self.quantized:
+            self.quantized[name].fill(part)
+        else:
+            local_shard(self.runtime[name]).copy_(part)
+
+
+def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> int:
     """Returns the bytes read."""
-    first = runtime[block.first_target]
+    first = targets.runtime[block.first_target]
     box = local_box(first)
     if block.has_one_target and local_shard(first).numel() == 0:  # a dimension has fewer rows than there are ranks
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()
         part = source.read(name, box)
-        local_shard(first).copy_(part)
+        targets.fill(block.first_target, part)
         return part.nbytes
     if block.merges_rows:
         return sum(
@@ -81,7 +97,7 @@ def _load_block(block: ImportBlock, source: ModelFolder, runtime: dict[str, Tens
     tensors = {name: source.read(name) for name in block.stored_names()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     for name, tensor in block.convert(tensors).items():
-        local_shard(runtime[name]).copy_(tensor[tuple(local_box(runtime[name]))])
+        targets.fill(name, tensor[tuple(local_box(targets.runtime[name]))])
     return num_bytes
 
 

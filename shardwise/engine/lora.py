@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.heads import HeadName
 from shardwise.engine.names import is_within, plain_name
+from shardwise.engine.quantized import quantize_layers
 
 ADAPTER = "default"
 """peft's name for an adapter that has no name; part of module paths, absent from files."""
@@ -45,12 +46,14 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
     One FSDP unit may hold both: what it gathers is cast to the compute dtype first, and FSDP2 asks for one original
     dtype among trained parameters only.
 
-    A value head is trained whole.
+    A value head is trained whole. With `quantize_base` the linear layers of the base, but the output head and what is
+    trained whole, are QuantizedLinear.
 
     Raises:
         ConfigError: a name matches no module, a module that is not a linear layer, or a weight tied to another.
     """
     saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
+    quantized = [] if config.quantize_base is None else _called_linear_layers(model, saved)
     targets = _target_modules(model, config.target_modules, saved)
     peft_config = PeftLoraConfig(
         task_type=TASK_TYPES[head],
@@ -70,6 +73,8 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
     adapted = {path for path, _ in lora_layers(model)}
     if others := sorted(adapted ^ set(targets)):
         raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
+    if quantized:
+        quantize_layers(model, [f"{name}.base_layer" if name in adapted else name for name in quantized])
 
 
 def stored_lora(folder: Path) -> LoraConfig:
@@ -168,6 +173,18 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
             f"modules_to_save={saved}; its linear layers end in: {endings}"
         )
     return targets
+
+
+def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]:
+    """The full names of linear layers, but the head and what is trained whole, whose weight nobody else reads."""
+    head = model.get_output_embeddings()
+    read = REFUSED_BY_PEFT.get(model.config.model_type, set())
+    return [
+        name
+        for name, part in model.named_modules()
+        if _is_linear(part) and part is not head and name.rpartition(".")[2] not in read
+        if not any(is_within(name, one) for one in saved)
+    ]
 
 
 def _is_linear(part: nn.Module) -> bool:

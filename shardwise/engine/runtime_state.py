@@ -6,16 +6,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.names import plain_name
+from shardwise.engine.quantized import quantized_weights
 
 
 def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> parameter or persistent buffer. Of a model with adapters, the base alone."""
+    """Name -> parameter or persistent buffer. Of a model with adapters, the base alone; of its quantised weights the
+    outlines, without memory."""
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
     from shardwise.engine.lora import base_names  # importing peft takes seconds
 
-    return {base: state[name] for name, base in base_names(model).items() if base is not None}
+    base_state = {base: state[name] for name, base in base_names(model).items() if base is not None}
+    return base_state | {name: layer.outline() for name, layer in quantized_weights(model).items()}
 
 
 def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:

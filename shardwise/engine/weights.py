@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from shardwise.engine.conversions import export_blocks, stored_dtypes
 from shardwise.engine.gathering import gathered_blocks, gathered_in_order
+from shardwise.engine.quantized import quantized_weights
 from shardwise.engine.runtime_state import merged_state, runtime_state
 
 
@@ -37,8 +38,11 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Of the whole model, shared weights counted once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Of the whole model, shared weights counted once, quantised ones as many as they stand for."""
+    num_added = sum(
+        layer.in_features * layer.out_features - layer.weight.numel() for layer in quantized_weights(model).values()
+    )
+    return num_added + sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_trained_parameters(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from sharded_lora import peft_model, random_adapter
 from tiny_models import FAMILIES, random_samples, tiny_model
 
@@ -92,7 +93,7 @@ AXES: dict[str, dict[str, dict]] = {
     "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
     "family": {name: {} for name in [*FAMILIES, MIXTURE]},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
-    "adapters": {"no adapters": {}, "lora": {"lora": LORA}},
+    "adapters": {"no adapters": {}, "lora": {"lora": LORA}, "qlora": {"lora": {**LORA, "quantize_base": "nf4"}}},
     "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
     "wrap": {
         "root": {},
@@ -107,8 +108,8 @@ IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
     ("prefetch", {"prefetch"}, "reshard", {"keep"}),  # nothing is left to gather in backward
-    ("adapters", {"lora"}, "frozen", {"frozen"}),
-    ("adapters", {"lora"}, "loss", {"value"}),  # peft would train the head too
+    ("adapters", {"lora", "qlora"}, "frozen", {"frozen"}),
+    ("adapters", {"lora", "qlora"}, "loss", {"value"}),  # peft would train the head too
     ("wrap", {"expert units"}, "family", set(FAMILIES)),
     ("wrap", {"expert units"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # would be gathered for every tile
     ("experts", {"shared"}, "family", set(FAMILIES)),
@@ -343,14 +344,26 @@ def value_model(causal_lm):
     return model.eval()
 
 
+@torch.no_grad()
+def with_rounded_base(adapted):
+    """A peft model whose linear layers, but the head, hold what bitsandbytes gives back of their weights in 4 bits;
+    rows are filled up to whole blocks."""
+    for name, layer in adapted.named_modules():
+        if type(layer) is torch.nn.Linear and "lora_" not in name and not name.endswith("lm_head"):
+            rows = torch.nn.functional.pad(layer.weight, (0, -layer.in_features % 64))
+            rounded = dequantize_4bit(*quantize_4bit(rows, blocksize=64, quant_type="nf4"))
+            layer.weight.copy_(rounded[:, : layer.in_features])
+    return adapted
+
+
 @dataclass(frozen=True)
 class Families:
     """What cells start from and are compared to, by family."""
 
     models: dict
-    """(family, "policy", "value" or "lora") -> model."""
+    """(family, "policy", "value", "lora" or "qlora") -> model."""
     folders: dict[tuple[str, str], str]
-    """Likewise; that of lora holds the adapter."""
+    """Likewise; those of lora and qlora hold the adapter."""
     samples: dict[tuple[str, str, str], list]
     """(family, kind of model, "short" or "long") -> samples; old logprobs are near those of the model."""
     references: dict
@@ -366,8 +379,8 @@ class Families:
 
 
 def kind_of(cell):
-    if cell.adapters == "lora":
-        return "lora"
+    if cell.adapters != "no adapters":
+        return cell.adapters
     return "value" if cell.loss == "value" else "policy"
 
 
@@ -390,9 +403,11 @@ def families(tmp_path_factory):
             model.save_pretrained(folders[family, kind])
         folders[family, "lora"] = str(tmp_path_factory.mktemp("adapter"))
         random_adapter(folders[family, "policy"], LoraConfig(**lora_of(family)), folders[family, "lora"])
+        folders[family, "qlora"] = folders[family, "lora"]
         models[family, "lora"] = peft_model(folders[family, "policy"], folders[family, "lora"]).eval()
+        models[family, "qlora"] = with_rounded_base(copy.deepcopy(models[family, "lora"]))
         for case, lengths in {"short": SHORT, "long": LONG}.items():
-            for kind in ("policy", "lora"):
+            for kind in ("policy", "lora", "qlora"):
                 drawn = random_samples(lengths, prompt_tokens=1, seed=len(lengths))
                 samples[family, kind, case] = with_policy_fields(models[family, kind], drawn)
             samples[family, "value", case] = samples[family, "policy", case]
@@ -431,8 +446,9 @@ def train_cells(folders, samples, cells, param_dtype="float32"):
 
 def train_cell(folders, samples, cell, param_dtype):
     keys = {**cell.engine, "param_dtype": param_dtype}
-    if cell.adapters == "lora":
-        keys["lora"] = {**lora_of(cell.family), "adapter_path": folders[cell.family, "lora"]}
+    if cell.adapters != "no adapters":
+        adapter = folders[cell.family, cell.adapters]
+        keys["lora"] = {**keys["lora"], **lora_of(cell.family), "adapter_path": adapter}
     engine = TrainEngine.build(
         Path(folders[cell.family, "value" if cell.loss == "value" else "policy"]),
         EngineConfig(**keys),
@@ -595,6 +611,7 @@ HALF_LAYOUT_TOLERANCE = 0.01
         ("gemma2", "token-mean", "no adapters"),
         ("llama", "sft", "lora"),
         ("qwen3", "token-mean", "lora"),
+        ("llama", "sft", "qlora"),
     ],
 )
 def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_errors_break(

@@ -1,0 +1,141 @@
+"""Frozen base weights in 4 bits (QLoRA, Dettmers et al. 2023), packed and taken out again by bitsandbytes.
+
+Blocks of 64 numbers lie within a row, so a row is quantised alike on every layout, and FSDP shards, gathers and
+offloads the packed rows as it does any weight.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from shardwise.config import ConfigError
+from shardwise.engine.names import plain_name
+from shardwise.engine.shards import local_shard
+
+BLOCK = 64
+"""Numbers that share a scale."""
+CODE_BYTES = BLOCK // 2
+BLOCK_BYTES = CODE_BYTES + torch.float32.itemsize
+"""Of a block with its scale: 4.5 bits for each number."""
+FORMAT = "nf4"
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Importing them takes seconds."""
+    try:
+        import bitsandbytes.functional
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.lora.quantize_base needs bitsandbytes, which cannot be imported ({error}); "
+            'pip install "shardwise[qlora]", or leave the key out'
+        ) from None
+    return cast(ModuleType, bitsandbytes.functional)
+
+
+def packed_bytes(row_length: int) -> int:
+    """Of a row."""
+    return -(-row_length // BLOCK) * BLOCK_BYTES
+
+
+def pack_rows(rows: Tensor) -> Tensor:
+    """[n, length] -> uint8 [n, bytes]: of each row the codes of its blocks, then their float32 scales. A row's last
+    block is filled up with zeros."""
+    if len(rows) == 0:
+        return torch.empty(0, packed_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
+    whole_blocks = pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()
+    codes, state = _kernels().quantize_4bit(whole_blocks, blocksize=BLOCK, quant_type=FORMAT)
+    return torch.cat([codes.view(len(rows), -1), state.absmax.view(len(rows), -1).view(torch.uint8)], dim=1)
+
+
+def unpack_rows(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tensor:
+    """uint8 [n, bytes] -> [n, row_length] in float32, bfloat16 or float16."""
+    if len(packed) == 0:
+        return torch.empty(0, row_length, dtype=dtype, device=packed.device)
+    num_blocks = packed.shape[1] // BLOCK_BYTES
+    codes, scales = packed.split([num_blocks * CODE_BYTES, packed.shape[1] - num_blocks * CODE_BYTES], dim=1)
+    state = _kernels().QuantState(
+        absmax=scales.contiguous().view(torch.float32).view(-1),
+        shape=torch.Size((len(packed), num_blocks * BLOCK)),
+        dtype=dtype,
+        blocksize=BLOCK,
+        quant_type=FORMAT,
+    )
+    return cast(Tensor, _kernels().dequantize_4bit(codes.contiguous().view(-1, 1), state)[:, :row_length])
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose frozen weight is uint8 [out_features, bytes]. It computes in the dtype of its input."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Of a layer on the meta device, whose bias it takes over."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = torch.empty(self.out_features, packed_bytes(self.in_features), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias
+
+    def fill(self, rows: Tensor) -> None:
+        """Takes over this rank's rows, [n, in_features]."""
+        own = local_shard(self.weight)
+        own.copy_(pack_rows(rows.to(own.device, torch.float32)))
+
+    def unpacked(self) -> Tensor:
+        """The weight, float32 and sharded as it is."""
+        return self._beside(unpack_rows(local_shard(self.weight), self.in_features, torch.float32))
+
+    def outline(self) -> Tensor:
+        """The weight's shape and sharding, without memory."""
+        return self._beside(torch.empty(len(local_shard(self.weight)), self.in_features, device="meta"))
+
+    def _beside(self, rows: Tensor) -> Tensor:
+        """[n, in_features], spread over the ranks as the packed rows are."""
+        weight: Tensor = self.weight
+        if not isinstance(weight, DTensor):
+            return rows
+        shape = torch.Size((self.out_features, self.in_features))
+        return DTensor.from_local(
+            rows, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(self.in_features, 1)
+        )
+
+
+class _Product(torch.autograd.Function):
+    """x W^T. W is taken out of its 4 bits in the forward and once more in the backward pass; between them the packed
+    one alone is kept, which FSDP may free and gather again."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, packed: Tensor, row_length: int) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.row_length = row_length
+        return input @ unpack_rows(packed, row_length, input.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack_rows(packed, ctx.row_length, grad.dtype), None, None
+
+
+def quantize_layers(model: nn.Module, names: Sequence[str]) -> None:
+    """Puts a QuantizedLinear into the place of every linear layer in `names`, on the meta device, before the model is
+    sharded. Raises ConfigError: bitsandbytes is not there."""
+    _kernels()
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear), f"{name} is {type(layer).__name__}"
+        model.set_submodule(name, QuantizedLinear(layer))
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Name of a packed weight in the transformers class -> its layer."""
+    layers = ((plain_name(path), part) for path, part in model.named_modules() if isinstance(part, QuantizedLinear))
+    return {f"{path.removesuffix('.base_layer')}.weight": layer for path, layer in layers}

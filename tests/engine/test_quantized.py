@@ -1,0 +1,168 @@
+"""Packed rows against bitsandbytes' own whole matrices, and a training step against peft on its own layers. Over
+layouts and memory options: test_layout_invariance."""
+
+import sys
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+import torch.distributed as dist
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file
+from sharded_lora import peft_model, random_adapter, samples
+from tiny_models import reference_logprobs, tiny_folder
+from torch import nn
+
+from shardwise.config import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
+from shardwise.data.packing import pack, unpack
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.engine import TrainEngine
+from shardwise.engine.lora import inject_lora
+from shardwise.engine.model import build_on_meta
+from shardwise.engine.quantized import QuantizedLinear, pack_rows, packed_bytes, unpack_rows
+from shardwise.recipes.losses import sft_loss
+
+LORA = LoraConfig(rank=3, alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], quantize_base="nf4")
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+"""Rows of whole blocks: what bitsandbytes makes of a whole matrix is then what it makes of rows."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_whole_blocks_are_what_bitsandbytes_makes_of_the_matrix(dtype):
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 192)
+    matrix[2] = 0.0
+    codes, state = quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+    state.dtype = dtype
+    packed = pack_rows(matrix)
+    assert packed.shape == (6, packed_bytes(192)) == (6, 3 * 36)
+    assert torch.equal(packed[:, :96], codes.view(6, 96))
+    assert torch.equal(unpack_rows(packed, 192, dtype), dequantize_4bit(codes, state))
+
+
+def test_any_row_length_and_any_share_of_the_rows_give_the_same_bits():
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 83)
+    whole = unpack_rows(pack_rows(matrix), 83, torch.float32)
+    assert (whole - matrix).abs().max() < 0.16 * matrix.abs().max()  # half the widest step of nf4's levels
+    for first, last in ((0, 2), (2, 5), (3, 3)):
+        part = unpack_rows(pack_rows(matrix[first:last]), 83, torch.float32)
+        assert torch.equal(part, whole[first:last])
+
+
+def test_only_called_linear_layers_are_quantised(tmp_path):
+    model = build_on_meta(tiny_folder("llama", tmp_path))
+    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    inject_lora(model, LORA.model_copy(update={"modules_to_save": ["model.layers.1.mlp.up_proj"]}))
+    quantized = {name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    assert {name.removesuffix(".base_layer") for name in quantized} == linear - {
+        "lm_head",
+        "model.layers.1.mlp.up_proj",
+    }
+    assert "model.layers.0.self_attn.q_proj.base_layer" in quantized
+    assert "model.layers.0.self_attn.k_proj" in quantized  # without an adapter
+
+
+def trained(folder, adapter, out, world):
+    """Loss, gradients, logprobs, and the number of bytes that the linear layers' weights have on this rank; writes the
+    merged model and the adapter."""
+    lora = LORA.model_copy(update={"adapter_path": str(adapter)})
+    engine = TrainEngine.build(
+        Path(folder), EngineConfig(lora=lora), device=torch.device("cpu"), optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
+    step = pack(samples(), num_shards=world, max_tokens=64)
+    mine = step.shards[dist.get_rank()]
+    metrics = engine.forward_backward(mine, sft_loss, step.denominators)
+    gradients = {
+        name.replace(".default.", "."): p.grad.full_tensor().clone()
+        for name, p in engine._model.hf_model.named_parameters()
+        if p.grad is not None
+    }
+    packed = sum(part.weight.to_local().nbytes for part in engine._model.modules() if isinstance(part, QuantizedLinear))
+    engine.optim_step()
+    engine.export_adapter(Path(out) / "adapter", str(folder))
+    engine.export_hf(Path(out) / "hf", train_tokenizer(["2+3=5"], vocab_size=261))
+    outputs = [[found.logprobs for found in engine.forward(mine)]]
+    shards = [None] * world
+    dist.all_gather_object(shards, outputs[0])
+    return metrics["train/loss"].result(), gradients, unpack(step, shards), packed, engine.num_parameters
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    folder = tiny_folder("llama", tmp_path_factory.mktemp("wide"), **WIDE)
+    adapter = tmp_path_factory.mktemp("adapter") / "start"
+    random_adapter(folder, LORA, adapter)
+    return folder, adapter
+
+
+def with_bitsandbytes_layers(model):
+    """A peft model whose base computes with bitsandbytes' own Linear4bit."""
+    paths = [name for name, part in model.named_modules() if type(part) is nn.Linear and "lora_" not in name]
+    for path in paths:
+        if path.endswith("lm_head"):
+            continue
+        linear = model.get_submodule(path)
+        layer = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4",
+            compress_statistics=False,
+        )  # fmt: skip
+        layer.weight = bitsandbytes.nn.Params4bit(
+            linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False
+        )
+        model.set_submodule(path, layer.to("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_equals_that_of_peft_on_bitsandbytes_layers(run_ranks, wide, tmp_path, world):
+    folder, adapter = wide
+    runs = run_ranks(trained, world, folder, adapter, tmp_path, world)
+    plain = with_bitsandbytes_layers(peft_model(folder, adapter))
+    num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples())
+    loss = sum(-reference_logprobs(plain, s.token_ids)[s.loss_mask].sum() for s in samples()) / num_tokens
+    loss.backward()
+    assert sum(run[0] for run in runs) == pytest.approx(loss.item(), rel=2e-6)
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): p.grad
+        for name, p in plain.named_parameters()
+        if p.grad is not None
+    }
+    for run in runs:
+        assert run[1].keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (run[1][name] - gradient).abs().max() / gradient.abs().max()
+            assert error < 1e-5, (name, error)
+
+
+def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide, tmp_path):
+    """The merged model as it is, and the adapter on bitsandbytes' own layers."""
+    from transformers import AutoModelForCausalLM
+
+    folder, adapter = wide
+    (*_, logprobs, packed, num_parameters), other = run_ranks(trained, 2, folder, adapter, tmp_path, 2)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    adapted = with_bitsandbytes_layers(peft_model(folder, tmp_path / "adapter"))
+    with torch.no_grad():
+        for sample, found in zip(samples(), logprobs, strict=True):
+            for model in (merged, adapted):
+                expected = reference_logprobs(model, sample.token_ids)
+                torch.testing.assert_close(found[sample.loss_mask], expected[sample.loss_mask], rtol=0, atol=1e-5)
+    numbers = sum(
+        tensor.numel() for name, tensor in load_file(Path(folder) / "model.safetensors").items() if "proj" in name
+    )
+    assert packed + other[3] == numbers * 4.5 / 8
+    rank = sum(t.numel() for t in load_file(tmp_path / "adapter" / "adapter_model.safetensors").values())
+    assert num_parameters == sum(p.numel() for p in merged.parameters()) + rank
+
+
+def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch, tmp_path):
+    from shardwise.engine import quantized
+
+    model = build_on_meta(tiny_folder("llama", tmp_path))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    quantized._kernels.cache_clear()
+    with pytest.raises(ConfigError, match=r"quantize_base needs bitsandbytes.*pip install \"shardwise\[qlora\]\""):
+        inject_lora(model, LORA)
