@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    *("torch", "safetensors.torch", "peft", "datasets", "shardwise.cli", "shardwise.recipes.entry"),
+    *("torch", "safetensors.torch", "peft", "datasets", "pytest", "shardwise.cli", "shardwise.recipes.entry"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
 ]
 EXIT_GRACE_SECONDS = 5.0
@@ -40,7 +40,7 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 
 MAX_OPEN_FILES = 200
 """The meshes that calls make are torch's for good, each with connections and threads of its own: ranks that hold more
-are replaced."""
+do not stay."""
 
 
 def fork_server() -> Any:
@@ -55,8 +55,8 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Processes with one thread each, as many as a call asks for, in one process group (gloo, FileStore). Up to two of
-    them stay for the next call of their number; after a failure they are replaced, so it leaves nothing behind."""
+    """Processes with one thread each, as many as a call asks for, in one process group (gloo, FileStore). They stay for
+    the next call of their number, unless it would not find them as if they were new."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Ranks] = {}
@@ -139,7 +139,7 @@ class _Ranks:
         rank_of = {connection: rank for rank, connection in enumerate(self._connections)}
         results: dict[int, Any] = {}
         failures: list[str] = []
-        num_open = 0
+        can_stay = True
         while rank_of:
             ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -151,20 +151,19 @@ class _Ranks:
             for connection in ready:
                 rank = rank_of.pop(connection)
                 try:
-                    succeeded, value, num_open = pickle.loads(connection.recv_bytes())
+                    succeeded, value, is_as_new = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(EXIT_GRACE_SECONDS)
                     failures.append(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
                     # Its peers notice the closed connections; those that wait for something else are not worth it.
                     deadline = min(deadline, time.monotonic() + EXIT_GRACE_SECONDS)
                     continue
+                can_stay &= is_as_new
                 if succeeded:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} raised:\n{value}")
-        # DTensor remembers what it did by a mesh's shape and ranks: a 2 x 2 mesh of a later call would get the groups
-        # of an earlier one.
-        if failures or self._world_size > 2 or num_open > MAX_OPEN_FILES:
+        if failures or not can_stay:
             self._end()
         if failures:
             raise RankError("\n".join(failures))
@@ -223,11 +222,20 @@ def _call(rank: int, world_size: int, store: str, payload: bytes) -> bytes:
                 "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
             )
         value = function(*args)
-        return pickle.dumps((True, value, len(os.listdir("/proc/self/fd"))))
+        return pickle.dumps((True, value, _is_as_new(world_size)))
     except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc(), 0))
+        answer = pickle.dumps((False, traceback.format_exc(), False))
         if dist.is_initialized():  # closes the connections, which frees the peers from their collectives
             dist.destroy_process_group()
         return answer
     finally:
         gc.collect()  # engines are cycles; their groups and buffers should not outlive the call
+
+
+def _is_as_new(world_size: int) -> bool:
+    """Whether this rank may serve another call. DTensor remembers what it did by a mesh's shape and ranks: a 2 x 2 mesh
+    of a later call would get the groups of an earlier one."""
+    from torch.distributed.distributed_c10d import _world
+
+    are_whole = all(len(ranks) == world_size for ranks in _world.pg_group_ranks.values())
+    return (world_size <= 2 or are_whole) and len(os.listdir("/proc/self/fd")) <= MAX_OPEN_FILES

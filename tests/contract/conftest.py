@@ -134,7 +134,7 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
         return build_rollout(ModelConfig(path=str(folders[family])), config, dtype=dtype, device=CPU)
 
     def keep(family: str, *, temperature=1.0, **options):
-        if not kind.startswith("sglang"):  # whose logprobs are at the temperature of the request: a server less
+        if kind.startswith("vllm"):  # the others give logprobs at the temperature of the request: processes less
             options["temperature"] = temperature
         key = f"{family} {options}"
         if key not in kept:

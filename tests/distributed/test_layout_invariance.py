@@ -605,11 +605,11 @@ HALF_LAYOUT_TOLERANCE = 0.01
 @pytest.mark.parametrize(
     ("family", "loss", "adapters"),
     [
-        ("qwen3", "sft", "no adapters"),
+        pytest.param("qwen3", "sft", "no adapters", marks=pytest.mark.full),
+        pytest.param("gemma2", "sft", "no adapters", marks=pytest.mark.full),
+        pytest.param("llama", "sft", "lora", marks=pytest.mark.full),
         ("llama", "value", "no adapters"),
-        ("gemma2", "sft", "no adapters"),
         ("gemma2", "token-mean", "no adapters"),
-        ("llama", "sft", "lora"),
         ("qwen3", "token-mean", "lora"),
         ("llama", "sft", "qlora"),
     ],

@@ -93,12 +93,22 @@ def difference_of_layout(folder, keys, optimizer):
 
 
 WITH_MUON = [(name, "muon") for name in ("3 experts for 2 ranks", "two replicas")]
-SLOW = {"compiled": pytest.mark.full}
+REPEATED = {
+    "two parts of 4 ranks",
+    "1 expert for 2 ranks",
+    "each expert's weights kept",
+    "kept over 2 ranks",
+    "compiled",
+}
+"""What other cells have the parts of, and what is compiled: only in `make test-full`."""
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*(pytest.param(name, "adamw", marks=SLOW.get(name, ())) for name in LAYOUTS), *WITH_MUON],
+    [
+        *(pytest.param(name, "adamw", marks=pytest.mark.full if name in REPEATED else ()) for name in LAYOUTS),
+        *WITH_MUON,
+    ],
 )
 def test_two_steps_on_any_layout_are_those_of_whole_experts(run_ranks, tmp_path, name, optimizer):
     world_size, keys, num_experts = LAYOUTS[name]

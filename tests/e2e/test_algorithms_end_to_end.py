@@ -100,16 +100,19 @@ def test_a_run_may_start_from_a_trained_critic(two_ranks, rl):
     assert first["critic/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("advantage", ["grpo_passk", "gdpo", "reinforce_plus_plus", "remax", "opo", "gpg", "maxrl"])
+def cells(in_default: str, others: str) -> list:
+    """Names as parameters; the others run only in `make test-full`."""
+    return [*in_default.split(), *(pytest.param(name, marks=pytest.mark.full) for name in others.split())]
+
+
+@pytest.mark.parametrize("advantage", cells("reinforce_plus_plus remax", "grpo_passk gdpo opo gpg maxrl"))
 def test_every_other_advantage_moves_the_policy(rl, advantage):
     first, second = rl(**{"algorithm.advantage": advantage})
     assert first["train/grad_norm"] > 1e-4
     assert math.isfinite(second["train/loss"])
 
 
-@pytest.mark.parametrize(
-    "loss", ["gspo", "cispo", "gmpo", "sapo", "reinforce", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "topr", "kimi"]
-)
+@pytest.mark.parametrize("loss", cells("gspo cispo kl_cov", "gmpo sapo reinforce clip_cov dppo_tv dppo_kl topr kimi"))
 def test_every_other_policy_loss_moves_the_policy(rl, loss):
     """On the tokens of the current policy each has the gradient of REINFORCE, up to a factor."""
     first, second = rl(**{"algorithm.policy_loss": loss, "algorithm.num_minibatches": 2, "trainer.learning_rate": 1e-3})

@@ -375,6 +375,7 @@ def test_an_output_folder_that_is_a_file_is_named(sft, tmp_path):
     assert (tmp_path / "taken").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_under_torchrun_a_mistake_is_told_by_one_rank_without_a_traceback(assets, shell, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1="\n')

@@ -16,11 +16,11 @@ SMALL = ["trainer.tensorboard=false", "trainer.learning_rate=2e-3"]
 
 
 @pytest.fixture(scope="module")
-def folder(shell, tmp_path_factory):
+def folder(shell, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("calculator")
     subprocess.run([sys.executable, "examples/calculator/prepare.py", str(folder)], check=True, capture_output=True)
-    sft = shell(
-        *["shardwise", "sft", "-c", "examples/calculator_sft.yaml", f"model.path={folder / 'model'}"],
+    sft = job(
+        *[1, "sft", "-c", "examples/calculator_sft.yaml", f"model.path={folder / 'model'}"],
         *[f"data.train_files={folder / 'sft_train.jsonl'}", "data.validation_files=[]", "trainer.batch_size=64"],
         *[f"trainer.output_dir={folder / 'sft'}", "trainer.total_steps=60", *SMALL],
         timeout=240,
@@ -29,7 +29,7 @@ def folder(shell, tmp_path_factory):
     rl = shell(
         *["shardwise", "rl", "-c", "examples/calculator_agent.yaml", "--nproc", "2", f"model.path={folder / 'sft'}"],
         *[f"data.train_files={folder / 'rl_train.jsonl'}", "data.validation_files=[]", "rollout.num_prompts=8"],
-        *[f"trainer.output_dir={folder / 'rl'}", "trainer.total_steps=2", *SMALL],
+        *["rollout.group_size=4", f"trainer.output_dir={folder / 'rl'}", "trainer.total_steps=2", *SMALL],
         timeout=240,
     )
     assert rl.code == 0, rl.err

@@ -345,7 +345,7 @@ def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command
     assert (tmp_path / "run" / "metrics.jsonl.1").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_goes_on(ppo_run, assets, job, marked, tmp_path):
     """SIGKILL to every process once the first checkpoint is there, wherever the run is then."""
     run, mark = tmp_path / "run", f"killed-{tmp_path}"

@@ -128,7 +128,7 @@ def test_partial_rollouts_go_on_under_new_weights(assets, job, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_partial_rollouts_are_whole_where_the_run_saves_or_validates(assets, job, tmp_path, max_staleness):
     run, slow = tmp_path / "run", ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1"]
     partial = ["rollout.placement=split", f"rollout.max_staleness={max_staleness}", "rollout.partial=true"]
@@ -175,7 +175,7 @@ def test_ranks_that_cannot_be_divided_are_one_line(assets, command, tmp_path, ar
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_rank_of_either_kind_ends_the_run_and_is_named(assets, marked, tmp_path, victim):
     arguments = [*options(assets, tmp_path / "run"), *AHEAD, "trainer.total_steps=100000"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -58,7 +58,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(shell, folder, tmp_path, metrics_of):
     """In each step rows of one to three pictures; the reference policy is the adapter off; two minibatches. Weights go
     to the rollout engines with the adapter merged."""

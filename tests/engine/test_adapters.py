@@ -31,6 +31,8 @@ CASES = [
     ("qwen3", "dora", False),
 ]
 """Family, variant, with modules to save. llama's dimensions divide by neither 2 nor 4 ranks everywhere."""
+ON_FOUR_RANKS = [("lora", (4, 2)), ("dora", (4, None))]
+"""Variant, and ranks and fsdp_size; with others only in `make test-full`."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,14 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
     return losses, gradients, weights, logits(model), list(full_weights(model, torch.bfloat16))
 
 
-@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
-@pytest.mark.parametrize(("family", "variant", "saves"), CASES)
+@pytest.mark.parametrize(
+    ("family", "variant", "saves", "world_size", "fsdp_size"),
+    [
+        pytest.param(*case, *sizes, marks=() if sizes[0] < 4 or (case[1], sizes) in ON_FOUR_RANKS else pytest.mark.full)
+        for case in CASES
+        for sizes in [(1, None), (2, None), (4, None), (4, 2)]
+    ],
+)
 def test_training_export_and_merge_equal_those_of_a_plain_peft_model(
     run_ranks, folders, tmp_path, family, variant, saves, world_size, fsdp_size
 ):

@@ -160,9 +160,18 @@ EXPERTS = {
 }
 """Of a mixture of 4 experts, which some ranks share."""
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
+REPEATED = [("4 to 1", "adamw"), ("ulysses to 2", "adamw"), ("2x2 to 4", "adamw"), ("2x2 to 4", "adamw_cpu")]
+EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1"]
+"""What other cells have the parts of: only in `make test-full`."""
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [*((name, "adamw") for name in LAYOUTS), *OTHER_OPTIMIZERS])
+def cells(all_of_them, repeated):
+    return [pytest.param(*cell, marks=pytest.mark.full if cell in repeated else ()) for cell in all_of_them]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), cells([*((name, "adamw") for name in LAYOUTS), *OTHER_OPTIMIZERS], REPEATED)
+)
 def test_f24_trap_15_another_layout_has_the_same_state_and_goes_on_within_1e_5(run_ranks, tmp_path, name, optimizer):
     """llama's dimensions are odd: its key and value projections have fewer rows than there are ranks."""
     (size, engine), (other_size, other_engine) = LAYOUTS[name]
@@ -178,7 +187,10 @@ def test_f24_trap_15_another_layout_has_the_same_state_and_goes_on_within_1e_5(r
 
 @pytest.mark.parametrize(
     ("name", "num_experts", "optimizer"),
-    [*((name, 4, "adamw") for name in EXPERTS), ("shared to replicas", 6, "adamw_cpu"), ("shared to 2", 4, "muon")],
+    cells(
+        [*((name, 4, "adamw") for name in EXPERTS), ("shared to replicas", 6, "adamw_cpu"), ("shared to 2", 4, "muon")],
+        [(name, 4, "adamw") for name in EXPERTS_REPEATED],
+    ),
 )
 def test_f24_experts_that_other_ranks_share_have_the_same_state_and_go_on_within_1e_5(
     run_ranks, tmp_path, name, num_experts, optimizer

@@ -159,10 +159,7 @@ def test_f25_a_run_with_rollouts_ahead_goes_on_with_them(rl_arguments, undisturb
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [
-        cell(phase, rank, in_default=phase == "optim")
-        for phase, rank in zip(NTH, (1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0), strict=True)
-    ],
+    [cell(phase, rank, in_default=False) for phase, rank in zip(NTH, (1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0), strict=True)],
 )
 def test_f10_f11_trap_26_a_rank_terminated_in_any_phase_saves_and_goes_on(
     rl_arguments, undisturbed, start, tmp_path, phase, rank

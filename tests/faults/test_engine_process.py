@@ -64,7 +64,7 @@ def test_f06_engines_that_are_killed_change_no_number(rl_arguments, shell, start
     assert (run.run / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_f08_a_run_whose_restarts_are_used_up_ends_with_the_history_and_leaves_nothing(rl_arguments, start, tmp_path):
     run = start(
         *rl_arguments(tmp_path / "run", "rollout.engine.process.max_restarts=0"),

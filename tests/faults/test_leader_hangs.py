@@ -59,7 +59,7 @@ def test_f03_rank_0_that_does_not_go_on_ends_the_job_with_its_stacks(assets, sta
         assert "in serve" in (run.run / "faults" / "1" / "rank_1.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_f03_an_evaluation_that_does_not_go_on_ends_likewise(assets, start, tmp_path):
     run = start(
         *("eval", "--nproc", "2", f"model.path={assets.model}", f"data.validation_files={assets.parquet}"),

@@ -43,6 +43,7 @@ def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_
     assert run.steps == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stacks_of_all(assets, start, tmp_path):
     """Nobody else waits for that rank: its own deadline ends it."""
     run = start(

@@ -229,7 +229,7 @@ def test_f06_a_process_killed_as_it_is_interrupted_loses_no_token(undisturbed, s
             assert completion.versions == [13] * len(completion.token_ids)
 
 
-@pytest.mark.parametrize("when", ["idle", "serving"])
+@pytest.mark.parametrize("when", ["idle", pytest.param("serving", marks=pytest.mark.full)])
 def test_f07_a_stopped_process_is_found_by_its_health_and_replaced(
     undisturbed, supervised, synced, planned, capfd, when
 ):
@@ -325,7 +325,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "stopped"])
+@pytest.mark.parametrize("state", [pytest.param("idle", marks=pytest.mark.full), "stopped"])
 def test_the_process_ends_with_its_parent(model_folders, state):
     code = PARENT.format(
         root=str(Path(__file__).parents[2]), here=str(Path(__file__).parent), folder=str(model_folders["llama"])
