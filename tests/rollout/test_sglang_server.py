@@ -91,6 +91,7 @@ def test_a_killed_server_is_an_error_at_once(folder, while_it):
     engine.close()
 
 
+@pytest.mark.alone
 def test_a_stopped_server_is_an_error_after_the_health_timeout_and_can_be_closed(folder, monkeypatch):
     monkeypatch.setattr("shardwise.rollout.sglang_server._GLANCE_SECONDS", 0.5)
     engine = open_engine(folder, health_timeout_seconds=1.0)
