@@ -179,13 +179,21 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
-        return launch(_rank_command(arguments), nproc=options.nproc)
+        return launch(_rank_command(arguments), nproc=options.nproc, stall=_stall_limit(options))
     with _importing():
         from shardwise.recipes.entry import run_export
 
     return run_export(
-        source=options.source, target=options.target, dtype=options.dtype, max_shard_size=options.max_shard_size
+        source=options.source,
+        target=options.target,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        stall=_stall_limit(options),
     )
+
+
+def _stall_limit(options: argparse.Namespace) -> StallLimit:
+    return StallLimit(options.stall_timeout_seconds, "--stall-timeout-seconds")
 
 
 def _import_checkpoint(options: argparse.Namespace) -> int:
@@ -304,6 +312,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=get_args(DtypeName), help="default: the one that the source's config names")
     export.add_argument(
         "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
+    )
+    export.add_argument(
+        "--stall-timeout-seconds",
+        type=float,
+        default=TrainerConfig().stall_timeout_seconds,
+        help="how long it may take before it ends as one that hangs; default: %(default)s",
     )
     _add_nproc(export, default=1)
     foreign = commands.add_parser(

@@ -93,11 +93,12 @@ def run_quickstart(*, output_dir: str, seed: int) -> int:
     )
 
 
-def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: str) -> int:
+def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: str, stall: StallLimit) -> int:
     """Exports a model on this rank. Returns the exit code of this process."""
     return run_rank(
         lambda group: export(source, target, group, dtype=dtype, max_shard_size=max_shard_size),
         timeout_seconds=EngineConfig().collective_timeout_seconds,
+        stall=stall,
     )
 
 

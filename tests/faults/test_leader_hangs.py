@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN
+
 SECONDS = 8
 
 
@@ -76,3 +78,17 @@ def test_f03_an_evaluation_that_does_not_go_on_ends_likewise(assets, start, tmp_
         run.err,
     ), run.err
     assert "in fault_point" in (run.run / "faults" / "1" / "rank_0.txt").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_f03_an_export_that_does_not_go_on_ends_and_leaves_no_folder(assets, shell, tmp_path, monkeypatch, nproc):
+    monkeypatch.setenv(FAULT_PLAN, "rank=0 phase=write action=hang")
+    options = ["--nproc", str(nproc), "--stall-timeout-seconds", str(SECONDS)]
+    done = shell("shardwise", "export", str(assets.model), str(tmp_path / "out"), *options)
+    assert done.code == 1
+    assert re.match(
+        rf"error: rank 0 hangs in .*: rank 0 has not gone on for \d+ s \(--stall-timeout-seconds={SECONDS}\); ",
+        done.err,
+    ), done.err
+    assert not (tmp_path / "out").exists()
