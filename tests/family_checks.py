@@ -102,6 +102,15 @@ def adapted(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
     return outputs(engine), outputs(engine, with_adapters=False)
 
 
+def quantised(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Logprobs with an adapter on a base in 4 bits, and without it; writes the merged model."""
+    engine = build(Path(folder), lora=LoraConfig(rank=4, quantize_base="nf4"))
+    accumulate(engine)
+    engine.optim_step()
+    engine.export_hf(Path(out), tokenizer())
+    return outputs(engine), outputs(engine, with_adapters=False)
+
+
 def headed(folder: str, head: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
     """Values of a saved head, and after a step those of what is written."""
     engine = build(Path(folder), head)
@@ -158,6 +167,7 @@ def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
     found = {
         "packing": attempt(trained, folders["logprobs"]),
         "lora": attempt(adapted, folders["logprobs"], f"{out}/lora"),
+        "qlora": attempt(quantised, folders["logprobs"], f"{out}/qlora"),
         "embedded": attempt(generated, folders["logprobs"]),
     }
     for head in HEADS:
@@ -175,7 +185,7 @@ def on_two_ranks(folders: dict[str, str], out: str) -> dict[str, Any]:
 
 
 HEADS = {"token_values": "AutoModelForTokenClassification", "sequence_scores": "AutoModelForSequenceClassification"}
-ON_ONE_RANK = ("packing", "lora", "token_values", "sequence_scores", "embedded")
+ON_ONE_RANK = ("packing", "lora", "qlora", "token_values", "sequence_scores", "embedded")
 ON_TWO_RANKS = ("fsdp2", "ulysses", "expert_parallel", "export")
 
 
@@ -207,6 +217,7 @@ class Proof:
         return {
             "packing": verdict(found["packing"], self._packing),
             "lora": verdict(found["lora"], lambda lora: self._lora(lora, found["packing"])),
+            "qlora": verdict(found["qlora"], lambda qlora: self._qlora(qlora, found["packing"])),
             "token_values": verdict(found["token_values"], self._token_values),
             "sequence_scores": verdict(found["sequence_scores"], self._sequence_scores),
             "embedded": verdict(found["embedded"], self._embedded),
@@ -246,13 +257,23 @@ class Proof:
 
         on, off = found
         assert all(map(torch.equal, off, packing[0])), "with the adapter off the model is not its base"
-        base = language_model_class(
-            self._model.config, AutoModelForCausalLM, AutoModelForImageTextToText
-        ).from_pretrained(self._folders["logprobs"], dtype=torch.float32, attn_implementation="eager")
-        model = PeftModel.from_pretrained(base, self._scratch / "lora").eval()
+        model = PeftModel.from_pretrained(self._loaded(self._folders["logprobs"]), self._scratch / "lora").eval()
         for tokens, values, without in zip(sequences(), on, off, strict=True):
             torch.testing.assert_close(values[1:], eager_logprobs(model, tokens), atol=1e-4, rtol=0)
             assert (values - without).abs().max() > 1e-3, "the adapter does nothing"
+
+    def _qlora(self, found, packing) -> None:
+        on, off = found
+        merged = self._loaded(self._scratch / "qlora").eval()
+        for tokens, values, without, whole in zip(sequences(), on, off, packing[0], strict=True):
+            torch.testing.assert_close(values[1:], eager_logprobs(merged, tokens), atol=1e-4, rtol=0)
+            assert (values - without).abs().max() > 1e-3, "the adapter does nothing"
+            assert (whole - without).abs().max() > 1e-3, "the base is not quantised"
+
+    def _loaded(self, folder: str | Path):
+        """A language model of this family, as transformers reads it."""
+        model_class = language_model_class(self._model.config, AutoModelForCausalLM, AutoModelForImageTextToText)
+        return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def _token_values(self, found) -> None:
         for values, model in self._before_and_after("token_values", found):

@@ -58,6 +58,7 @@ MEANING = {
     "expert_parallel": "the same step with the experts of every layer split over both ranks",
     "lora": "an adapter on all linear layers: off, the model is its base bit for bit; peft loads what is written and "
     "gives the engine's logprobs",
+    "qlora": "an adapter on linear layers in 4 bits: the merged model that is written gives the engine's logprobs",
     "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "
     "transformers those of the engine",
     "sequence_scores": "likewise a score head and `AutoModelForSequenceClassification`",

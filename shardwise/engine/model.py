@@ -231,6 +231,7 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
         "ulysses": mesh.sp_group is not None,
         "expert_parallel": mesh.ep is not None,
         "lora": isinstance(config, EngineConfig) and config.lora is not None,
+        "qlora": isinstance(config, EngineConfig) and config.lora is not None and config.lora.quantize_base is not None,
         head_name: head_name != "logprobs",
     }
     if reason := unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven"):

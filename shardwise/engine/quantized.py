@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))  # type: ignore[no-untyped-call]
+        output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))
         return output if self.bias is None else output + self.bias
 
     def fill(self, rows: Tensor) -> None:
@@ -120,7 +120,7 @@ class _Product(torch.autograd.Function):
         return input @ unpack_rows(packed, row_length, input.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (packed,) = ctx.saved_tensors
         return grad @ unpack_rows(packed, ctx.row_length, grad.dtype), None, None
 
