@@ -131,6 +131,42 @@ def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_o
         assert offloaded["policy/ref_kl"] == pytest.approx(kept["policy/ref_kl"], rel=1e-3, abs=1e-6)
 
 
+def test_a_base_in_4_bits_is_what_is_sampled_from_compared_with_and_gone_on_from(assets, job, metrics_of, tmp_path):
+    """On two ranks with everything off the device between phases; stopped after two steps; and alone in one go."""
+    arguments = [
+        *["rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
+        *["engine.max_tokens_per_micro_batch=128", "rollout.num_prompts=4", "rollout.group_size=4"],
+        *["rollout.max_response_tokens=8", f"reward.functions={assets.reward}", "trainer.learning_rate=1e-2"],
+        *["trainer.tensorboard=false", "trainer.lr_schedule=constant", "algorithm.kl_coef=0.1"],
+        "engine.lora={rank: 4, quantize_base: nf4}",
+    ]
+    offloaded = ["engine.param_offload=true", "engine.optimizer_offload=true", f"trainer.output_dir={tmp_path / 'two'}"]
+    runs = [
+        (2, [*offloaded, "trainer.total_steps=2"]),
+        (2, [*offloaded, f"trainer.total_steps={RL_STEPS}"]),
+        (1, [f"trainer.output_dir={tmp_path / 'one'}", f"trainer.total_steps={RL_STEPS}"]),
+    ]
+    for nproc, options in runs:
+        done = job(nproc, *arguments, *options)
+        assert done.code == 0, done.err
+    two, one = metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one")
+    assert len(two) == len(one) == RL_STEPS
+    for row, alone in zip(two, one, strict=True):
+        assert row["rollout/logprob_abs_diff_max"] < 1e-4
+        assert row["reward/mean"] == alone["reward/mean"]
+        assert row["train/loss"] == pytest.approx(alone["train/loss"], abs=1e-5)
+        assert row["policy/ref_kl"] == pytest.approx(alone["policy/ref_kl"], rel=1e-3, abs=1e-6)
+    assert two[0]["policy/ref_kl"] == pytest.approx(0, abs=1e-6), "the reference is the quantised base"
+    hf = {n: tmp_path / n / "checkpoints" / f"step_{RL_STEPS}" / "hf" for n in ("two", "one")}
+    merged, alone, base = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (hf["two"], hf["one"], assets.model)
+    )
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=1e-4)
+        assert torch.equal(tensor, base[name]) == ("_proj." not in name), name
+
+
 def test_an_adapter_synced_alone_to_other_ranks_trains_the_same(rl, assets, job, metrics_of, tmp_path):
     done = job(
         *[2, "rl", f"model.path={assets.model}", f"data.train_files={assets.parquet}"],
