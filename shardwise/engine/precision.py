@@ -1,7 +1,8 @@
 """Which dtype each parameter is kept in, and which dtype each FSDP unit computes in.
 
 Trained parameters are masters in `master_dtype`; frozen ones need no master and are kept in the dtype they compute in.
-FSDP casts to the compute dtype before it gathers, so whatever a unit gathers has one dtype.
+FSDP casts to the compute dtype before it gathers, so whatever a unit gathers has one dtype. Packed weights
+(quantized.py) are never cast; a unit that has some gathers bytes.
 """
 
 from fnmatch import fnmatchcase

@@ -82,6 +82,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
+        assert self.weight.dtype == torch.uint8, "FSDP of this release of torch casts integers"
         output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))
         return output if self.bias is None else output + self.bias
 
