@@ -28,6 +28,7 @@ from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import TrainEngine
 from shardwise.rollout import EmbeddedEngine
 from shardwise.transfer import (
+    Assembly,
     DeltaDecoder,
     DeltaEncoder,
     ProcessGroupMedium,
@@ -101,7 +102,7 @@ class Ends:
             name: medium.join(dist.PrefixStore(name, store), rank, 2, timeout=TIMEOUT) for name, medium in media.items()
         }
         self.sender, self._receiver = TensorSender(), TensorReceiver()
-        self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
+        self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
         self._copies = {name: torch.empty_like(tensor) for name, tensor in self.sender.weights.items()}
         self._buckets = [torch.zeros(DEFAULT_BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
         self.num_bytes = sum(tensor.nbytes for tensor in self.sender.weights.values())
@@ -140,7 +141,9 @@ class Ends:
             receipt = push_weights(self.sender, self._media[medium], version=self._version, dtype=DTYPE, delta=encoder)
         else:
             decoder = self._decoder if delta else None
-            receipt = pull_weights(self._receiver, self._media[medium], version=self._version, delta=decoder)
+            receipt = pull_weights(
+                self._receiver, self._media[medium], version=self._version, delta=decoder, assembly=self._assembly
+            )
         assert receipt is not None
         return receipt.num_bytes_moved
 

@@ -33,6 +33,7 @@ from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import RolloutEngine, SupervisedEngine
 from shardwise.transfer import (
+    Assembly,
     DeltaDecoder,
     DeltaEncoder,
     Medium,
@@ -140,7 +141,7 @@ class Worker:
         self._rollout: RolloutEngine | None = None
         self._rollout_reader: ImageReader | None = None
         self._syncs_adapter_only = False
-        self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
+        self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
         self._num_bundles = 0
 
     def build_engine(
@@ -328,7 +329,7 @@ class Worker:
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"
         decoder = self._decoder if delta else None
-        return asdict(pull_weights(self._rollout, medium, version=version, delta=decoder))
+        return asdict(pull_weights(self._rollout, medium, version=version, delta=decoder, assembly=self._assembly))
 
     def nonfinite_tensors(self, role: str) -> list[str]:
         """The weights and optimizer states of which this rank's part holds NaN or an infinity."""

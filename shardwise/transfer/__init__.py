@@ -2,6 +2,7 @@
 
 from shardwise.transfer.bare import seconds_per_byte_inside, seconds_per_byte_sent, take_pieces
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError
+from shardwise.transfer.buckets import Assembly
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.disk import DiskMedium, load_version
 from shardwise.transfer.local import sync_local

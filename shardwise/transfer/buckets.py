@@ -164,12 +164,33 @@ class BucketWriter:
             self._begin()
 
 
+class Assembly:
+    """Where tensors that come in parts are put together, one at a time. On the host it is kept, as large as the largest
+    of them: pages that are new cost several times what the copy into them does."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """[num_bytes] uint8, good until the next call."""
+        if device.type != "cpu":  # whose allocator keeps memory itself
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if len(self._kept) < num_bytes:
+            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept[:num_bytes]
+
+
 class BucketReader:
     """Puts entries together again."""
 
-    def __init__(self, receive: Callable[[], tuple[str, Tensor]]) -> None:
-        """`receive`: as Medium.receive."""
+    def __init__(self, receive: Callable[[], tuple[str, Tensor]], assembly: Assembly | None = None) -> None:
+        """
+        Args:
+            receive: as Medium.receive.
+            assembly: kept from an earlier reader; None: a new one.
+        """
         self._receive_bucket = receive
+        self._assembly = Assembly() if assembly is None else assembly
         self._num_received = 0
         self.version: int | None = None
         """Of the weights that arrive; known with the first bucket."""
@@ -249,7 +270,7 @@ class BucketReader:
         if partial is None:
             if segment.num_bytes == entry.num_bytes:
                 return entry, part, segment.num_bytes
-            partial = entry, torch.empty(entry.num_bytes, dtype=torch.uint8, device=part.device), 0
+            partial = entry, self._assembly.room(entry.num_bytes, part.device), 0
         payload = partial[1]
         payload[there : there + segment.num_bytes].copy_(part)
         return entry, payload, there + segment.num_bytes

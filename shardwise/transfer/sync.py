@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.checksum import checksum
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
-from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry, encode_whole
+from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, Assembly, BucketReader, BucketWriter, Entry, encode_whole
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
@@ -73,7 +73,12 @@ def push_weights(
 
 
 def pull_weights(
-    receiver: WeightReceiver, medium: Medium, *, version: int | None = None, delta: DeltaDecoder | None = None
+    receiver: WeightReceiver,
+    medium: Medium,
+    *,
+    version: int | None = None,
+    delta: DeltaDecoder | None = None,
+    assembly: Assembly | None = None,
 ) -> SyncReceipt:
     """Receives one sync into an engine, verifies what arrived and what is served, and commits the version.
 
@@ -83,6 +88,7 @@ def pull_weights(
     Args:
         version: the one that is due; None takes whatever comes.
         delta: lets the sender send only what changed; the same decoder at every sync of an engine.
+        assembly: for tensors larger than a bucket; the same one at every sync spares it new memory.
     Raises:
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
@@ -91,7 +97,7 @@ def pull_weights(
     started = time.perf_counter()
     due = "" if version is None else f" {version}"
     _meet(medium, f"weight sync{due}: beginning", json.dumps(None if delta is None else delta.begin()))
-    reader = BucketReader(medium.receive)
+    reader = BucketReader(medium.receive, assembly)
     load = partial(load_verified, reader, receiver, version=version, delta=delta)
     receipt = _concluded(medium, version, load, on_failure=lambda _: reader.drain())
     receiver.commit_weights(receipt.version)

@@ -22,7 +22,7 @@ def folder(shell, job, tmp_path_factory):
     sft = job(
         *[1, "sft", "-c", "examples/calculator_sft.yaml", f"model.path={folder / 'model'}"],
         *[f"data.train_files={folder / 'sft_train.jsonl'}", "data.validation_files=[]", "trainer.batch_size=64"],
-        *[f"trainer.output_dir={folder / 'sft'}", "trainer.total_steps=60", *SMALL],
+        *[f"trainer.output_dir={folder / 'sft'}", "trainer.total_steps=60", "data.max_train_rows=1024", *SMALL],
         timeout=240,
     )
     assert sft.code == 0, sft.err
@@ -30,6 +30,7 @@ def folder(shell, job, tmp_path_factory):
         *["shardwise", "rl", "-c", "examples/calculator_agent.yaml", "--nproc", "2", f"model.path={folder / 'sft'}"],
         *[f"data.train_files={folder / 'rl_train.jsonl'}", "data.validation_files=[]", "rollout.num_prompts=8"],
         *["rollout.group_size=4", f"trainer.output_dir={folder / 'rl'}", "trainer.total_steps=2", *SMALL],
+        "data.max_train_rows=64",
         timeout=240,
     )
     assert rl.code == 0, rl.err

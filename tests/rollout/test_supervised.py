@@ -302,7 +302,7 @@ def test_f08_a_model_that_cannot_be_loaded_is_no_reason_to_restart(tmp_path):
 
 @pytest.mark.slow
 def test_f09_a_row_that_never_finishes_is_asked_once_more_and_then_named(model_folders, capfd):
-    engine = open_stubborn(model_folders["llama"], max_restarts=5, request_timeout_seconds=15)
+    engine = open_stubborn(model_folders["llama"], max_restarts=5, request_timeout_seconds=8)
     stuck = GenerateRequest(uid="stuck", prompt_ids=[5], max_tokens=1, temperature=1.0)
     with pytest.raises(EngineLostError, match="did not get done with the same requests twice") as caught:
         engine.generate([*REQUESTS[:2], stuck])
