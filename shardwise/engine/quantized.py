@@ -54,8 +54,9 @@ def pack_rows(rows: Tensor) -> Tensor:
     return torch.cat([codes.view(len(rows), -1), state.absmax.view(len(rows), -1).view(torch.uint8)], dim=1)
 
 
+@torch.library.custom_op("shardwise::unpack_rows", mutates_args=())
 def unpack_rows(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tensor:
-    """uint8 [n, bytes] -> [n, row_length] in float32, bfloat16 or float16."""
+    """uint8 [n, bytes] -> [n, row_length] in float32, bfloat16 or float16. One operation to compiled layers."""
     if len(packed) == 0:
         return torch.empty(0, row_length, dtype=dtype, device=packed.device)
     num_blocks = packed.shape[1] // BLOCK_BYTES
@@ -67,7 +68,12 @@ def unpack_rows(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tensor:
         blocksize=BLOCK,
         quant_type=FORMAT,
     )
-    return cast(Tensor, _kernels().dequantize_4bit(codes.contiguous().view(-1, 1), state)[:, :row_length])
+    return cast(Tensor, _kernels().dequantize_4bit(codes.contiguous().view(-1, 1), state)[:, :row_length]).contiguous()
+
+
+@unpack_rows.register_fake
+def _unpacked_shape(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(len(packed), row_length, dtype=dtype)
 
 
 class QuantizedLinear(nn.Linear):

@@ -26,7 +26,8 @@ def train(folder, options):
     step = pack(random_samples([9, 7, 5]), num_shards=num_shards, max_tokens=12)
     shard = step.shards[dist.get_rank() // config.ulysses_size]
     metrics = engine.forward_backward(shard, sft_loss, step.denominators)
-    gradients = {plain_name(name): p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
+    named = {plain_name(name): p for name, p in engine._model.hf_model.named_parameters()}
+    gradients = {name: p.grad.full_tensor() for name, p in named.items() if p.grad is not None}
     compiled = sum(module._compiled_call_impl is not None for module in engine._model.modules())
     loss = torch.tensor(metrics["train/loss"].result() / config.ulysses_size)  # ranks that share sequences have it all
     dist.all_reduce(loss)
@@ -64,6 +65,9 @@ def train(folder, options):
             },
             id="ulysses, tiles and weights on the host",
             marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "llama", 1, {"lora": {"rank": 3, "quantize_base": "nf4"}}, id="adapters on 4 bits", marks=pytest.mark.full
         ),
     ],
 )
