@@ -67,7 +67,11 @@ def train(folder, options):
             marks=pytest.mark.full,
         ),
         pytest.param(
-            "llama", 1, {"lora": {"rank": 3, "quantize_base": "nf4"}}, id="adapters on 4 bits", marks=pytest.mark.full
+            "llama",
+            1,
+            {"lora": {"rank": 3, "alpha": 3, "quantize_base": "nf4"}},
+            id="adapters on 4 bits",
+            marks=pytest.mark.full,
         ),
     ],
 )
