@@ -32,6 +32,7 @@ from shardwise.ops import (
     unproven_reason,
     unsupported_reason,
 )
+from shardwise.rollout.decode_attention import DecodeAttention
 from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
@@ -85,12 +86,16 @@ class EmbeddedEngine:
             stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
             bad_token_ids: are never drawn.
             decode: token ids to text, for requests with stop strings.
-            compile_decode: torch.compile the forward pass of a decode step.
+            compile_decode: torch.compile the forward pass of a decode step; on a CPU with attention of our own.
             adapter: all that syncs bring, by the names that they bring it under -> names in the model's state_dict;
                 None: the whole model, by its own names.
+
+        Raises:
+            ConfigError: compile_decode on a CPU, and there is no C++ compiler.
         """
         self._model = model
         self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
+        self._decode_kernel = DecodeAttention() if compile_decode and device.type == "cpu" else None
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
@@ -325,6 +330,11 @@ class EmbeddedEngine:
         return self._device
 
     @property
+    def decode_kernel(self) -> DecodeAttention | None:
+        """Computes attention in decode steps; None: torch's does."""
+        return self._decode_kernel
+
+    @property
     def max_rows(self) -> int:
         return self._max_rows
 
@@ -347,7 +357,10 @@ class _Decoding:
         self._record = engine.expert_record() if any(request.with_experts for request in requests) else None
         needed = sum(request.num_completions for request in requests)
         self._cache = KVCache(
-            num_rows=min(engine.max_rows, needed), capacity_tokens=_longest(requests), device=engine.device
+            num_rows=min(engine.max_rows, needed),
+            capacity_tokens=_longest(requests),
+            device=engine.device,
+            kernel=engine.decode_kernel,
         )
         self._capacity = min(engine.max_rows, needed)
         # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ModelError
 from shardwise.ops import DROPS_KEYWORDS, attend
+from shardwise.rollout.decode_attention import DecodeAttention
 
 CACHED_ATTENTION = "shardwise_cached"
 
@@ -32,7 +33,14 @@ class KVCache:
     A forward pass is either a prefill (set by `begin_prefill`) or a decode step (`begin_decode`).
     """
 
-    def __init__(self, *, num_rows: int, capacity_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_rows: int, capacity_tokens: int, device: torch.device, kernel: DecodeAttention | None = None
+    ) -> None:
+        """
+        Args:
+            kernel: computes decode steps.
+        """
+        self._kernel = kernel
         self._num_rows = num_rows
         self._capacity_tokens = capacity_tokens
         self._device = device
@@ -86,6 +94,8 @@ class KVCache:
             keys[rows, :, : key.shape[2]] = key[prompts]
             values[rows, :, : value.shape[2]] = value[prompts]
             return attend(query, key, value, causal=True, **options)
+        if self._kernel is not None:
+            return self._kernel(query, key, value, keys, values, self._positions, **options)
         num_rows, num_kv_heads, _, head_dim = key.shape
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]
