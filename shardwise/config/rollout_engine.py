@@ -32,9 +32,9 @@ class EmbeddedRollout(Choice):
     """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples; sglang: an SGLang
     server beside each of them. The name alone stands for the defaults."""
     compile_decode: bool = False
-    """torch.compile the forward pass of a decode step; on a CPU attention has a kernel of its own then, for which rows
-    of different lengths cost what they are long. The first batch is slow, later ones are faster; on a CPU it needs a
-    C++ compiler. A single row is not compiled. Tokens and logprobs stay the same but for rounding."""
+    """torch.compile the forward pass of a decode step; on a CPU attention and logits have kernels of their own then,
+    for which rows of different lengths cost what they are long. The first batch is slow, later ones are faster; on a
+    CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the same but for rounding."""
     allow_unproven: bool = False
     """Sample also from a family that docs/models.md does not list as proven for this engine. What is known to be
     computed wrong stays refused."""

@@ -32,7 +32,7 @@ from shardwise.ops import (
     unproven_reason,
     unsupported_reason,
 )
-from shardwise.rollout.decode_attention import DecodeAttention
+from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
@@ -86,7 +86,7 @@ class EmbeddedEngine:
             stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
             bad_token_ids: are never drawn.
             decode: token ids to text, for requests with stop strings.
-            compile_decode: torch.compile the forward pass of a decode step; on a CPU with attention of our own.
+            compile_decode: torch.compile the forward pass of a decode step; on a CPU with kernels of our own.
             adapter: all that syncs bring, by the names that they bring it under -> names in the model's state_dict;
                 None: the whole model, by its own names.
 
@@ -95,7 +95,7 @@ class EmbeddedEngine:
         """
         self._model = model
         self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
-        self._decode_kernel = DecodeAttention() if compile_decode and device.type == "cpu" else None
+        self._kernels = DecodeKernels() if compile_decode and device.type == "cpu" else None
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
@@ -300,11 +300,13 @@ class EmbeddedEngine:
 
     def projection(self) -> Tensor:
         """[V, D], what `logits` takes; valid until the weights change."""
-        return repeated_projection(self._model.get_output_embeddings().weight)
+        weight = self._model.get_output_embeddings().weight
+        return repeated_projection(weight) if self._kernels is None else weight
 
     def logits(self, hidden: Tensor, projection: Tensor) -> Tensor:
         """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
-        return self._transform.forward_(project_float32(hidden, projection))
+        project = project_float32 if self._kernels is None else self._kernels.project
+        return self._transform.forward_(project(hidden, projection))
 
     def is_stopped(self, token_ids: list[int], stop: Sequence[str]) -> bool:
         """Whether the last token ends a completion, or has brought a stop string into its text."""
@@ -330,9 +332,9 @@ class EmbeddedEngine:
         return self._device
 
     @property
-    def decode_kernel(self) -> DecodeAttention | None:
-        """Computes attention in decode steps; None: torch's does."""
-        return self._decode_kernel
+    def kernels(self) -> DecodeKernels | None:
+        """Of decode steps; None: torch's."""
+        return self._kernels
 
     @property
     def max_rows(self) -> int:
@@ -360,7 +362,7 @@ class _Decoding:
             num_rows=min(engine.max_rows, needed),
             capacity_tokens=_longest(requests),
             device=engine.device,
-            kernel=engine.decode_kernel,
+            kernels=engine.kernels,
         )
         self._capacity = min(engine.max_rows, needed)
         # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead

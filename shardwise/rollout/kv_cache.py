@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ModelError
 from shardwise.ops import DROPS_KEYWORDS, attend
-from shardwise.rollout.decode_attention import DecodeAttention
+from shardwise.rollout.decode_kernels import DecodeKernels
 
 CACHED_ATTENTION = "shardwise_cached"
 
@@ -34,13 +34,13 @@ class KVCache:
     """
 
     def __init__(
-        self, *, num_rows: int, capacity_tokens: int, device: torch.device, kernel: DecodeAttention | None = None
+        self, *, num_rows: int, capacity_tokens: int, device: torch.device, kernels: DecodeKernels | None = None
     ) -> None:
         """
         Args:
-            kernel: computes decode steps.
+            kernels: compute decode steps.
         """
-        self._kernel = kernel
+        self._kernels = kernels
         self._num_rows = num_rows
         self._capacity_tokens = capacity_tokens
         self._device = device
@@ -94,8 +94,8 @@ class KVCache:
             keys[rows, :, : key.shape[2]] = key[prompts]
             values[rows, :, : value.shape[2]] = value[prompts]
             return attend(query, key, value, causal=True, **options)
-        if self._kernel is not None:
-            return self._kernel(query, key, value, keys, values, self._positions, **options)
+        if self._kernels is not None:
+            return self._kernels.attend(query, key, value, keys, values, self._positions, **options)
         num_rows, num_kv_heads, _, head_dim = key.shape
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]

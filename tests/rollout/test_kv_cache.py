@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.config import ModelError
-from shardwise.rollout.decode_attention import DecodeAttention
+from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import KVCache, _cached_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 3
@@ -69,13 +69,13 @@ def decode(cache, rows, options):
     return cache.attend(0, *parts, **options)[:, :, 0]
 
 
-@pytest.mark.parametrize("kernel", [lambda: None, DecodeAttention], ids=["torch", "own"])
+@pytest.mark.parametrize("kernels", [lambda: None, DecodeKernels], ids=["torch", "own"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
-def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, softcap, kernel):
+def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, softcap, kernels):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
     options = {"scaling": 0.7, "softcap": softcap, "window": window, "sinks": None}
-    cache = KVCache(num_rows=4, capacity_tokens=16, device=torch.device("cpu"), kernel=kernel())
+    cache = KVCache(num_rows=4, capacity_tokens=16, device=torch.device("cpu"), kernels=kernels())
     a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
 
     out = prefill(cache, [a, b], [0, 0, 1], 0, options)

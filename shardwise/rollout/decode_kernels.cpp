@@ -1,7 +1,4 @@
-// See decode_attention.py. The keys and values of a row lie in one piece, and each row reads no further than its own
-// last token; every number is float32 once it is loaded.
-//
-// d head dim of queries and keys, dv of values.
+// See decode_kernels.py. Every number is float32 once it is loaded.
 
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/cpu/vec/functional.h>
@@ -45,6 +42,9 @@ float total(Vec vector) {
 float largest(Vec vector) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, vector);
 }
+
+// Attention. The keys and values of a row lie in one piece, and each row reads no further than its own last token.
+// d head dim of queries and keys, dv of values.
 
 struct Head {
   int64_t d, dv;
@@ -179,13 +179,58 @@ void attend_all(T* out, const T* query, const T* key, const T* value, T* keys, T
     }
 }
 
+// Projection. out[r, v] = states[r] . weight[v] for R rows and V words; d hidden size, `words` of the vocabulary.
+template <int R, int V, typename T>
+void project_block(float* out, const float* states, const T* weight, int64_t d, int64_t words) {
+  Vec sums[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sums[r][v] = Vec(0);
+  const auto add = [&](const Vec* of_words, auto load_states) {
+    for (int r = 0; r < R; r++) {
+      const Vec state = load_states(states + r * d);
+      for (int v = 0; v < V; v++) sums[r][v] = at::vec::fmadd(state, of_words[v], sums[r][v]);
+    }
+  };
+  Vec of_words[V];
+  int64_t j = 0;
+  for (; j + kWidth <= d; j += kWidth) {
+    for (int v = 0; v < V; v++) of_words[v] = load(weight + v * d + j);
+    add(of_words, [&](const float* row) { return load(row + j); });
+  }
+  if (const int64_t rest = d - j; rest > 0) {
+    for (int v = 0; v < V; v++) of_words[v] = load(weight + v * d + j, rest);
+    add(of_words, [&](const float* row) { return load(row + j, rest); });
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) out[r * words + v] = total(sums[r][v]);
+}
+
+template <int V, typename T>
+void project_words(float* out, const float* states, const T* weight, int64_t rows, int64_t d, int64_t words) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) project_block<4, V>(out + r * words, states + r * d, weight, d, words);
+  for (; r < rows; r++) project_block<1, V>(out + r * words, states + r * d, weight, d, words);
+}
+
+template <typename T>
+void project_all(float* out, const float* states, const T* weight, int64_t rows, int64_t d, int64_t words,
+                 int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t v = 0; v < words / 4; v++) project_words<4>(out + 4 * v, states, weight + 4 * v * d, rows, d, words);
+  for (int64_t v = words / 4 * 4; v < words; v++) project_words<1>(out + v, states, weight + v * d, rows, d, words);
+}
+
 }  // namespace
 
 #define ENTRY(NAME, T)                                                                                              \
-  extern "C" void decode_attention_##NAME(T* out, const T* query, const T* key, const T* value, T* keys, T* values, \
-                                          const int64_t* positions, const float* sinks, const Shape* shape,         \
-                                          float scaling, float softcap, int64_t window, int threads) {              \
+  extern "C" void attend_##NAME(T* out, const T* query, const T* key, const T* value, T* keys, T* values,           \
+                                const int64_t* positions, const float* sinks, const Shape* shape, float scaling,    \
+                                float softcap, int64_t window, int threads) {                                       \
     attend_all(out, query, key, value, keys, values, positions, sinks, *shape, scaling, softcap, window, threads);  \
+  }                                                                                                                 \
+  extern "C" void project_##NAME(float* out, const float* states, const T* weight, int64_t rows, int64_t d,         \
+                                 int64_t words, int threads) {                                                      \
+    project_all(out, states, weight, rows, d, words, threads);                                                      \
   }
 
 ENTRY(float32, float)
