@@ -81,6 +81,8 @@ class DecodeKernels:
         Returns:
             [B, H, 1, dv].
         """
+        dtypes = {tensor.dtype for tensor in (query, key, value, keys, values)}
+        assert len(dtypes) == 1, f"attention of mixed dtypes: {dtypes}"  # C would read one as the other
         num_rows, num_heads, _, head_dim = query.shape
         num_kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
         out = query.new_empty(num_rows, num_heads, 1, value_dim)

@@ -123,6 +123,13 @@ def test_the_layout_of_the_models_tensors_does_not_matter(kernels):
 
 
 @pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_memory_is_never_read_as_another_dtype(kernels, part):
+    new, keys, values, positions = step(torch.bfloat16, kv_heads=1, queries=1, dim=16, value_dim=16)
+    with pytest.raises(AssertionError, match="mixed dtypes"):
+        kernels.attend(**(new | {part: new[part].float()}), keys=keys, values=values, positions=positions, **PLAIN)
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
 def test_what_is_no_number_is_not_hidden(kernels, part):
     new, keys, values, positions = step(torch.float32, kv_heads=1, queries=1, dim=16, value_dim=16)
     new[part][2, 0, 0, 3] = torch.nan
