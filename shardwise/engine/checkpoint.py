@@ -9,36 +9,37 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer
-from shardwise.engine.safetensors_file import DTYPE_NAMES, NAME_OF_DTYPE, SafetensorsReader, TensorSpec, differences
+from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec, differences
+from shardwise.engine.shards import local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
-from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
+from shardwise.engine.state_files import ShardFile, StateIndex, shard_name
+from shardwise.engine.state_plan import StatePlan
 from shardwise.ops import nonfinite_names
 
 
 @torch.no_grad()
-def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
+def save_state(optimizer: ShardedOptimizer, plan: StatePlan, folder: Path) -> None:
     """Collective. Writes what training goes on from; of a shard that several ranks hold, one copy.
 
     Args:
+        plan: of the optimizer's tensors.
         folder: on a file system that all ranks see; what is there is overwritten.
     Raises:
         ExportError: on every rank, if a rank could not write.
     """
-    state = StagedState.of(optimizer)
+    state = StagedState.of(optimizer, plan)
     file: ShardFile | None = None
     with raised_on_every_rank(ExportError), named_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def save_state(optimizer: ShardedOptimizer, folder: Path) -> None:
 class StagedState:
     """A training state on its way into a folder."""
 
-    _plans: list[SavePlan]
+    _plan: StatePlan
     _mine: dict[str, Tensor]
     """Parts of tensors that this rank writes."""
     _numbers: dict[str, Any]
@@ -62,16 +63,14 @@ class StagedState:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, optimizer: ShardedOptimizer, buffers: StagingBuffers | None = None) -> Self:
-        """Collective. With `buffers` it is the state as it is now: the optimizer goes on when their copies are made.
-        Without them it must be written before the next step."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(optimizer.named_tensors(), is_coordinator=dist.get_rank() == 0)
-        plans, rank = _agree(planner), dist.get_rank()
-        mine = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plans[rank].items}
+    def of(cls, optimizer: ShardedOptimizer, plan: StatePlan, buffers: StagingBuffers | None = None) -> Self:
+        """With `buffers` it is the state as it is now: the optimizer goes on when their copies are made. Without them
+        it must be written before the next step."""
+        tensors, rank = optimizer.named_tensors(), dist.get_rank()
+        mine = {name: local_shard(tensors[name]) for name in plan.names_of(rank)}
         if buffers is not None:
             mine = {name: buffers.copy(name, tensor) for name, tensor in mine.items()}
-        return cls(plans, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
+        return cls(plan, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
 
     def nonfinite_names(self) -> list[str]:
         """Of the masters (by the weight's name) and states (`exp_avg/NAME`) of which this rank's part holds NaN or an
@@ -90,7 +89,7 @@ class StagedState:
     def finish(self, folder: Path, files: Sequence[ShardFile | None]) -> None:
         """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError."""
         written = {shard_name(rank): file for rank, file in enumerate(files) if file is not None}
-        _index(self._plans, written, self._numbers).write(folder)
+        self._plan.index(written, self._numbers).write(folder)
         fsync_folder(folder)
 
     def _finish_copies(self) -> None:
@@ -128,53 +127,6 @@ def verify_files(index: StateIndex, folder: Path) -> None:
     """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
     for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:
         index.files[name].verify(folder / name)
-
-
-def _agree(planner: DefaultSavePlanner) -> list[SavePlan]:
-    """Collective. What each rank writes; the same list on every rank, without shards that have no elements."""
-    items = [_item_to_json(item) for item in planner.create_local_plan().items]
-    by_rank = all_gather_json([item for item in items if 0 not in item["sizes"]])
-    plans, _ = planner.create_global_plan([SavePlan([_item_from_json(item) for item in items]) for items in by_rank])
-    return plans
-
-
-def _item_to_json(item: WriteItem) -> dict[str, Any]:
-    data = item.tensor_data
-    assert data is not None, f"{item.index.fqn} is no tensor"
-    return {
-        "name": item.index.fqn,
-        "type": item.type.name,
-        "dtype": NAME_OF_DTYPE[data.properties.dtype],
-        "shape": list(data.size),
-        "offsets": list(data.chunk.offsets),
-        "sizes": list(data.chunk.sizes),
-    }
-
-
-def _item_from_json(tree: dict[str, Any]) -> WriteItem:
-    shape, offsets, sizes = (torch.Size(tree[key]) for key in ("shape", "offsets", "sizes"))
-    return WriteItem(
-        index=MetadataIndex(tree["name"], offsets),
-        type=WriteItemType[tree["type"]],
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, sizes),
-            properties=TensorProperties(dtype=DTYPE_NAMES[tree["dtype"]]),
-            size=shape,
-        ),
-    )
-
-
-def _index(plans: list[SavePlan], files: dict[str, ShardFile], numbers: dict[str, Any]) -> StateIndex:
-    specs: dict[str, TensorSpec] = {}
-    parts: dict[str, list[Part]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None
-            specs[item.index.fqn] = TensorSpec(data.properties.dtype, tuple(data.size))
-            part = Part(tuple(data.chunk.offsets), tuple(data.chunk.sizes), shard_name(rank))
-            parts.setdefault(item.index.fqn, []).append(part)
-    return StateIndex(specs, parts, files, numbers)
 
 
 def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex, *, only: str = "") -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.busy import BusyClock
-from shardwise.engine.export import StagedExport, export_folder
+from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
@@ -34,6 +34,7 @@ from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, Toke
 if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
     from shardwise.engine.checkpoint import StagedState
+    from shardwise.engine.state_plan import StatePlan
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
@@ -83,6 +84,8 @@ class TrainEngine:
         }
         self._copies = Copies()
         self._export_buffers, self._state_buffers = StagingBuffers(self._copies), StagingBuffers(self._copies)
+        self._export_plan: ExportPlan | None = None
+        self._state_plan: StatePlan | None = None
         self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
         self.num_parameters = num_parameters(self._model)
@@ -376,19 +379,30 @@ class TrainEngine:
         from shardwise.engine.checkpoint import save_state  # its packages are needed by nothing else in the engine
 
         assert self._optimizer is not None, "a frozen engine has no training state"
-        save_state(self._optimizer, folder)
+        save_state(self._optimizer, self._plan_state(self._optimizer), folder)
 
     def stage_export(self) -> StagedExport:
         """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What
         changes weights waits until the copies are made. The next call overwrites them."""
-        return StagedExport.of(self._model.hf_model, self._compute_dtype, self._export_buffers)
+        if self._export_plan is None:
+            self._export_plan = ExportPlan.of(self._model.hf_model, self._compute_dtype)
+        return StagedExport.of(self._export_plan, self._export_buffers)
 
     def stage_state(self) -> "StagedState":
         """What `save_state` would write, as `stage_export`."""
         from shardwise.engine.checkpoint import StagedState
 
         assert self._optimizer is not None, "a frozen engine has no training state"
-        return StagedState.of(self._optimizer, self._state_buffers)
+        return StagedState.of(self._optimizer, self._plan_state(self._optimizer), self._state_buffers)
+
+    def _plan_state(self, optimizer: ShardedOptimizer) -> "StatePlan":
+        """Collective. The one of the save before, unless the optimizer has got other states since."""
+        from shardwise.engine.state_plan import StatePlan
+
+        tensors = optimizer.named_tensors()
+        if self._state_plan is None or not self._state_plan.holds_for(tensors):
+            self._state_plan = StatePlan.of(tensors)
+        return self._state_plan
 
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
         """What `export_adapter` would write."""

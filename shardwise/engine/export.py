@@ -93,9 +93,9 @@ class StagedExport:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype, buffers: StagingBuffers) -> Self:
-        """Collective. Begins to copy this rank's shards, adapters merged, in the dtypes of the file."""
-        plan = ExportPlan.of(model, dtype)
+    def of(cls, plan: "ExportPlan", buffers: StagingBuffers) -> Self:
+        """Collective where adapters are merged. Begins to copy this rank's shards, in the dtypes of the file."""
+        model = plan.model
         merged = merged_state(model)
         shards = HostShards(buffers)
         for block in plan.blocks:
@@ -165,7 +165,7 @@ class ExportPlan:
     """Which tensor goes into which file, known from shapes alone and the same on every rank but for `rank`."""
 
     model: PreTrainedModel
-    """Of which nothing but configs is read from here on."""
+    """Of which a writer in the background reads nothing but configs."""
     dtype: torch.dtype
     blocks: list[ExportBlock]
     specs: dict[str, dict[str, TensorSpec]]

@@ -137,6 +137,23 @@ def saved_at_once(folder, state):
     return list(second._optimizer.named_tensors()), steps(first, [0, 1]) == steps(second, [0, 1])
 
 
+def test_an_engine_that_was_saved_before_its_first_step_saves_the_optimizers_states_after_it(run_ranks, tmp_path):
+    folder, state = str(tiny_folder("llama", tmp_path / "model")), str(tmp_path / "state")
+    for saved, loaded in run_ranks(saved_twice, 2, folder, state):
+        assert {name.partition("/")[0] for name in saved[0]} == {"master", "step", "exp_avg", "exp_avg_sq"}
+        assert_same(loaded, saved)
+
+
+def saved_twice(folder, state):
+    first = build(folder, {}, {})
+    first.save_state(Path(state))
+    steps(first, [0])
+    first.save_state(Path(state))
+    second = build(folder, {}, {})
+    second.load_state(Path(state))
+    return state_of(first), state_of(second)
+
+
 LAYOUTS = {
     "1 to 2": ((1, {}), (2, {})),
     "2 to 4": ((2, {}), (4, {})),
