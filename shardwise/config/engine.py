@@ -80,7 +80,7 @@ class LoraConfig(Config):
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     quantize_base: Literal["nf4"] | None = None
     """nf4: the base's linear layers but the head are kept in 4 bits and computed in param_dtype (QLoRA; needs
-    bitsandbytes). Fused experts and embeddings stay as they are."""
+    bitsandbytes and torch 2.12). Fused experts and embeddings stay as they are."""
     adapter_path: str | None = None
     """A folder with an adapter of this form to go on from (`checkpoints/step_N/adapter` of a run); null starts with a
     new one, which changes nothing at first."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
+from torch.torch_version import TorchVersion
 
 from shardwise.config import ConfigError
 from shardwise.engine.names import plain_name
@@ -24,6 +25,9 @@ CODE_BYTES = BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + torch.float32.itemsize
 """Of a block with its scale: 4.5 bits for each number."""
 FORMAT = "nf4"
+MIN_TORCH = "2.12"
+"""FSDP of releases before makes every shard a parameter with gradients, which integers cannot have."""
+SHARDS_INTEGERS = torch.__version__ >= TorchVersion(MIN_TORCH)
 
 
 @cache
@@ -88,7 +92,6 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.weight.dtype == torch.uint8, "FSDP of this release of torch casts integers"
         output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))
         return output if self.bias is None else output + self.bias
 
@@ -134,7 +137,12 @@ class _Product(torch.autograd.Function):
 
 def quantize_layers(model: nn.Module, names: Sequence[str]) -> None:
     """Puts a QuantizedLinear into the place of every linear layer in `names`, on the meta device, before the model is
-    sharded. Raises ConfigError: bitsandbytes is not there."""
+    sharded. Raises ConfigError: bitsandbytes is not there, or torch is too old."""
+    if not SHARDS_INTEGERS:
+        raise ConfigError(
+            f"engine.lora.quantize_base needs torch {MIN_TORCH} or newer, and this is {torch.__version__}, whose FSDP "
+            "shards floating-point numbers only; install a newer torch, or leave the key out"
+        )
     _kernels()
     for name in names:
         layer = model.get_submodule(name)

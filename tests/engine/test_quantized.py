@@ -157,10 +157,22 @@ def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide
     assert num_parameters == sum(p.numel() for p in merged.parameters()) + rank
 
 
+def test_a_torch_whose_fsdp_shards_no_integers_is_named(monkeypatch, tmp_path):
+    from shardwise.engine import quantized
+
+    model = build_on_meta(tiny_folder("llama", tmp_path))
+    monkeypatch.setattr(quantized, "SHARDS_INTEGERS", False)
+    with pytest.raises(
+        ConfigError, match=r"quantize_base needs torch 2\.12 or newer, and this is \d.*leave the key out"
+    ):
+        inject_lora(model, LORA)
+
+
 def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch, tmp_path):
     from shardwise.engine import quantized
 
     model = build_on_meta(tiny_folder("llama", tmp_path))
+    monkeypatch.setattr(quantized, "SHARDS_INTEGERS", True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     quantized._kernels.cache_clear()
