@@ -46,6 +46,9 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 BLOCK_BYTES = 1 << 20
 """What fits a processor's cache, so that what one step has read another step need not fetch again."""
 
+FLUSH_BYTES = 1 << 23
+"""After so many the disk is told to begin, so that it works while the rest is written."""
+
 Box = Sequence[slice]
 """Start and stop in every dimension."""
 
@@ -216,6 +219,7 @@ class SafetensorsWriter:
         self._specs = dict(specs)
         self._offsets = {name: data_start + start for name, start in zip(ordered, starts, strict=True)}
         self._file = path.open("wb", buffering=0)
+        self._unflushed: list[tuple[int, int]] = []
         self._write_all(self.header)
 
     @property
@@ -226,12 +230,15 @@ class SafetensorsWriter:
         """Each name once, in any order; the tensor may lie on any device. `seen` gets every block of its bytes in turn,
         while the block is in the processor's cache."""
         assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
-        self._file.seek(self._offsets.pop(name))
+        offset = self._offsets.pop(name)
+        self._file.seek(offset)
         on_host = tensor.detach().cpu().contiguous()
         data = host_bytes(on_host)
         for start in range(0, len(data), BLOCK_BYTES):
-            seen(data[start : start + BLOCK_BYTES])
-            self._write_all(data[start : start + BLOCK_BYTES])
+            block = data[start : start + BLOCK_BYTES]
+            seen(block)
+            self._write_all(block)
+            self._note_unflushed(offset + start, len(block))
 
     def close(self) -> None:
         assert self.is_complete, f"{sorted(self._offsets)} were never written"
@@ -242,6 +249,15 @@ class SafetensorsWriter:
     def abandon(self) -> None:
         """Leaves the file as it is, unfinished."""
         self._file.close()
+
+    def _note_unflushed(self, offset: int, num_bytes: int) -> None:
+        """Where the last block is. The kernel writes what is old or too much; told that nobody will read these pages
+        (POSIX_FADV_DONTNEED), it begins at once and does not wait."""
+        self._unflushed.append((offset, num_bytes))
+        if sum(count for _, count in self._unflushed) >= FLUSH_BYTES:
+            for span in self._unflushed:
+                os.posix_fadvise(self._file.fileno(), *span, os.POSIX_FADV_DONTNEED)
+            self._unflushed = []
 
     def _write_all(self, data: bytes | memoryview) -> None:
         fault_point("write")
