@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -15,8 +16,11 @@ from shardwise.engine.adapters import init_adapters
 from shardwise.engine.lora import base_names, inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.precision import Precision
+from shardwise.engine.quantized import SHARDS_INTEGERS
 from shardwise.engine.shards import local_box
 from shardwise.ops import decoder_layers
+
+needs_integer_shards = pytest.mark.skipif(not SHARDS_INTEGERS, reason="FSDP of this torch shards no integers")
 
 SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
 """Modules to save; qwen3's head is tied."""

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from sharded_lora import needs_integer_shards
 from transformers import AutoModelForCausalLM
 
 SFT_STEPS, RL_STEPS = 3, 3
@@ -131,6 +132,7 @@ def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_o
         assert offloaded["policy/ref_kl"] == pytest.approx(kept["policy/ref_kl"], rel=1e-3, abs=1e-6)
 
 
+@needs_integer_shards
 def test_a_base_in_4_bits_is_what_is_sampled_from_compared_with_and_gone_on_from(assets, job, metrics_of, tmp_path):
     """On two ranks with everything off the device between phases; stopped after two steps; and alone in one go."""
     arguments = [

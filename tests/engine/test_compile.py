@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
+from sharded_lora import needs_integer_shards
 from tiny_models import random_samples, tiny_folder, tiny_model
 
 from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
@@ -71,7 +72,7 @@ def train(folder, options):
             1,
             {"lora": {"rank": 3, "alpha": 3, "quantize_base": "nf4"}},
             id="adapters on 4 bits",
-            marks=pytest.mark.full,
+            marks=[pytest.mark.full, needs_integer_shards],
         ),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
-from sharded_lora import peft_model, random_adapter, samples
+from sharded_lora import needs_integer_shards, peft_model, random_adapter, samples
 from tiny_models import reference_logprobs, tiny_folder
 from torch import nn
 
@@ -51,6 +51,7 @@ def test_any_row_length_and_any_share_of_the_rows_give_the_same_bits():
         assert torch.equal(part, whole[first:last])
 
 
+@needs_integer_shards
 def test_only_called_linear_layers_are_quantised(tmp_path):
     model = build_on_meta(tiny_folder("llama", tmp_path))
     linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
@@ -115,6 +116,7 @@ def with_bitsandbytes_layers(model):
     return model
 
 
+@needs_integer_shards
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_equals_that_of_peft_on_bitsandbytes_layers(run_ranks, wide, tmp_path, world):
     folder, adapter = wide
@@ -136,6 +138,7 @@ def test_a_step_equals_that_of_peft_on_bitsandbytes_layers(run_ranks, wide, tmp_
             assert error < 1e-5, (name, error)
 
 
+@needs_integer_shards
 def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide, tmp_path):
     """The merged model as it is, and the adapter on bitsandbytes' own layers."""
     from transformers import AutoModelForCausalLM
