@@ -16,6 +16,8 @@ from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, 
 from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
+from shardwise.engine.lora import fused_experts
+from shardwise.engine.model import build_on_meta
 from shardwise.engine.names import plain_name
 from shardwise.ops import PROVEN, language_model_class
 from shardwise.rollout import EmbeddedEngine
@@ -93,13 +95,23 @@ def trained(folder: str, **keys) -> tuple[list[Tensor], dict[str, Tensor], dict[
     return logprobs, gradients, {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
 
 
-def adapted(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Logprobs with an adapter that took a step, and without it; writes the adapter."""
-    engine = build(Path(folder), lora=LoraConfig(rank=4))
+def adapted(folder: str, out: str, **lora) -> tuple[list[Tensor], list[Tensor]]:
+    """Logprobs with an adapter that took a step, and without it; writes the adapter and the merged model."""
+    engine = build(Path(folder), lora=LoraConfig(rank=4, **lora))
     accumulate(engine)
     engine.optim_step()
     engine.export_adapter(Path(out), folder)
+    engine.export_hf(Path(f"{out}_merged"), tokenizer())
     return outputs(engine), outputs(engine, with_adapters=False)
+
+
+def adapted_experts(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The same with all fused experts adapted too."""
+    model = build_on_meta(Path(folder))
+    names = fused_experts(model)
+    if not names:
+        raise ConfigError(f"{type(model).__name__} {NO_EXPERTS}")
+    return adapted(folder, out, target_parameters=names)
 
 
 def quantised(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,6 +179,7 @@ def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
     found = {
         "packing": attempt(trained, folders["logprobs"]),
         "lora": attempt(adapted, folders["logprobs"], f"{out}/lora"),
+        "lora_experts": attempt(adapted_experts, folders["logprobs"], f"{out}/lora_experts"),
         "qlora": attempt(quantised, folders["logprobs"], f"{out}/qlora"),
         "embedded": attempt(generated, folders["logprobs"]),
     }
@@ -185,7 +198,7 @@ def on_two_ranks(folders: dict[str, str], out: str) -> dict[str, Any]:
 
 
 HEADS = {"token_values": "AutoModelForTokenClassification", "sequence_scores": "AutoModelForSequenceClassification"}
-ON_ONE_RANK = ("packing", "lora", "qlora", "token_values", "sequence_scores", "embedded")
+ON_ONE_RANK = ("packing", "lora", "lora_experts", "qlora", "token_values", "sequence_scores", "embedded")
 ON_TWO_RANKS = ("fsdp2", "ulysses", "expert_parallel", "export")
 
 
@@ -216,7 +229,10 @@ class Proof:
         (found,) = run_ranks(on_one_rank, 1, self._folders, str(self._scratch))
         return {
             "packing": verdict(found["packing"], self._packing),
-            "lora": verdict(found["lora"], lambda lora: self._lora(lora, found["packing"])),
+            "lora": verdict(found["lora"], lambda lora: self._lora("lora", lora, found["packing"])),
+            "lora_experts": verdict(
+                found["lora_experts"], lambda lora: self._lora("lora_experts", lora, found["packing"])
+            ),
             "qlora": verdict(found["qlora"], lambda qlora: self._qlora(qlora, found["packing"])),
             "token_values": verdict(found["token_values"], self._token_values),
             "sequence_scores": verdict(found["sequence_scores"], self._sequence_scores),
@@ -252,14 +268,16 @@ class Proof:
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, atol=1e-4 * largest, rtol=1e-3)
 
-    def _lora(self, found, packing) -> None:
+    def _lora(self, written, found, packing) -> None:
         from peft import PeftModel
 
         on, off = found
         assert all(map(torch.equal, off, packing[0])), "with the adapter off the model is not its base"
-        model = PeftModel.from_pretrained(self._loaded(self._folders["logprobs"]), self._scratch / "lora").eval()
+        model = PeftModel.from_pretrained(self._loaded(self._folders["logprobs"]), self._scratch / written).eval()
+        merged = self._loaded(self._scratch / f"{written}_merged").eval()
         for tokens, values, without in zip(sequences(), on, off, strict=True):
             torch.testing.assert_close(values[1:], eager_logprobs(model, tokens), atol=1e-4, rtol=0)
+            torch.testing.assert_close(values[1:], eager_logprobs(merged, tokens), atol=1e-4, rtol=0)
             assert (values - without).abs().max() > 1e-3, "the adapter does nothing"
 
     def _qlora(self, found, packing) -> None:

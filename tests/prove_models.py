@@ -57,7 +57,8 @@ MEANING = {
     "ulysses": "the same step with every sequence on both ranks",
     "expert_parallel": "the same step with the experts of every layer split over both ranks",
     "lora": "an adapter on all linear layers: off, the model is its base bit for bit; peft loads what is written and "
-    "gives the engine's logprobs",
+    "gives the engine's logprobs, and so does transformers with the merged model",
+    "lora_experts": "the same with an adapter for every fused expert beside them",
     "qlora": "an adapter on linear layers in 4 bits: the merged model that is written gives the engine's logprobs",
     "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "
     "transformers those of the engine",

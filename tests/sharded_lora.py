@@ -1,11 +1,8 @@
 """A tiny model with adapters, sharded by hand in the engine's order, and peft's own model to hold against it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from tiny_models import random_samples, reference_logprobs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,12 +19,16 @@ from shardwise.ops import decoder_layers
 
 needs_integer_shards = pytest.mark.skipif(not SHARDS_INTEGERS, reason="FSDP of this torch shards no integers")
 
-SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"]}
+SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"], "qwen3_moe": ["lm_head"]}
 """Modules to save; qwen3's head is tied."""
 VARIANTS = {
     "lora": LoraConfig(rank=3, alpha=12, target_modules=["q_proj", "self_attn.v_proj", "down_proj"]),
     "rslora": LoraConfig(rank=3, alpha=12, use_rslora=True),
     "dora": LoraConfig(rank=3, alpha=12, use_dora=True),
+    "experts": LoraConfig(rank=3, alpha=12, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"]),
+    "only_experts": LoraConfig(
+        rank=3, alpha=12, use_rslora=True, target_modules=[], target_parameters=["0.mlp.experts.down_proj"]
+    ),
 }
 LENGTHS = [9, 13, 6, 11]
 """One sequence for each of four ranks, two for each of two."""
@@ -76,7 +77,10 @@ def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, chec
 
 @torch.no_grad()
 def load_base(model, folder):
-    stored, state = load_file(Path(folder) / "model.safetensors"), model.state_dict()
+    from transformers import AutoModelForCausalLM
+
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    state = model.state_dict()
     for name, base in base_names(model).items():
         if base in stored:
             copy_whole(state[name], stored[base])
@@ -141,6 +145,7 @@ def random_adapter(folder, lora: LoraConfig, adapter_folder):
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=lora.target_modules,
+        target_parameters=lora.target_parameters or None,
         modules_to_save=lora.modules_to_save or None,
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,

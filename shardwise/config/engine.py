@@ -71,7 +71,10 @@ class LoraConfig(Config):
     target_modules: str | list[str] = "all-linear"
     """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head
     (and, where experts are fused, but dense layers whose names peft takes for parts of experts; and out_proj of
-    falcon_h1, which peft refuses)."""
+    falcon_h1, which peft refuses). An empty list: none, with target_parameters."""
+    target_parameters: list[str] = Field(default_factory=list)
+    """Names (or endings of names) of fused experts that get an adapter for every expert: parameters with three
+    dimensions, such as experts.gate_up_proj and experts.down_proj. With dropout=0 and without use_dora."""
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full beside the adapters, and saved with them."""
     use_dora: bool = False
@@ -86,6 +89,17 @@ class LoraConfig(Config):
     new one, which changes nothing at first."""
     save_merged: bool = True
     """Checkpoints hold hf/, the merged model, beside adapter/; false writes the adapter only."""
+
+    @model_validator(mode="after")
+    def _experts_have_plain_adapters(self) -> Self:
+        """An adapter of fused experts is added to their weights, so there is no input of its own to drop from."""
+        given = {"use_dora=true": self.use_dora, f"dropout={self.dropout}": self.dropout > 0}
+        for key in [key for key, is_given in given.items() if is_given and self.target_parameters]:
+            raise ValueError(
+                f"target_parameters={self.target_parameters} with {key}: peft has neither DoRA nor dropout for "
+                "adapters of fused experts; remove one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _magnitudes_are_of_a_whole_base(self) -> Self:
@@ -244,6 +258,11 @@ class EngineConfig(LayoutConfig):
             raise ValueError(
                 f"lora.dropout={self.lora.dropout} with apply_tiled_mlp=true: a tiled MLP is computed twice and would "
                 "drop other elements the second time; set lora.dropout=0"
+            )
+        if self.lora is not None and self.lora.target_parameters and self.ep_size > 1:
+            raise ValueError(
+                f"ep_size={self.ep_size} with lora.target_parameters={self.lora.target_parameters}: ranks that share "
+                "experts cannot share the adapters of experts; set ep_size=1, or adapt linear layers only"
             )
         if self.lora is not None and self.master_dtype != "float32":
             raise ValueError(

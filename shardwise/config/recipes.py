@@ -350,7 +350,11 @@ class RLConfig(Config):
 
     @staticmethod
     def _require_plain(lora: LoraConfig) -> None:
-        given = {"use_dora": lora.use_dora, "modules_to_save": bool(lora.modules_to_save)}
+        given = {
+            "use_dora": lora.use_dora,
+            "modules_to_save": bool(lora.modules_to_save),
+            "target_parameters": bool(lora.target_parameters),
+        }
         for key, is_given in given.items():
             if is_given:
                 raise ValueError(

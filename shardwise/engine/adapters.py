@@ -47,6 +47,7 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
     "revision",
     "runtime_config",
     "target_modules",
+    "target_parameters",
     "task_type",
 }
 """Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names."""
@@ -137,6 +138,8 @@ class StagedAdapter:
         config.base_model_name_or_path = base_model_name
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
+        if config.target_parameters is not None:
+            config.target_parameters = sorted(config.target_parameters)
         tensors = {}
         for name, tensor in adapter_weights(model, torch.float32):
             if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -111,10 +111,21 @@ class ImportBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class _Shapes:
+    """What rules ask a model for. A model with adapters does not have its parameters under the names of its class."""
+
+    config: PreTrainedConfig
+    runtime: Mapping[str, Tensor]
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self.runtime[name]
+
+
+@dataclass(frozen=True, slots=True)
 class _Transform:
     """A rule of transformers for the tensors of one block."""
 
-    model: PreTrainedModel
+    shapes: "_Shapes"
     key: str
     """The name by which transformers groups the block."""
     converter: WeightConverter | None
@@ -129,7 +140,7 @@ class _Transform:
         converter = deepcopy(self.converter)
         for name in list(tensors):
             converter.add_tensor(self.key, name, self.pattern_of[name], tensors.pop(name))
-        converted = converter.convert(self.key, model=self.model, config=self.model.config)
+        converted = converter.convert(self.key, model=self.shapes, config=self.shapes.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     @property
@@ -190,13 +201,14 @@ def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: 
     reverse = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    shapes = _Shapes(model.config, runtime)
     transforms: dict[str, _Transform] = {}
     members: dict[str, list[str]] = {}
     for name in sorted(meta, key=dot_natural_key) if rules else meta:
         key, pattern = rename_source_key(name, [], converters)
         if pattern is None:
             key = _renamed(name, renamings)
-        transform = transforms.setdefault(key, _Transform(model, key, _owner(pattern, converters)))
+        transform = transforms.setdefault(key, _Transform(shapes, key, _owner(pattern, converters)))
         if pattern is not None:
             transform.pattern_of[name] = pattern
         members.setdefault(key, []).append(name)
@@ -223,6 +235,7 @@ def import_blocks(
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    shapes = _Shapes(model.config, runtime)
     blocks: dict[str, ImportBlock] = {}
     unused: dict[str, str] = {}
     for stored in sorted(stored_names, key=dot_natural_key):
@@ -234,7 +247,7 @@ def import_blocks(
         if target not in targets:
             unused[stored] = target
             continue
-        new = ImportBlock(target, {}, _Transform(model, target, _owner(pattern, converters)))
+        new = ImportBlock(target, {}, _Transform(shapes, target, _owner(pattern, converters)))
         block = blocks.setdefault(target, new)
         if pattern is None or block.is_renaming:  # of two tensors for one place the later is taken
             unused |= dict.fromkeys(block.stored_names(), target)

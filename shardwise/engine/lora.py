@@ -6,12 +6,13 @@ layer and is sharded like it. What is drawn, merged, read and written is in adap
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
 from torch import nn
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.heads import HeadName
-from shardwise.engine.names import is_within, plain_name
+from shardwise.engine.names import is_within, outermost, plain_name
 from shardwise.engine.quantized import quantize_layers
 
 ADAPTER = "default"
@@ -49,18 +50,24 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
     A value head is trained whole. With `quantize_base` the linear layers of the base, but the output head and what is
     trained whole, are QuantizedLinear.
 
+    Fused experts [E, ...] are not called by name, so peft adds their adapters to the weights in every forward pass,
+    around the module that holds them: one wrapper for each adapted parameter, one inside the other.
+
     Raises:
-        ConfigError: a name matches no module, a module that is not a linear layer, or a weight tied to another.
+        ConfigError: a name matches no module, a module that is not a linear layer, a parameter that is not of fused
+            experts, or a weight tied to another.
     """
     saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
     quantized = [] if config.quantize_base is None else _called_linear_layers(model, saved)
-    targets = _target_modules(model, config.target_modules, saved)
+    experts = _target_parameters(model, config.target_parameters, saved)
+    targets = _target_modules(model, config.target_modules, saved) if config.target_modules or not experts else []
     peft_config = PeftLoraConfig(
         task_type=TASK_TYPES[head],
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=_shortest_names(model, targets),
+        target_parameters=_shortest_parameter_names(model, experts) or None,
         modules_to_save=saved or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
@@ -70,11 +77,11 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
             inject_adapter_in_model(peft_config, model, ADAPTER)
     except ValueError as error:
         raise ConfigError(_refused_by_peft(model, config, str(error))) from None
-    adapted = {path for path, _ in lora_layers(model)}
-    if others := sorted(adapted ^ set(targets)):
+    adapted = adapted_weights(model).keys()
+    if others := sorted(adapted ^ {*(f"{name}.weight" for name in targets), *experts}):
         raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
     if quantized:
-        quantize_layers(model, [f"{name}.base_layer" if name in adapted else name for name in quantized])
+        quantize_layers(model, [f"{name}.base_layer" if f"{name}.weight" in adapted else name for name in quantized])
 
 
 def stored_lora(folder: Path) -> LoraConfig:
@@ -92,6 +99,7 @@ def stored_lora(folder: Path) -> LoraConfig:
         rank=stored.r,
         alpha=stored.lora_alpha,
         target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+        target_parameters=sorted(stored.target_parameters or ()),
         modules_to_save=list(stored.modules_to_save or ()),
         use_dora=stored.use_dora,
         use_rslora=stored.use_rslora,
@@ -102,7 +110,7 @@ def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -
     return (
         f"engine.lora.target_modules={config.target_modules}: peft cannot adapt these layers of "
         f"{type(model).__name__}: {problem}. Where experts are fused, peft takes names such as gate_proj for parts of "
-        "them, and experts get no adapter in this version; name other layers (q_proj, k_proj, v_proj, o_proj)"
+        "them; name other layers (q_proj, k_proj, v_proj, o_proj), and the experts in engine.lora.target_parameters"
     )
 
 
@@ -160,7 +168,7 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
                     raise ConfigError(_not_adapted(name, module, is_head=module is head, endings=endings))
             if not matches:
                 fused = any(f".{name}".endswith(f".{target}") for name, _ in model.named_parameters())
-                what = "is a bare parameter, such as fused experts have, not a linear layer" if fused else ""
+                what = "is a bare parameter, which engine.lora.target_parameters is for, not a module" if fused else ""
                 raise ConfigError(
                     f"engine.lora.target_modules: {target!r} {what or 'matches no module'} of {type(model).__name__}; "
                     f"its linear layers end in: {endings}"
@@ -173,6 +181,43 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
             f"modules_to_save={saved}; its linear layers end in: {endings}"
         )
     return targets
+
+
+def _target_parameters(model: PreTrainedModel, given: list[str], saved: list[str]) -> list[str]:
+    """The full names of the fused experts that get an adapter; what is trained whole gets none."""
+    fused = fused_experts(model)
+    known = ", ".join(_shortest_parameter_names(model, fused)) or "it has none"
+    targets: list[str] = []
+    for target in given:
+        matches = [name for name, _ in model.named_parameters() if target and f".{name}".endswith(f".{target}")]
+        if not matches:
+            raise ConfigError(
+                f"engine.lora.target_parameters: {target!r} matches no parameter of {type(model).__name__}; its fused "
+                f"experts are: {known}"
+            )
+        if others := [name for name in matches if name not in fused]:
+            raise ConfigError(
+                f"engine.lora.target_parameters: {others[0]} has {model.get_parameter(others[0]).ndim} dimensions, and "
+                f"fused experts have 3; its fused experts are: {known}. Linear layers go into target_modules"
+            )
+        targets += matches
+    targets = [name for name in dict.fromkeys(targets) if not any(is_within(name, one) for one in saved)]
+    if given and not targets:
+        raise ConfigError(
+            f"engine.lora.target_parameters={given} leaves no experts of {type(model).__name__} to adapt, with "
+            f"modules_to_save={saved}; its fused experts are: {known}"
+        )
+    return targets
+
+
+def fused_experts(model: PreTrainedModel) -> list[str]:
+    """The full names of parameters that hold a matrix for every expert."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
+    ]
 
 
 def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]:
@@ -208,7 +253,7 @@ def _not_adapted(name: str, module: nn.Module, *, is_head: bool, endings: str) -
         )
     return (
         f"engine.lora.target_modules: {name} is {type(module).__name__}; this version adapts linear layers, which end "
-        f"in: {endings}"
+        f"in: {endings}, and fused experts, which target_parameters names"
     )
 
 
@@ -224,14 +269,22 @@ def _shortest_names(model: PreTrainedModel, names: list[str]) -> list[str]:
     return sorted(endings) if reached == set(names) else sorted(names)
 
 
+def _shortest_parameter_names(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """As `_shortest_names`, with the name of the module before that of the parameter: `experts.down_proj`."""
+    endings = {".".join(name.split(".")[-2:]) for name in names}
+    reached = {name for name, _ in model.named_parameters() if any(name.endswith(f".{ending}") for ending in endings)}
+    return sorted(endings) if reached == set(names) else sorted(names)
+
+
 def base_names(model: PreTrainedModel) -> dict[str, str | None]:
     """Name in `model.state_dict()` -> name without peft, as model files hold it; None for what an adapter file holds.
 
     `q_proj.base_layer.weight` is `q_proj.weight`, `lm_head.original_module.weight` is `lm_head.weight`.
     """
     names: dict[str, str | None] = {name: name for name in model.state_dict()}
-    for path, kept, inner in _wrapped_names(model):
-        names[f"{path}.{inner}"] = f"{path}.{inner.removeprefix(kept)}" if inner.startswith(kept) else None
+    for path, kept, inner in _wrapped_names(model):  # of wrappers inside each other the innermost comes last
+        base = f"{outermost(path)}.{inner.removeprefix(kept)}"
+        names[f"{path}.{inner}"] = base if inner.startswith(kept) else None
     return names
 
 
@@ -253,6 +306,33 @@ def _wrapped_names(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
         yield from ((path, "base_layer.", inner) for inner in layer.state_dict())
     for path, wrapper in _saved_modules(model):
         yield from ((path, "original_module.", inner) for inner in wrapper.state_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """What stands around a weight of the base."""
+
+    path: str
+    """Of the layer that holds A and B."""
+    scaling: float
+    """Of their product."""
+    is_experts: bool = False
+    """The weight is fused, [E, ...], and A and B hold a pair for every expert."""
+    is_transposed: bool = False
+    """Fused weights are [E, in, out] instead of [E, out, in]."""
+
+
+def adapted_weights(model: PreTrainedModel) -> dict[str, AdaptedWeight]:
+    """By the name of the weight in model files."""
+    found = {}
+    for path, layer in lora_layers(model):
+        if isinstance(layer, ParamWrapper):
+            is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+            weight = AdaptedWeight(path, layer.scaling[ADAPTER], is_experts=True, is_transposed=is_transposed)
+            found[f"{outermost(path)}.{layer.parameter_name}"] = weight
+        else:
+            found[f"{path}.weight"] = AdaptedWeight(path, layer.scaling[ADAPTER])
+    return found
 
 
 def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, LoraLayer]]:

@@ -8,16 +8,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.gathering import gathered
-from shardwise.engine.lora import ADAPTER, base_names, lora_layers, trained_copies
+from shardwise.engine.lora import ADAPTER, AdaptedWeight, adapted_weights, base_names, trained_copies
 from shardwise.engine.quantized import quantized_weights
-from shardwise.engine.shards import local_shard
+from shardwise.engine.shards import local_box, local_shard
 
 
 class MergedState(Mapping[str, Tensor]):
     """Name in the transformers class -> the tensor that base and adapters make together.
 
     Sharded like the base's; float32 where an adapter is merged into it or the base is quantised. Looking one up is
-    collective: every rank merges its own rows, and A [rank, in] is gathered for it.
+    collective: every rank merges its own rows, and A [rank, in] is gathered for it, of experts B too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -25,19 +25,18 @@ class MergedState(Mapping[str, Tensor]):
         self._names = {base: name for name, base in base_names(model).items() if base is not None}
         self._copies = trained_copies(model)
         self._quantized = quantized_weights(model)
-        self._scalings = {
-            f"{path}.base_layer.weight": (path, layer.scaling[ADAPTER]) for path, layer in lora_layers(model)
-        }
+        self._adapted = adapted_weights(model)
 
     @torch.no_grad()
     def __getitem__(self, base_name: str) -> Tensor:
         name = self._names[base_name]
         quantized = self._quantized.get(base_name)
         base = self._state[self._copies.get(name, name)] if quantized is None else quantized.unpacked()
-        if name not in self._scalings:
+        if base_name not in self._adapted:
             return base
-        path, scaling = self._scalings[name]
-        return _merged(base, self._state, path, scaling)
+        adapted = self._adapted[base_name]
+        merged = _merged_experts if adapted.is_experts else _merged_rows
+        return _sharded_as(base, merged(base, self._state, adapted))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -46,17 +45,38 @@ class MergedState(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _merged(base: Tensor, state: dict[str, Tensor], path: str, scaling: float) -> Tensor:
-    """W + s B A, float32 and sharded as W; with DoRA each row is then scaled to its magnitude.
+def _merged_rows(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
+    """This rank's rows of W + s B A in float32; with DoRA each is then scaled to its magnitude.
 
     W [out, in], B [out, rank] and the magnitudes [out] are sharded alike, by rows, so a row's norm is local.
     """
-    lora_a = gathered(state[f"{path}.lora_A.{ADAPTER}.weight"], torch.float32)
-    lora_b = local_shard(state[f"{path}.lora_B.{ADAPTER}.weight"])
-    rows = torch.addmm(local_shard(base).float(), lora_b.float(), lora_a.to(lora_b.device), alpha=scaling)
-    magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
+    lora_a = gathered(state[f"{adapted.path}.lora_A.{ADAPTER}.weight"], torch.float32)
+    lora_b = local_shard(state[f"{adapted.path}.lora_B.{ADAPTER}.weight"])
+    rows = torch.addmm(local_shard(base).float(), lora_b.float(), lora_a.to(lora_b.device), alpha=adapted.scaling)
+    magnitude = state.get(f"{adapted.path}.lora_magnitude_vector.{ADAPTER}.weight")
     if magnitude is not None:
         rows *= (local_shard(magnitude) / torch.linalg.vector_norm(rows, dim=1))[:, None]
+    return rows
+
+
+def _merged_experts(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
+    """This rank's part of W_e + s B_e A_e of every expert e, in float32.
+
+    W [E, out, in], or [E, in, out] where the family calls that transposed; A [E rank, in] holds the experts one after
+    the other; of B [out, rank E] every E-th column belongs to the same expert.
+    """
+    part, (experts, *inner) = local_shard(base), local_box(base)
+    num_experts = base.shape[0]
+    lora_a = gathered(state[f"{adapted.path}.lora_A.{ADAPTER}.weight"], torch.float32).to(part.device)
+    lora_b = gathered(state[f"{adapted.path}.lora_B.{ADAPTER}.weight"], torch.float32).to(part.device)
+    ins = lora_a.unflatten(0, (num_experts, -1))[experts]  # [e, rank, in]
+    outs = lora_b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)[experts]  # [e, out, rank]
+    if adapted.is_transposed:
+        ins, outs = outs.mT, ins.mT
+    return torch.baddbmm(part.float(), outs[:, inner[0]], ins[:, :, inner[1]], alpha=adapted.scaling)
+
+
+def _sharded_as(base: Tensor, rows: Tensor) -> Tensor:
     if not isinstance(base, DTensor):
         return rows
     return DTensor.from_local(

@@ -224,14 +224,16 @@ def build_unloaded(
 
 
 def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: EngineMesh, head_name: HeadName) -> None:
+    lora = config.lora if isinstance(config, EngineConfig) else None
     asked = {
         "packing": True,
         "fsdp2": mesh.fsdp.size() > 1,
         "export": isinstance(config, EngineConfig),
         "ulysses": mesh.sp_group is not None,
         "expert_parallel": mesh.ep is not None,
-        "lora": isinstance(config, EngineConfig) and config.lora is not None,
-        "qlora": isinstance(config, EngineConfig) and config.lora is not None and config.lora.quantize_base is not None,
+        "lora": lora is not None,
+        "lora_experts": lora is not None and bool(lora.target_parameters),
+        "qlora": lora is not None and lora.quantize_base is not None,
         head_name: head_name != "logprobs",
     }
     if reason := unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
 from shardwise.engine.mesh import EngineMesh, divisors
-from shardwise.engine.names import CONTAINERS, closest_classes, is_within, plain_name
+from shardwise.engine.names import CONTAINERS, closest_classes, is_within, outermost, plain_name
 from shardwise.engine.precision import Precision
 from shardwise.ops import decoder_layers, vision_path
 
@@ -71,7 +71,7 @@ class Units:
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         self._spread_experts = set(spread_experts)
-        named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        named = list(map(outermost, _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")))
         self._experts = [*named, *(path for path in spread_experts if path not in named)]
         self._tower = vision_path(model)
         self._precision = precision

@@ -18,6 +18,7 @@ CHECKS: Mapping[str, str] = {
     "ulysses": "sequence parallelism (ulysses_size above 1)",
     "expert_parallel": "expert parallelism (ep_size above 1)",
     "lora": "LoRA",
+    "lora_experts": "LoRA on fused experts",
     "qlora": "LoRA on a base in 4 bits",
     "token_values": "a value head",
     "sequence_scores": "a score head",

@@ -61,6 +61,21 @@ def test_engine_value_out_of_range_is_refused(key, value):
             "out of lora.target_modules",
         ),
         (
+            {"lora": {"target_parameters": ["experts.down_proj"]}, "ep_size": 2},
+            "ep_size=2 with lora.target_parameters=['experts.down_proj']: ranks that share experts cannot share the "
+            "adapters of experts; set ep_size=1, or adapt linear layers only",
+        ),
+        (
+            {"lora": {"target_parameters": ["experts.down_proj"], "dropout": 0.1}},
+            "lora: target_parameters=['experts.down_proj'] with dropout=0.1: peft has neither DoRA nor dropout for "
+            "adapters of fused experts; remove one of the two",
+        ),
+        (
+            {"lora": {"target_parameters": ["experts.down_proj"], "use_dora": True}},
+            "lora: target_parameters=['experts.down_proj'] with use_dora=true: peft has neither DoRA nor dropout for "
+            "adapters of fused experts; remove one of the two",
+        ),
+        (
             {"lora": {"dropout": 0.1}, "apply_tiled_mlp": True},
             "lora.dropout=0.1 with apply_tiled_mlp=true: a tiled MLP is computed twice and would drop other elements "
             "the second time; set lora.dropout=0",

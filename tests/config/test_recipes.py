@@ -321,6 +321,11 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
             "remove it, set rollout.sync_adapter_only=false, or rollout.engine=embedded",
         ),
         (
+            [*RL, "rollout.sync_adapter_only=true", "engine.lora={target_parameters: [a.b]}", "rollout.engine=vllm"],
+            "rollout.sync_adapter_only=true with rollout.engine=vllm, which cannot compute with "
+            "engine.lora.target_parameters; remove it, set rollout.sync_adapter_only=false, or rollout.engine=embedded",
+        ),
+        (
             [*RL, "rollout.router_replay=true", "rollout.engine=vllm"],
             "rollout: router_replay=true with engine=vllm, which does not tell which experts it chose: choices of "
             "experts are kept by engine=embedded in the process of a rank that trains, for completions of one turn; "

@@ -45,8 +45,9 @@ GRADIENT_TOLERANCE = 1e-5
 MIXTURE = "qwen3_moe"
 """The family with experts."""
 LORA = {"rank": 3, "alpha": 12.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-EXPERT_LORA = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+MIXTURE_LORA = {**LORA, "target_modules": ["q_proj", "v_proj"]}
 """Experts are no linear layers."""
+EXPERT_LORA = {**MIXTURE_LORA, "target_parameters": ["gate_up_proj", "down_proj"]}
 FOUR_HEADS = {"llama": {"hidden_size": 28, "num_attention_heads": 4}, MIXTURE: {"num_attention_heads": 4}}
 """Of the families whose tiny models have fewer, which four ranks could not share."""
 FROZEN = ["model.embed_tokens", "model.layers.0.mlp"]
@@ -95,7 +96,7 @@ AXES: dict[str, dict[str, dict]] = {
     "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
     "family": {name: {} for name in [*FAMILIES, MIXTURE]},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
-    "adapters": {"no adapters": {}, "lora": {"lora": LORA}, **QLORA},
+    "adapters": {"no adapters": {}, "lora": {"lora": LORA}, "expert lora": {"lora": EXPERT_LORA}, **QLORA},
     "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
     "wrap": {
         "root": {},
@@ -110,8 +111,10 @@ IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
     ("prefetch", {"prefetch"}, "reshard", {"keep"}),  # nothing is left to gather in backward
-    ("adapters", {"lora", "qlora"}, "frozen", {"frozen"}),
-    ("adapters", {"lora", "qlora"}, "loss", {"value"}),  # peft would train the head too
+    ("adapters", {"lora", "expert lora", "qlora"}, "frozen", {"frozen"}),
+    ("adapters", {"lora", "expert lora", "qlora"}, "loss", {"value"}),  # peft would train the head too
+    ("adapters", {"expert lora"}, "family", set(FAMILIES)),
+    ("adapters", {"expert lora"}, "experts", {"shared"}),
     ("wrap", {"expert units"}, "family", set(FAMILIES)),
     ("wrap", {"expert units"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # would be gathered for every tile
     ("experts", {"shared"}, "family", set(FAMILIES)),
@@ -363,9 +366,9 @@ class Families:
     """What cells start from and are compared to, by family."""
 
     models: dict
-    """(family, "policy", "value", "lora" or "qlora") -> model."""
+    """(family, "policy", "value" or the option of adapters) -> model."""
     folders: dict[tuple[str, str], str]
-    """Likewise; those of lora and qlora hold the adapter."""
+    """Likewise; those of adapters hold the adapter."""
     samples: dict[tuple[str, str, str], list]
     """(family, kind of model, "short" or "long") -> samples; old logprobs are near those of the model."""
     references: dict
@@ -386,8 +389,10 @@ def kind_of(cell):
     return "value" if cell.loss == "value" else "policy"
 
 
-def lora_of(family):
-    return EXPERT_LORA if family == MIXTURE else LORA
+def lora_of(family, kind):
+    if kind == "expert lora":
+        return EXPERT_LORA
+    return MIXTURE_LORA if family == MIXTURE else LORA
 
 
 def case_of(cell):
@@ -403,13 +408,15 @@ def families(tmp_path_factory):
             models[family, kind] = model
             folders[family, kind] = str(tmp_path_factory.mktemp(kind))
             model.save_pretrained(folders[family, kind])
-        folders[family, "lora"] = str(tmp_path_factory.mktemp("adapter"))
-        random_adapter(folders[family, "policy"], LoraConfig(**lora_of(family)), folders[family, "lora"])
+        adapted = ["lora", "expert lora"] if family == MIXTURE else ["lora"]
+        for kind in adapted:
+            folders[family, kind] = str(tmp_path_factory.mktemp("adapter"))
+            random_adapter(folders[family, "policy"], LoraConfig(**lora_of(family, kind)), folders[family, kind])
+            models[family, kind] = peft_model(folders[family, "policy"], folders[family, kind]).eval()
         folders[family, "qlora"] = folders[family, "lora"]
-        models[family, "lora"] = peft_model(folders[family, "policy"], folders[family, "lora"]).eval()
         models[family, "qlora"] = with_rounded_base(copy.deepcopy(models[family, "lora"]))
         for case, lengths in {"short": SHORT, "long": LONG}.items():
-            for kind in ("policy", "lora", "qlora"):
+            for kind in ("policy", *adapted, "qlora"):
                 drawn = random_samples(lengths, prompt_tokens=1, seed=len(lengths))
                 samples[family, kind, case] = with_policy_fields(models[family, kind], drawn)
             samples[family, "value", case] = samples[family, "policy", case]
@@ -450,7 +457,7 @@ def train_cell(folders, samples, cell, param_dtype):
     keys = {**cell.engine, "param_dtype": param_dtype}
     if cell.adapters != "no adapters":
         adapter = folders[cell.family, cell.adapters]
-        keys["lora"] = {**keys["lora"], **lora_of(cell.family), "adapter_path": adapter}
+        keys["lora"] = {**keys["lora"], **lora_of(cell.family, cell.adapters), "adapter_path": adapter}
     engine = TrainEngine.build(
         Path(folders[cell.family, "value" if cell.loss == "value" else "policy"]),
         EngineConfig(**keys),

@@ -1,6 +1,7 @@
 """`shardwise rl` of a mixture of experts: routers that replay the rollout's choice, experts that ranks share."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -51,6 +52,45 @@ def test_a_run_replays_experts_and_says_how_far_apart_it_was(mixture, assets, jo
         assert 2 <= row["train/router/aux_loss"] < 6
         assert row["train/router/max_violation/model.layers.1.mlp.gate"] > 0
     assert 0 < rows[0]["rollout/difference_replayed_experts"] < 0.05
+
+
+def test_adapters_of_experts_learn_from_rewards_alike_on_one_rank_and_two(mixture, assets, job, metrics_of, tmp_path):
+    """Experts are units of their own; the reference is the policy without adapters; saved with the merged model, which
+    is what peft makes of base and adapter."""
+    from peft import PeftModel
+
+    def run(num_ranks):
+        folder = tmp_path / str(num_ranks)
+        done = job(
+            num_ranks,
+            "rl",
+            *[f"model.path={mixture}", f"data.train_files={assets.parquet}", "data.max_prompt_tokens=40"],
+            *["engine.max_tokens_per_micro_batch=128", "engine.wrap_policy.moe_experts=[Qwen3MoeExperts]"],
+            "engine.lora={rank: 3, target_modules: [q_proj], target_parameters: [gate_up_proj, down_proj]}",
+            *["rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_response_tokens=8"],
+            *[f"reward.functions={assets.reward}", "algorithm.num_minibatches=2", "algorithm.kl_coef=0.1"],
+            *["trainer.total_steps=2", "trainer.learning_rate=1e-2", "trainer.save_every_steps=2"],
+            *["trainer.tensorboard=false", f"trainer.output_dir={folder}"],
+        )
+        assert done.code == 0, done.err
+        return metrics_of(folder), folder / "checkpoints" / "step_2"
+
+    (alone, checkpoint), (shared, _) = run(1), run(2)
+    for row, other in zip(alone, shared, strict=True):
+        assert row["train/grad_norm"] > 0
+        for name in ("train/loss", "train/grad_norm", "reward/mean", "rollout/response_tokens/mean"):
+            if name in row:
+                assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+    base = Qwen3MoeForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    start = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = PeftModel.from_pretrained(base, checkpoint / "adapter").merge_and_unload().state_dict()
+    merged = Qwen3MoeForCausalLM.from_pretrained(checkpoint / "hf", dtype=torch.float32).state_dict()
+    assert merged.keys() == expected.keys() == start.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-5)
+    moved = {name for name in start if not torch.equal(start[name], merged[name])}
+    adapted = ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert moved == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in adapted}
 
 
 def test_a_run_whose_ranks_share_experts_is_that_of_whole_experts(mixture, assets, job, metrics_of, tmp_path):

@@ -29,15 +29,18 @@ CASES = [
     ("llama", "rslora", False),
     ("llama", "dora", True),
     ("qwen3", "dora", False),
+    ("qwen3_moe", "experts", True),
+    ("qwen3_moe", "only_experts", False),
 ]
 """Family, variant, with modules to save. llama's dimensions divide by neither 2 nor 4 ranks everywhere."""
-ON_FOUR_RANKS = [("lora", (4, 2)), ("dora", (4, None))]
+FAMILIES = sorted({family for family, _, _ in CASES})
+ON_FOUR_RANKS = [("lora", (4, 2)), ("dora", (4, None)), ("experts", (4, None))]
 """Variant, and ranks and fsdp_size; with others only in `make test-full`."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
+    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in FAMILIES}
 
 
 def lora_of(family, variant, *, saves):

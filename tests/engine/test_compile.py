@@ -74,6 +74,13 @@ def train(folder, options):
             id="adapters on 4 bits",
             marks=[pytest.mark.full, needs_integer_shards],
         ),
+        pytest.param(
+            "qwen3_moe",
+            2,
+            {"lora": {"rank": 3, "alpha": 3, "target_parameters": ["gate_up_proj", "down_proj"]}},
+            id="adapters on experts",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_compiled_layers_compute_the_same(run_ranks, tmp_path, family, num_ranks, options):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig
 from shardwise.engine.adapters import adapter_weights
-from shardwise.engine.lora import adapter_names, adapters_off, base_names, inject_lora
+from shardwise.engine.lora import adapted_weights, adapter_names, adapters_off, base_names, inject_lora
 from shardwise.engine.precision import Precision
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
@@ -106,15 +106,84 @@ def mixture_of_experts(**options):
         return Qwen3MoeForCausalLM(config)
 
 
-def test_fused_experts_are_refused():
+def test_fused_experts_are_no_linear_layers():
     model = mixture_of_experts(num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="'gate_up_proj' is a bare parameter, such as fused experts have"):
-        inject_lora(model, LoraConfig(target_modules=["gate_up_proj"]))
-    with pytest.raises(ConfigError, match="experts is Qwen3MoeExperts; this version adapts linear layers"):
-        inject_lora(model, LoraConfig(target_modules=["experts"]))
     inject_lora(model, LoraConfig())
     adapted = {name.split(".lora_A.")[0].rpartition(".")[2] for name in adapter_names(model) if ".lora_A." in name}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+EXPERTS = "model.layers.{}.mlp.experts"
+
+
+def test_names_of_adapted_experts_map_to_model_files_and_adapter_files():
+    model = mixture_of_experts(num_hidden_layers=2)
+    plain = list(model.state_dict())
+    inject_lora(model, LoraConfig(rank=3, target_modules=["0.self_attn.q_proj"], target_parameters=["gate_up_proj"]))
+    names = base_names(model)
+    assert list(names) == list(model.state_dict())
+    assert [base for base in names.values() if base] == plain
+    assert {name for name, base in names.items() if base is None} == set(adapter_names(model))
+    experts = EXPERTS.format(1)
+    assert names[f"{experts}.base_layer.gate_up_proj"] == f"{experts}.gate_up_proj"
+    assert names[f"{experts}.base_layer.down_proj"] == f"{experts}.down_proj"
+    assert adapter_names(model)[f"{experts}.lora_A.default.weight"] == f"base_model.model.{experts}.lora_A.weight"
+    adapted = {name: weight.path for name, weight in adapted_weights(model).items()}
+    assert adapted == {
+        "model.layers.0.self_attn.q_proj.weight": "model.layers.0.self_attn.q_proj",
+        **{f"{EXPERTS.format(layer)}.gate_up_proj": EXPERTS.format(layer) for layer in (0, 1)},
+    }
+    shapes = {name: list(model.get_parameter(name).shape) for name in adapter_names(model) if experts in name}
+    assert shapes == {
+        f"{experts}.lora_A.default.weight": [4 * 3, 8],  # experts x rank, hidden
+        f"{experts}.lora_B.default.weight": [2 * 4, 3 * 4],  # gate and up, rank x experts
+    }
+
+
+def test_adapters_of_two_parameters_of_the_same_experts_lie_inside_each_other():
+    """As peft nests them; files and this package tell them apart by the path."""
+    model = mixture_of_experts(num_hidden_layers=1)
+    plain = list(model.state_dict())
+    inject_lora(model, LoraConfig(target_modules=[], target_parameters=["experts.down_proj", "experts.gate_up_proj"]))
+    experts = EXPERTS.format(0)
+    assert [base for base in base_names(model).values() if base] == plain
+    assert {name: weight.path for name, weight in adapted_weights(model).items()} == {
+        f"{experts}.down_proj": experts,
+        f"{experts}.gate_up_proj": f"{experts}.base_layer",
+    }
+    assert set(adapter_names(model).values()) == {
+        f"base_model.model.{path}.lora_{part}.weight" for path in (experts, f"{experts}.base_layer") for part in "AB"
+    }
+
+
+FUSED = "its fused experts are: experts.down_proj, experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"target_modules": ["gate_up_proj"]}, "'gate_up_proj' is a bare parameter, which engine.lora.target_parameters"
+         " is for, not a module of Qwen3MoeForCausalLM"),
+        ({"target_modules": ["experts"]}, "experts is Qwen3MoeExperts; this version adapts linear layers, which end in:"
+         " k_proj, o_proj, q_proj, v_proj, and fused experts, which target_parameters names"),
+        ({"target_parameters": ["gate_up"]}, f"'gate_up' matches no parameter of Qwen3MoeForCausalLM; {FUSED}"),
+        ({"target_parameters": ["experts"]}, f"'experts' matches no parameter of Qwen3MoeForCausalLM; {FUSED}"),
+        ({"target_parameters": ["gate.weight"]}, f"model.layers.0.mlp.gate.weight has 2 dimensions, and fused experts "
+         f"have 3; {FUSED}. Linear layers go into target_modules"),
+        ({"target_parameters": ["down_proj"], "modules_to_save": ["experts"]}, "engine.lora.target_parameters="
+         f"['down_proj'] leaves no experts of Qwen3MoeForCausalLM to adapt, with modules_to_save=['{EXPERTS.format(0)}"
+         f"']; {FUSED}"),
+    ],
+)  # fmt: skip
+def test_names_of_experts_that_cannot_be_used_are_refused_with_what_can(lora, message):
+    with pytest.raises(ConfigError) as error:
+        inject_lora(mixture_of_experts(num_hidden_layers=1), LoraConfig(**lora))
+    assert message in str(error.value)
+
+
+def test_a_dense_model_has_no_experts_to_adapt(folders):
+    with pytest.raises(ConfigError, match=r"matches no parameter of Qwen3ForCausalLM; .* experts are: it has none"):
+        injected(folders["qwen3"], target_parameters=["experts.down_proj"])
 
 
 @pytest.mark.filterwarnings("ignore:The following")  # peft's, of the mapping that is then refused

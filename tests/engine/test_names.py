@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.engine.names import closest_classes, closest_modules, plain_name
+from shardwise.engine.names import closest_classes, closest_modules, outermost, plain_name
 from shardwise.engine.tiled_mlp import TiledMLP
 
 
@@ -21,6 +21,11 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(3, 2)
         self.layers = nn.ModuleList([Block(), Block()])
+
+
+def test_the_outermost_of_nested_adapters_is_at_the_path_of_what_it_adapts():
+    assert outermost("layers.0.experts.base_layer.base_layer") == "layers.0.experts"
+    assert outermost("layers.0.experts") == "layers.0.experts"
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda module: TiledMLP(module, 2)])
