@@ -499,7 +499,7 @@ def whole_gradients(shards_by_rank, fsdp_size):
 
 def errors_of_cell(cell, ranks, expected):
     """The relative error of the loss, and of each gradient the largest error relative to its largest element, over both
-    orders of the samples."""
+    orders of the samples. Infinite where anything is not a number."""
     loss, gradients = expected
     num_sharing = cell.engine.get("ulysses_size", 1)
     loss_error, gradient_errors = 0.0, dict.fromkeys(gradients, 0.0)
@@ -507,7 +507,7 @@ def errors_of_cell(cell, ranks, expected):
         if cell.micro_batches in ("several", "each sequence"):
             assert parts[0][0] >= 2, cell.name
         total = sum(part[1] for part in parts[::num_sharing])
-        loss_error = max(loss_error, abs(total - loss) / abs(loss))
+        loss_error = max(loss_error, number_or_infinity(abs(total - loss) / abs(loss)))
         whole = whole_gradients([part[2] for part in parts], cell.engine.get("fsdp_size", cell.world_size))
         assert whole.keys() == gradients.keys()
         for name, gradient in whole.items():
@@ -516,8 +516,28 @@ def errors_of_cell(cell, ranks, expected):
             if gradient is None:
                 continue
             error = (gradient - gradients[name]).abs().max() / gradients[name].abs().max()
-            gradient_errors[name] = max(gradient_errors[name], error.item())
+            gradient_errors[name] = max(gradient_errors[name], number_or_infinity(error.item()))
     return loss_error, gradient_errors
+
+
+def number_or_infinity(error):
+    """max(0, nan) is 0 in Python."""
+    return math.inf if math.isnan(error) else error
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "expected"),
+    [(2.0, 3.0, (1.0, 0.5)), (math.nan, 3.0, (math.inf, 0.5)), (2.0, math.nan, (1.0, math.inf))],
+)
+def test_an_error_is_seen_whatever_it_is(loss, gradient, expected):
+    parts = [(1, loss, {"w": (0, torch.tensor([gradient, 2.0]))})] * 2
+    loss_error, errors = errors_of_cell(cell(), [parts], (1.0, {"w": torch.tensor([2.0, 2.0])}))
+    assert (loss_error, errors["w"]) == expected
+
+
+def test_a_reference_without_a_gradient_hides_nothing():
+    parts = [(1, 1.0, {"w": (0, torch.zeros(2))})]
+    assert errors_of_cell(cell(), [parts], (1.0, {"w": torch.zeros(2)}))[1] == {"w": math.inf}
 
 
 def assert_cells_equal_the_reference(run_ranks, families, cells):
