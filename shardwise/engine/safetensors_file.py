@@ -110,7 +110,7 @@ class SafetensorsReader:
         try:
             opened = self._file = path.open("rb", buffering=0)
             self._data_start, self._entries = self._read_header()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if opened is not None:
                 opened.close()
             reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
@@ -177,9 +177,13 @@ class SafetensorsReader:
             raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
         entries = {name: _entry(name, entry) for name, entry in header.items()}
-        end = 8 + length + max((start + spec.nbytes for spec, start in entries.values()), default=0)
-        if end != size:
-            raise ValueError(f"its tensors end at byte {end}, and the file at {size}")
+        end = 0
+        for name, (spec, start) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
+            if start != end:  # else one tensor would be read from the bytes of another
+                raise ValueError(f"{name} begins at byte {start} of the data, where the tensor before ends at {end}")
+            end += spec.nbytes
+        if 8 + length + end != size:
+            raise ValueError(f"its tensors end at byte {8 + length + end}, and the file at {size}")
         return 8 + length, entries
 
     def _bytes(self, length: int) -> bytes:

@@ -121,7 +121,13 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"t": {"dtype": "F32", "shape": [2]}}, "its header lacks 'data_offsets'"),
         ({"t": ENTRY | {"shape": [3]}}, r"t has 8 bytes, \[3\] of torch.float32 is 12"),
         ({"t": ENTRY | {"data_offsets": [-8, 0]}}, "t has 8 bytes"),
-        ({"t": ENTRY | {"data_offsets": [8, 16]}}, r"its tensors end at byte \d+, and the file at \d+"),
+        ({"t": ENTRY | {"data_offsets": [8, 16]}}, "t begins at byte 8 of the data, where the tensor before ends at 0"),
+        (
+            {"t": ENTRY | {"shape": [1], "data_offsets": [0, 4]}, "u": ENTRY},
+            "u begins at byte 0 of the data, where the tensor before ends at 4",
+        ),
+        ({"t": ENTRY | {"shape": [1], "data_offsets": [0, 4]}}, r"its tensors end at byte \d+, and the file at \d+"),
+        (b"[" * 100_000, "maximum recursion depth exceeded"),
         ({}, r"its tensors end at byte 10, and the file at 18"),
     ],
 )
