@@ -227,6 +227,12 @@ class EngineConfig(LayoutConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
 
+    @property
+    def has_float16_gradients(self) -> bool:
+        """Somewhere gradients are float16, whose small numbers only a loss scale saves from becoming 0."""
+        modules = [entry.param_dtype for entry in self.module_precision]
+        return "float16" in (self.param_dtype, self.reduce_dtype, *modules)
+
     def frozen(self) -> FrozenEngineConfig:
         """A frozen engine on the same layout."""
         return FrozenEngineConfig(**{name: getattr(self, name) for name in LayoutConfig.model_fields})

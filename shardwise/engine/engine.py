@@ -144,7 +144,7 @@ class TrainEngine:
                 sharded.model.hf_model,
                 optimizer,
                 total_steps=total_steps,
-                loss_scaling=config.param_dtype == "float16",
+                loss_scaling=isinstance(config, EngineConfig) and config.has_float16_gradients,
                 seed=seed,
             )
         engine = cls(sharded, sharded_optimizer, config=config, device=device, seed=seed)
