@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 
 from shardwise.config import ConfigError, ModelError
 
-MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "ffn")
 DEFAULT_NUM_SHARDS = 4
 
 
@@ -102,7 +102,7 @@ def _compute(mlp: nn.Module, tokens: Tensor) -> tuple[Tensor, ...]:
 
 
 def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The MLP of every layer.
+    """The MLP of every layer; both, where one stands beside a mixture of experts.
 
     Raises:
         ConfigError: a layer has none under a name that we know.
@@ -116,7 +116,7 @@ def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
                 f"engine.apply_tiled_mlp=true: {layer} has no MLP named {', '.join(MLP_NAMES)}; its parts are "
                 f"{', '.join(children)}. Set it to false for this model"
             )
-        paths.append(f"{layer}.{known[0]}")
+        paths += [f"{layer}.{name}" for name in known]
     return paths
 
 

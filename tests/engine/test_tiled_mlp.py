@@ -239,9 +239,14 @@ def test_mlps_are_found_by_name_and_a_layer_without_one_is_refused():
         mlp_paths(model, ["model.layers.1.self_attn"])
     assert str(error.value) == (
         "engine.apply_tiled_mlp=true: model.layers.1.self_attn has no MLP named mlp, feed_forward, "
-        "block_sparse_moe, ffn; its parts are q_proj, k_proj, v_proj, o_proj, q_norm, k_norm. Set it to false for this "
-        "model"
+        "block_sparse_moe, shared_mlp, ffn; its parts are q_proj, k_proj, v_proj, o_proj, q_norm, k_norm. Set it to "
+        "false for this model"
     )
+
+
+def test_of_a_layer_with_experts_and_an_mlp_beside_them_both_are_tiled(tmp_path):
+    model = save_model("granitemoeshared", FAMILIES["granitemoeshared"], tmp_path)
+    assert mlp_paths(model, ["model.layers.1"]) == ["model.layers.1.block_sparse_moe", "model.layers.1.shared_mlp"]
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, DEFAULT_NUM_SHARDS), (7, 7)])
@@ -262,14 +267,16 @@ def gradients(folder, options):
     return {name: p.grad.full_tensor() for name, p in engine._model.hf_model.named_parameters()}
 
 
-@pytest.mark.parametrize(("family", "num_shards"), [("qwen3", 2), ("qwen3", 3), ("qwen3", 64), ("gpt_oss", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_shards"), [("qwen3", 2), ("qwen3", 3), ("qwen3", 64), ("gpt_oss", 3), ("granitemoeshared", 3)]
+)
 def test_engine_with_tiled_mlps_has_the_gradients_of_one_without(run_ranks, tmp_path, family, num_shards):
     """Parameters gathered by FSDP, with recomputation around the slices too; experts whose MLP returns its router's
     scores."""
-    if family == "gpt_oss":
-        save_model(family, FAMILIES[family] | {"vocab_size": 131}, tmp_path)
-    else:
+    if family == "qwen3":
         tiny_folder(family, tmp_path)
+    else:
+        save_model(family, FAMILIES[family] | {"vocab_size": 131}, tmp_path)
     folder = str(tmp_path)
     expected = run_ranks(gradients, 2, folder, {})[0]
     for options in ({}, {"activation_checkpointing": "full"}):
@@ -277,5 +284,5 @@ def test_engine_with_tiled_mlps_has_the_gradients_of_one_without(run_ranks, tmp_
         found = run_ranks(gradients, 2, folder, tiled)[0]
         assert len(found) == len(expected)
         for (name, ours), theirs in zip(found.items(), expected.values(), strict=True):
-            bound = 1e-5 * theirs.abs().max() if family == "gpt_oss" else 1e-6 * (theirs.abs().max() + 0.1)
+            bound = 1e-6 * (theirs.abs().max() + 0.1) if family == "qwen3" else 1e-5 * theirs.abs().max()
             assert (ours - theirs).abs().max() <= bound, name
