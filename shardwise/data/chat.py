@@ -32,6 +32,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise all kinds here, a bare Exception among them
+        _require_readable(Path(path) / "config.json")
         raise ModelError(
             f"no tokenizer can be loaded from {path} ({' '.join(str(error).split())[:300]}); "
             "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
@@ -49,6 +50,15 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(config.chat_template)
     return tokenizer
+
+
+def _require_readable(config: Path) -> None:
+    """transformers reads it before the tokenizer. Raises ModelError: it is there, and no JSON object."""
+    try:
+        if config.is_file() and not isinstance(json.loads(config.read_text(encoding="utf-8")), dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{config} cannot be read: {error}; download or copy it again") from None
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:

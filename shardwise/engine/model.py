@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -292,6 +294,7 @@ def build_on_meta(
     options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
+        _check_groups_of_heads(folder, config)
         if has_value_head and type(config) not in MODEL_CLASSES[head_name]._model_mapping:
             raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
         model_class = MODEL_CLASSES[head_name]
@@ -301,10 +304,11 @@ def build_on_meta(
             model = model_class.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_of(config, PACKED_ATTENTION)
             )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
-        raise ModelError(f"{folder} cannot be built as a model for {kind}: {error}") from None
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{folder} cannot be built as a model for {kind}; look into its config.json. {text}") from None
     if reason := unsupported_reason(model, has_projection=not has_value_head, is_packed=True):
         raise ModelError(f"{folder}: {reason}")
     if model_class is AutoModelForImageTextToText and (reason := vision_reason(model)):
@@ -317,6 +321,17 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
+
+
+def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:
+    """Every head of keys and values has the same number of query heads."""
+    text = config.get_text_config()
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads < 1 or heads % kv_heads):
+        raise ModelError(
+            f"{folder}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; correct its "
+            "config.json"
+        )
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:

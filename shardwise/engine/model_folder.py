@@ -143,16 +143,16 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Gives a model that is built from its config the generation config beside it, so that exports keep it.
 
     Raises:
-        ModelError: transformers would refuse to save it.
+        ModelError: transformers cannot read it, or would refuse to save it.
     """
     if not (folder / GENERATION_CONFIG_NAME).is_file():
         return
-    config = GenerationConfig.from_pretrained(folder)
     try:
+        config = GenerationConfig.from_pretrained(folder)
         config.validate(strict=True)
-    except ValueError as error:
+    except (ValueError, OSError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ModelError(
-            f"{folder / GENERATION_CONFIG_NAME} cannot be saved again as it is; correct it: {text}"
+            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: {text}"
         ) from None
     model.generation_config = config

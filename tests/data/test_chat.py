@@ -403,6 +403,12 @@ def test_missing_tokenizer_is_refused(tmp_path, model_folder):
         load_tokenizer(ModelConfig(path=str(model_folder)))
 
 
+def test_a_config_that_is_broken_is_not_taken_for_a_missing_tokenizer(model_folder):
+    (model_folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: Expecting property name .* copy it again$"):
+        load_tokenizer(ModelConfig(path=str(model_folder)))
+
+
 def test_broken_tokenizer_is_refused(model_folder):
     (model_folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer can be loaded from"):

@@ -123,19 +123,26 @@ def test_experts_implementation_reaches_the_config_that_the_experts_read(tmp_pat
     assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
 
 
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 2}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be built as a model for CausalLM: "),
-        (json.dumps({"model_type": "no-such-model"}), "cannot be built as a model for CausalLM: "),
-        (T5Config(num_layers=1).to_json_string(), "cannot be built as a model for CausalLM: "),
+        ("{", r"cannot be built as a model for CausalLM; look into its config\.json\. OSError: "),
+        (json.dumps({"model_type": "no-such-model"}), r"look into its config\.json\. ValueError: [^\n]+$"),
+        (T5Config(num_layers=1).to_json_string(), r"for CausalLM; look into its config\.json\. ValueError: "),
+        (QWEN3 | {"num_attention_heads": 4, "num_key_value_heads": 3},
+         r"num_key_value_heads=3 does not divide num_attention_heads=4; correct its config\.json"),
+        (QWEN3 | {"num_attention_heads": 0}, "num_key_value_heads=2 does not divide num_attention_heads=0"),
+        (QWEN3 | {"hidden_act": "swoosh"}, r"look into its config\.json\. KeyError: 'swoosh'"),
+        (QWEN3 | {"num_hidden_layers": "two"}, r"look into its config\.json\. \w+: .*num_hidden_layers"),
         (BertConfig(num_hidden_layers=1, is_decoder=True).to_json_string(), "bias on its output projection"),
         (GPT2Config(n_layer=1).to_json_string(), r"dropout.*transformer\.drop=0\.1, .*set it to 0"),
     ],
-    ids=["broken", "unknown", "encoder-decoder", "projection-bias", "dropout"],
-)
+)  # fmt: skip
 def test_models_that_cannot_be_trained_are_refused(tmp_path, content, message):
-    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ModelError, match=message):
         build_on_meta(tmp_path)
 
@@ -188,5 +195,12 @@ def test_what_does_not_generate_has_no_generation_config(tmp_path, head):
 def test_a_generation_config_that_could_not_be_saved_again_is_refused_at_once(tmp_path):
     folder = tiny_folder("qwen3", tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be saved again .*do_sample"):
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read, or not .*do_sample"):
+        build_on_meta(folder)
+
+
+def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path):
+    folder = tiny_folder("qwen3", tmp_path)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read, or not be saved again as it is"):
         build_on_meta(folder)
