@@ -21,6 +21,7 @@ from shardwise.config import (
     ModelConfig,
     ModelError,
     OptimizerConfig,
+    UserError,
 )
 from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
@@ -48,6 +49,8 @@ from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, 
 
 POLICY = "policy"
 """The role of the engine whose weights the rollout engine serves."""
+OF_MAIN_SECTION = (POLICY, "student", "reward model")
+"""Roles whose engine has its options under `engine`, as its errors say."""
 
 _ANY_ENGINE: TypeAdapter[EngineConfig | FrozenEngineConfig] = TypeAdapter(EngineConfig | FrozenEngineConfig)
 
@@ -170,11 +173,16 @@ class Worker:
             seed=seed,
             temperature=temperature,
         )
-        built = source.build(
-            self._device,
-            optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
-            total_steps=total_steps,
-        )
+        try:
+            built = source.build(
+                self._device,
+                optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
+                total_steps=total_steps,
+            )
+        except UserError as error:
+            if role in OF_MAIN_SECTION:
+                raise
+            raise type(error)(f"the {role}, whose options are not those under `engine`: {error}") from None
         self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
