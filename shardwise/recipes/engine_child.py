@@ -9,10 +9,10 @@ import json
 import sys
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import GenerationConfig, LoraConfig, ModelConfig
 from shardwise.engine import take_device
+from shardwise.recipes.quiet import quiet_libraries
 from shardwise.recipes.rollout_engines import build_here
 from shardwise.rollout import RolloutEngine, serve
 
@@ -23,7 +23,7 @@ def main(*descriptors: int) -> None:
     Args:
         descriptors: and the rank's process, as `serve` takes them.
     """
-    disable_progress_bar()
+    quiet_libraries()
     setup = json.load(sys.stdin)
 
     def build() -> RolloutEngine:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import (
     ConfigError,
@@ -43,6 +42,7 @@ from shardwise.recipes.import_checkpoint import import_checkpoint
 from shardwise.recipes.parity import EngineName, parity
 from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
+from shardwise.recipes.quiet import quiet_libraries
 from shardwise.recipes.replay import replay
 from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
@@ -172,7 +172,7 @@ def run_rank(
         The exit code of this process.
     """
     die_with_launcher()
-    disable_progress_bar()  # ours is the only one
+    quiet_libraries()
     rank = Rank.from_environment()
     be_watched(rank.rank)
     note: Callable[[Exception], int] = partial(note_failure, rank=rank.rank)

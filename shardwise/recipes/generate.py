@@ -4,12 +4,12 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from shardwise.config import ConfigError, ModelConfig
 from shardwise.data import render_prompt
 from shardwise.engine import take_device
 from shardwise.recipes.build import open_model
+from shardwise.recipes.quiet import quiet_libraries
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
@@ -32,7 +32,7 @@ def converse(
     """
     if max_tokens < 1 or num_completions < 1 or temperature < 0:
         raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is at least 0")
-    disable_progress_bar()
+    quiet_libraries()
     model = open_model(ModelConfig(path=path))
     engine = EmbeddedEngine.from_folder(
         model.folder, dtype=torch.float32, max_rows=num_completions, device=take_device(0)

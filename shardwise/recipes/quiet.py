@@ -1,0 +1,14 @@
+"""What the libraries of a run say about themselves beside what the run says."""
+
+import logging
+
+from transformers.utils.logging import disable_progress_bar
+
+_KERNELS_OF_BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
+"""It warns when it is imported, which peft does for every adapter: of kernels that nothing here asks for."""
+
+
+def quiet_libraries() -> None:
+    """No progress bars but ours, and no warning of what is not used."""
+    disable_progress_bar()
+    logging.getLogger(_KERNELS_OF_BITSANDBYTES).setLevel(logging.ERROR)
