@@ -24,8 +24,10 @@ test: install
 	$(BIN)/python -m pytest -m 'not full and not alone' -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not full and alone'
 
-# Every combination of layouts and memory options, where `make test` takes every pair.
+# Every combination of layouts and memory options, where `make test` takes every pair; 8-bit AdamW with torchao, which every
+# process that imports peft would import too.
 test-full: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adamw-8bit]'
 	$(BIN)/python -m pytest -m full
 
 # Everything that may happen to a run: killed, stopped and cut off at every point; `make test` takes most of it.

@@ -96,7 +96,7 @@ def gap_to_float32():
 
 
 @needs_torchao
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchaos_adamw_follows_float32_in_about_a_quarter_of_the_memory(run_ranks, world_size):
     """Measured: the movements differ by 1.5 %, in 0.27 of the bytes on one rank; two ranks give the same number."""
