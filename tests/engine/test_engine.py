@@ -44,7 +44,7 @@ def forward_packed(folder, versions, temperature, engine_config, max_tokens):
     return results, dtypes
 
 
-def test_sequences_of_one_pack_never_see_each_other(run_ranks, folder):
+def test_trap_6_sequences_of_one_pack_never_see_each_other(run_ranks, folder):
     """Trap 6: with one token of one sequence changed, every other sequence keeps its bits."""
     samples = fully_trained(random_samples(LENGTHS))
     versions = [samples]

@@ -70,7 +70,8 @@ def test_empty_tensor_and_no_tensor_are_nothing_to_take():
 
 
 def test_trap_27_offload_that_returns_to_the_wrong_device():
-    """Trap 27: the storage itself is filled again, so there is no other device to return to."""
+    """Trap 27: the storage itself is filled again, so there is no other device to return to. Where there is one,
+    tests/gpu/test_gpu_offload.py looks."""
     tensor = torch.arange(5.0)
     storage = tensor.untyped_storage()
     copies = HostCopies()
