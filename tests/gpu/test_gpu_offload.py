@@ -1,18 +1,9 @@
 """Parts of an engine leave the device and come back: the memory is really free in between, and training is the same."""
 
-import gc
-
 import pytest
-import torch
-from small_gpu_model import build, loss_of, packed, train
+from small_gpu_model import allocated, build, loss_of, packed, train
 
 PARTS = ("params", "grads", "optimizer")
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
 
 
 def num_bytes(engine, part) -> int:
