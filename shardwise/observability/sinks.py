@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+METRICS = "metrics.jsonl"
+"""In a run's folder."""
 MAX_WAITING_BYTES = 1 << 26
 """Of lines that a full disk keeps from being written."""
 
@@ -49,7 +51,7 @@ class RunLog:
         with ExitStack() as stack:
             self._metrics, self._performance = (
                 stack.enter_context(_JsonLines(output_dir / name, last_step, keeps_lines=keeps_lines))
-                for name in ("metrics.jsonl", "performance.jsonl")
+                for name in (METRICS, "performance.jsonl")
             )
             events = output_dir / "tensorboard"
             if last_step is None:

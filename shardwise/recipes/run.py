@@ -9,9 +9,10 @@ from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, ModelError, TrainingConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.controller.failures import is_lost_peer
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.engine import named_failures
-from shardwise.observability import Progress, RunLog, SampleLog, Spans, move_aside
+from shardwise.observability import METRICS, Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.fingerprints import fingerprints
@@ -80,7 +81,14 @@ class Run:
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
-        self._saver = Saver(self.output_dir, config, engines, self._reported, files=self._files)
+        self._saver = Saver(
+            self.output_dir,
+            config,
+            engines,
+            self._reported,
+            files=self._files,
+            begun_from=None if self._start is None else self._start.begun_from,
+        )
 
     @property
     def _keeps_lines(self) -> bool:
@@ -115,6 +123,7 @@ class Run:
             stack.enter_context(writer_lock(self.output_dir))
             self._start = find_start(self._config, files=self._files, verify=self._verify)
             self._restore()
+            self._warn_of_lost_checkpoints()
             self._prepare_folder()
             log = RunLog(
                 self.output_dir,
@@ -130,9 +139,10 @@ class Run:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        with suppress(Exception):  # `steps` has raised what there was, unless something else came first
-            self._saver.wait()
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None or not is_lost_peer(error):  # a rank that is gone or hangs holds up its part of a save too
+            with suppress(Exception):  # `steps` has raised what there was, unless something else came first
+                self._saver.wait()
         with named_failures(self.output_dir):
             self._open.close()
         if self._saver.newest is not None:
@@ -211,6 +221,17 @@ class Run:
         damage, *_ = self._group.call("verify_files", str(checkpoint))
         if damage is not None:
             raise ModelError(damage)
+
+    def _warn_of_lost_checkpoints(self) -> None:
+        """A disk that is not mounted looks like a folder without checkpoints."""
+        metrics = self.output_dir / METRICS
+        if self._start is None and self._trainer.resume == "auto" and metrics.exists() and metrics.stat().st_size:
+            print(
+                f"warning: {metrics} is of a run of which {self.output_dir / CHECKPOINTS} holds nothing to go on from; "
+                "starts at the beginning and moves its logs aside",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _prepare_folder(self) -> None:
         try:

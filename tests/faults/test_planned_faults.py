@@ -59,6 +59,22 @@ def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stack
     assert not (run.run / "checkpoints" / "step_2").exists()
 
 
+def test_f03_a_rank_that_is_stopped_during_a_save_ends_the_job_by_the_deadline_of_collectives(assets, start, tmp_path):
+    """The save in the background waits for the same rank, by a deadline of its own, which is longer than the test."""
+    run = start(
+        *("sft", "--nproc", "2", *four_steps(assets)),
+        *("engine.collective_timeout_seconds=8", "trainer.save_timeout_seconds=3600"),
+        "trainer.faults=[rank=1 phase=write action=stop]",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    run.wait_until(lambda: 2 in run.steps)
+    began = time.monotonic()
+    assert run.end() == 1
+    assert time.monotonic() - began < 60
+    assert re.match(r"error: rank 1 hangs in .* and is stopped \(SIGSTOP\)", run.err), run.err
+    assert not (run.run / "checkpoints" / "step_2").exists()
+
+
 @pytest.mark.full
 def test_f21_a_save_may_take_longer_than_a_collective(assets, start, tmp_path):
     """Each of rank 1's writes takes 0.2 s, all of them longer than ranks wait for each other in training."""

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from shardwise.config import ConfigError, ExportError, ModelConfig, SFTConfig
+from shardwise.controller.base import RankSilentError
 from shardwise.recipes.run import Run
 from shardwise.recipes.stopping import Stopped
 from shardwise.types import MetricValue
@@ -296,6 +297,38 @@ def test_what_was_logged_before_an_error_stays_readable(tmp_path, run_of):
     with pytest.raises(ZeroDivisionError):
         train()
     assert [row["train/loss"] for row in lines(tmp_path / "metrics.jsonl")] == [1.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (RankSilentError("rank 1 did not answer `train` within 10 s"), False),
+        (RuntimeError("[gloo] Timed out waiting 10000ms for recv operation to complete"), False),
+        (ZeroDivisionError("of this rank"), True),
+    ],
+    ids=["silent rank", "lost connection", "own error"],
+)
+def test_f03_nobody_waits_for_a_save_that_a_lost_rank_holds_up(tmp_path, run_of, monkeypatch, error, waits):
+    """The save would wait for that rank by its own deadline, an hour, and the job with it."""
+    run, waited = run_of(tmp_path), []
+    monkeypatch.setattr(run._saver, "wait", lambda: waited.append(True))
+    with pytest.raises(type(error)), run:
+        raise error
+    assert waited == [True] * waits
+
+
+def test_f27_logs_without_a_checkpoint_are_told_when_a_run_starts_anew(tmp_path, run_of, capsys):
+    """A disk that is not mounted looks like that."""
+    run_to(run_of(tmp_path), 5)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    run_to(run_of(tmp_path), 2)
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path}/metrics.jsonl is of a run of which {tmp_path}/checkpoints holds nothing to go on from; "
+        "starts at the beginning and moves its logs aside\n"
+    )
+    run_to(run_of(tmp_path, resume="never"), 2)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, run_of):
