@@ -31,7 +31,7 @@ from shardwise.config import (
 from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
 from shardwise.controller.exit_codes import INTERRUPTED, USER_ERROR
-from shardwise.controller.launch import is_launched, launch
+from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import REPORTS
@@ -115,6 +115,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         stop_grace_seconds=trainer.stop_grace_seconds,
         faults=Path(trainer.output_dir) / REPORTS,
         stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
+        started=PROCESS_STARTED,  # a time limit counts what is done before the ranks are
         restarts=Restarts(
             options.max_restarts,
             command=again,

@@ -26,7 +26,8 @@ LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER"
 """The process that started the ranks; when it is gone they end."""
 STARTED_VARIABLE = "SHARDWISE_STARTED"
 """When the job started, as time.monotonic()."""
-_PROCESS_STARTED = time.monotonic()
+PROCESS_STARTED = time.monotonic()
+"""The command imports this module before anything that takes time."""
 _POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0
 """What ranks that wait in one collective get, after the first of them gave up, to say so too."""
@@ -45,6 +46,7 @@ def launch(
     faults: Path | None = None,
     stall: StallLimit | None = None,
     restarts: Restarts | None = None,
+    started: float | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
 
@@ -55,11 +57,12 @@ def launch(
         faults: the folder for reports of what every rank did when one hung or crashed.
         stall: how long rank 0 may take to go on; None: as long as it wants.
         restarts: decides whether a job that failed starts again.
+        started: when the job began, as time.monotonic(); None: now.
     Returns:
         The job's exit code. Prints why it failed.
     """
     asked: list[int] = []
-    variables = {STARTED_VARIABLE: str(time.monotonic())}
+    variables = {STARTED_VARIABLE: str(time.monotonic() if started is None else started)}
     with stop_signals(asked.append):
         while True:
             end = _run(
@@ -90,7 +93,7 @@ def is_launched() -> bool:
 
 def seconds_since_start() -> float:
     """How long this job has been running; under torchrun, how long this process has."""
-    return time.monotonic() - float(os.environ.get(STARTED_VARIABLE, _PROCESS_STARTED))
+    return time.monotonic() - float(os.environ.get(STARTED_VARIABLE, PROCESS_STARTED))
 
 
 def die_with_launcher() -> None:

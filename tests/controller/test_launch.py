@@ -354,3 +354,27 @@ def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch
     assert capsys.readouterr().err.splitlines()[-1] == "error: rank 3: division by zero"
     assert note_failure(RuntimeError("Connection closed by peer [127.0.0.1]:4"), 3) == 1
     assert capsys.readouterr().err == "rank 3: another rank ended or hangs; its own message tells why\n"
+
+
+def test_the_time_of_a_job_counts_from_where_the_command_began(command, tmp_path):
+    body = """
+    from shardwise.controller.launch import seconds_since_start
+    Path(sys.argv[1], "age").write_text(str(seconds_since_start()))
+    """
+    assert launch(command(body), nproc=1, started=time.monotonic() - 1000) == 0
+    assert 1000 <= float((tmp_path / "age").read_text()) < 1000 + 60
+
+
+def test_the_command_counts_what_it_does_before_ranks_are_there():
+    """Looking at the inputs imports torch, which takes seconds."""
+    script = (
+        "import time, sys; from shardwise import cli; begun = time.monotonic(); cli.launch = lambda *_, **given: "
+        "print(given['started'] <= begun) or 0; sys.exit(cli._launch_training(config, options, []))"
+    )
+    setup = (
+        "from types import SimpleNamespace as N; from shardwise.config import SFTConfig; "
+        "config = SFTConfig.parse({'model': {'path': 'm'}, 'data': {'train_files': 't'}}, origin='test'); "
+        "options = N(nproc=2, max_restarts=0); "
+    )
+    done = subprocess.run([sys.executable, "-c", setup + script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "True\n"
