@@ -66,7 +66,8 @@ class TrainerConfig(OptimizerConfig):
     waits for the disk, and needs no memory."""
     resume: str = "auto"
     """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
-    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from."""
+    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from; once the run has
+    saved one that began there, the same command goes on from its newest."""
     resume_fallback: Literal["previous", "fail"] = "previous"
     """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
     whole, or fails. A path that is named always fails."""

@@ -37,6 +37,8 @@ class Start:
     """Whether it is one of the run's own output folder, whose files are then continued."""
     damage: list[str] = field(default_factory=list, compare=False)
     """What is wrong with the newer ones that were passed over, the newest first."""
+    begun_from: str | None = None
+    """The path in trainer.resume that the run in this folder began from, if it did."""
 
 
 def find_start(
@@ -45,7 +47,8 @@ def find_start(
     files: Fingerprints | None = None,
     verify: Callable[[Path], None] = lambda _: None,
 ) -> Start | None:
-    """What trainer.resume says: None for a run that starts at its beginning.
+    """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
+    checkpoint of its own, so that the same command goes on.
 
     Args:
         files: what the run reads; None looks at it here, if there is a checkpoint.
@@ -59,19 +62,28 @@ def find_start(
     require_known_keys(trainer.resume_allow, config)
     if trainer.resume == "never":
         return None
-    own = Path(trainer.output_dir)
-    if trainer.resume == "auto":
-        checkpoint, damage = _newest(
-            step_folders(own).values(), verify, falls_back=trainer.resume_fallback == "previous"
-        )
-    else:
-        checkpoint, damage = _named(Path(trainer.resume), verify), []
+    own, falls_back = Path(trainer.output_dir), trainer.resume_fallback == "previous"
+    named = None if trainer.resume == "auto" else str(Path(trainer.resume).resolve())
+    candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
+    checkpoint, damage = _newest(candidates, verify, falls_back=falls_back)
+    if checkpoint is None and named is not None:
+        checkpoint = _named(Path(trainer.resume), verify)
     if checkpoint is None:
         return None
     content = read_sealed_json(checkpoint / STATE / RUN)
     _require_same(checkpoint, content, config, files)
     in_place = checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve()
-    return Start(checkpoint, content["step"], content["parts"], in_place, damage)
+    begun_from = content.get("begun_from") if named is None else named
+    return Start(checkpoint, content["step"], content["parts"], in_place, damage, begun_from)
+
+
+def _begun_from(checkpoint: Path) -> str | None:
+    """What the run that saved it began from; None where that cannot be read."""
+    try:
+        path: str | None = read_sealed_json(checkpoint / STATE / RUN).get("begun_from")
+    except ModelError:
+        return None
+    return path
 
 
 def write_run(
@@ -81,11 +93,13 @@ def write_run(
     step: int,
     parts: dict[str, Any] | None,
     files: Fingerprints,
+    begun_from: str | None = None,
 ) -> None:
     """Writes what `find_start` reads.
 
     Args:
         files: what the run reads; nothing where it has not begun.
+        begun_from: as in Start.
     Raises:
         OSError
     """
@@ -96,6 +110,7 @@ def write_run(
         "config": config.model_dump(mode="json"),
         "parts": parts,
         "files": files,
+        "begun_from": begun_from,
     }
     write_sealed_json(checkpoint / STATE / RUN, content)
 

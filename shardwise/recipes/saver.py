@@ -37,6 +37,7 @@ class Saver:
         reported: Reported,
         *,
         files: Fingerprints,
+        begun_from: str | None = None,
     ) -> None:
         """
         Args:
@@ -44,12 +45,14 @@ class Saver:
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
             reported: the metrics of the run so far.
             files: what the run reads.
+            begun_from: the checkpoint that trainer.resume named when the run began, if it did.
         """
         self._run = run
         self._config = config
         self._engines = engines
         self._reported = reported
         self._files = files
+        self._begun_from = begun_from
         self._policy = SavePolicy(config.trainer)
         self._pending: Background[None] | None = None
         self.newest: Path | None = None
@@ -129,7 +132,14 @@ class Saver:
             else:
                 _write_staged(folder, background)
             if self._config.trainer.save_state:
-                write_run(folder, self._config, step=step, parts=dict(parts), files=self._files)
+                write_run(
+                    folder,
+                    self._config,
+                    step=step,
+                    parts=dict(parts),
+                    files=self._files,
+                    begun_from=self._begun_from,
+                )
             if background is None:
                 shares = self._group.call("hash_files", str(folder))
             else:

@@ -17,11 +17,12 @@ def config(output_dir, **trainer) -> SFTConfig:
     return SFTConfig.parse(tree, origin="test")
 
 
-def leave(run, step, **trainer):
+def leave(run, step, *, begun_from=None, **trainer):
     """A whole checkpoint of a run."""
     folder = run / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
-    write_run(folder, config(run, **trainer), step=step, parts={"rows": {"num_rows": step}}, files={})
+    parts = {"rows": {"num_rows": step}}
+    write_run(folder, config(run, **trainer), step=step, parts=parts, files={}, begun_from=begun_from)
     write_manifest(folder, [{}], step=step)
     return folder
 
@@ -49,6 +50,22 @@ def test_a_run_or_a_checkpoint_can_be_named(tmp_path):
         start = find_start(config(tmp_path / "other", resume=str(path)))
         assert (start.checkpoint, start.in_place) == (found, False)
     assert find_start(config(run, resume=str(old))).in_place
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["of this run", "of another run"])
+def test_the_command_that_names_a_path_goes_on_when_it_is_given_again(tmp_path, inside):
+    """A scheduler starts it again, with the path in it. Checkpoints of what was in the folder before do not count."""
+    run = tmp_path / "run"
+    named = leave(run if inside else tmp_path / "other", 3)
+    leave(run, 9)
+    again = config(run, resume=str(named))
+    start = find_start(again)
+    assert (start.checkpoint, start.in_place, start.begun_from) == (named, inside, str(named))
+    newest = leave(run, 6, begun_from=start.begun_from)
+    start = find_start(again)
+    assert (start.checkpoint, start.in_place, start.begun_from) == (newest, True, str(named))
+    (run / "checkpoints" / "step_9").rename(run / "checkpoints" / "step_9.1")
+    assert find_start(config(run)).begun_from == str(named), "a restart by the launcher hands it on"
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
