@@ -12,8 +12,13 @@ TELL_PEOPLE = {("recipes/writer_lock.py", "datetime.now")}
 
 
 def wall_clocks_read(source: str) -> set[str]:
-    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return {clock for clock in WALL_CLOCKS for call in calls if call == clock or call.endswith(f".{clock}")}
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    imported = [
+        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    names = (*calls, *imported)
+    return {clock for clock in WALL_CLOCKS for name in names if name == clock or name.endswith(f".{clock}")}
 
 
 def test_nothing_measures_by_a_clock_that_can_be_set():
@@ -30,6 +35,7 @@ def test_nothing_measures_by_a_clock_that_can_be_set():
     [
         ("deadline = time.time() + 5", {"time.time"}),
         ("import datetime\ndatetime.datetime.now()", {"datetime.now"}),
+        ("from time import time as now\nnow()", {"time.time"}),
         ("time.monotonic(); time.sleep(1); datetime.time()", set()),
     ],
 )
