@@ -637,10 +637,10 @@ HALF_LAYOUT_TOLERANCE = 0.01
         pytest.param("qwen3", "sft", "no adapters", marks=pytest.mark.full),
         pytest.param("gemma2", "sft", "no adapters", marks=pytest.mark.full),
         pytest.param("llama", "sft", "lora", marks=pytest.mark.full),
-        ("llama", "value", "no adapters"),
+        pytest.param("llama", "value", "no adapters", marks=pytest.mark.full),
         ("gemma2", "token-mean", "no adapters"),
         ("qwen3", "token-mean", "lora"),
-        pytest.param("llama", "sft", "qlora", marks=needs_integer_shards),
+        pytest.param("llama", "sft", "qlora", marks=[pytest.mark.full, needs_integer_shards]),
     ],
 )
 def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_errors_break(

@@ -259,7 +259,12 @@ def learn(student_folder, teacher_folder, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lora": {"rank": 8}}, {"param_dtype": "bfloat16"}, {"wrap_policy": {"wrap_lm_output": True}}],
+    [
+        {},
+        {"lora": {"rank": 8}},
+        pytest.param({"param_dtype": "bfloat16"}, marks=pytest.mark.full),
+        pytest.param({"wrap_policy": {"wrap_lm_output": True}}, marks=pytest.mark.full),
+    ],
     ids=["full", "lora", "bfloat16", "wrapped projection"],
 )
 def test_a_student_learns_its_teacher(run_ranks, pairs, options):

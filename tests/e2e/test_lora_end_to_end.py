@@ -133,6 +133,7 @@ def test_offload_between_phases_changes_no_number(rl, assets, command, metrics_o
 
 
 @needs_integer_shards
+@pytest.mark.full
 def test_a_base_in_4_bits_is_what_is_sampled_from_compared_with_and_gone_on_from(assets, job, metrics_of, tmp_path):
     """On two ranks with everything off the device between phases; stopped after two steps; and alone in one go."""
     arguments = [

@@ -54,6 +54,7 @@ def test_a_run_replays_experts_and_says_how_far_apart_it_was(mixture, assets, jo
     assert 0 < rows[0]["rollout/difference_replayed_experts"] < 0.05
 
 
+@pytest.mark.full
 def test_adapters_of_experts_learn_from_rewards_alike_on_one_rank_and_two(mixture, assets, job, metrics_of, tmp_path):
     """Experts are units of their own; the reference is the policy without adapters; saved with the merged model, which
     is what peft makes of base and adapter."""

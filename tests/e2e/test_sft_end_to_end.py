@@ -67,6 +67,7 @@ def test_exported_folder_loads_in_transformers_and_scores_the_validation_rows_as
     assert metrics_of(two_ranks)[-1]["val/loss"] == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.full
 def test_the_same_seed_under_torchrun_gives_the_same_bytes(two_ranks, assets, shell, tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     done = shell(*torchrun, "sft", *options(assets, tmp_path / "run"))

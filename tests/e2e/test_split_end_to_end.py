@@ -127,8 +127,8 @@ def test_partial_rollouts_go_on_under_new_weights(assets, job, tmp_path):
         assert row["step"] - 2 <= versions[0] <= versions[-1] <= row["step"] - 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("max_staleness", [1, 3])
 def test_partial_rollouts_are_whole_where_the_run_saves_or_validates(assets, job, tmp_path, max_staleness):
     run, slow = tmp_path / "run", ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1"]
     partial = ["rollout.placement=split", f"rollout.max_staleness={max_staleness}", "rollout.partial=true"]
@@ -148,7 +148,7 @@ def test_partial_rollouts_are_whole_where_the_run_saves_or_validates(assets, job
     assert ready
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_trainers_and_two_samplers_compute_what_one_of_each_does(ahead, assets, job, metrics_of, tmp_path):
     placement = ["rollout.placement={num_ranks: 2}", "rollout.max_staleness=1"]
     done = job(4, "rl", *options(assets, tmp_path / "run"), *placement, timeout=240)

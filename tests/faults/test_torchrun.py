@@ -74,7 +74,8 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("victim", [pytest.param("torchrun", marks=pytest.mark.full), "1"])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["torchrun", "1"])
 def test_f11_a_signal_to_torchrun_or_to_one_rank_saves_and_stops(assets, marked, tmp_path, victim):
     """A host that is taken away is told so alone; rank 0, which decides, may be on another."""
     run, mark = tmp_path / "run", str(tmp_path)

@@ -157,6 +157,7 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     assert engine.num_trained_parameters < engine.num_parameters / 2
 
 
+@pytest.mark.full
 def test_an_adapter_is_synced_alone_to_an_engine_in_a_process_of_its_own(tmp_path):
     worker = build("llama", tmp_path, lora={"rank": 4}, engine={"process": {}})
     try:
