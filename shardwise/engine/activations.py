@@ -4,18 +4,19 @@ Non-reentrant, and inside the FSDP unit: the backward pass has gathered the laye
 again.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers the operation that is kept below
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import ConfigError, EngineConfig
 
@@ -71,33 +72,29 @@ def _run_checkpointed(layer: nn.Module, *args: Any, kept: frozenset[Any], offloa
         return checkpoint(layer, *args, **options, **kwargs)
 
 
-def _keep_by_operation(operations: frozenset[Any]) -> tuple["_SeesOnly", "_SeesOnly"]:
-    """For a layer's forward and for computing it again: of `operations`, attention and every second matrix product is
-    kept, of all results the dearest to compute for their size."""
-    counts: Counter[bool] = Counter()
+def _keep_by_operation(operations: frozenset[Any]) -> tuple["_Keeps", "_GivesBack"]:
+    """For a layer's forward and for computing it again.
 
-    def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operation in ATTENTION_OPS:
-            return CheckpointPolicy.MUST_SAVE
-        counts[context.is_recompute] += 1
-        is_second = counts[context.is_recompute] % 2 == 0
-        return CheckpointPolicy.MUST_SAVE if is_second else CheckpointPolicy.PREFER_RECOMPUTE
-
-    keeps, gives_back = create_selective_checkpoint_contexts(policy)
-    return _SeesOnly(keeps, operations), _SeesOnly(gives_back, operations)
+    Not torch's own selective checkpointing: what a layer changes in place (a bias added to a product, a clamp) it finds
+    changed when it computes again, or refuses; seen through `_unsafe_view` it does not even notice.
+    """
+    results: list[Any] = []
+    return _Keeps(operations, results), _GivesBack(operations, results)
 
 
-class _SeesOnly(TorchDispatchMode):
-    """Lets a mode see some operations and none of the others.
+class _Keeps(TorchDispatchMode):
+    """Of `operations`, keeps what attention gives and every second matrix product, of all results the dearest to
+    compute for their size. What the layer is about to change in place is copied before.
 
-    Of what torch's selective checkpointing sees, the recomputation must repeat every operation as often. What FSDP does
-    around a unit inside the layer is not repeated so: in backward it gathers and prefetches others.
+    Other operations are not counted: what FSDP does around a unit inside the layer differs in the recomputation.
     """
 
-    def __init__(self, mode: TorchDispatchMode, operations: frozenset[Any]) -> None:
+    def __init__(self, operations: frozenset[Any], results: list[Any]) -> None:
+        """`results`: gets one of every operation in order, None where it is to be computed again."""
         super().__init__()
-        self._mode = mode
-        self._operations = operations
+        self._operations, self._results = operations, results
+        self._place_of_storage: dict[int, int] = {}
+        self._num_products = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -105,9 +102,70 @@ class _SeesOnly(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._operations:
-            return self._mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in self._operations:
+            for tensor in _changed_in_place(func, args, kwargs):
+                self._copy_if_kept(tensor)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        is_kept = func in ATTENTION_OPS
+        if not is_kept:
+            self._num_products += 1
+            is_kept = self._num_products % 2 == 0
+        kept = None
+        if is_kept:
+            kept = tree_map_only(Tensor, torch.ops.aten.detach.default, result)
+            self._place_of_storage |= {_storage(part): len(self._results) for part in _tensors(kept)}
+        self._results.append(kept)
+        return result
+
+    def _copy_if_kept(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        place = self._place_of_storage.pop(storage, None)
+        if place is not None:
+            self._results[place] = tree_map_only(
+                Tensor, lambda part: part.clone() if _storage(part) == storage else part, self._results[place]
+            )
+
+
+class _GivesBack(TorchDispatchMode):
+    """Answers with what `_Keeps` kept, once, and computes the rest."""
+
+    def __init__(self, operations: frozenset[Any], results: list[Any]) -> None:
+        super().__init__()
+        self._operations, self._results = operations, results
+        self._place = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As in `_Keeps`."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._operations:
+            return func(*args, **(kwargs or {}))
+        assert self._place < len(self._results), f"{func} was not called in the forward pass"
+        kept, self._results[self._place] = self._results[self._place], None
+        self._place += 1
+        return func(*args, **(kwargs or {})) if kept is None else kept
+
+
+def _changed_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation is about to write to."""
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same number for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

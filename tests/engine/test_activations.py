@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES, save_model
 from tiny_models import random_samples, tiny_folder, tiny_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -262,3 +263,22 @@ def test_recomputation_inside_fsdp_units_gives_the_same_gradients(run_ranks, tmp
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-7, msg=name)
         assert gradient.any(), name
+
+
+IN_PLACE = {
+    "a clamp that torch's version counters do not see": ("olmo", {"clip_qkv": 2.0}),
+    "biases of experts": ("gpt_oss", FAMILIES["gpt_oss"]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_layer_changes_in_place_is_kept_as_it_was(run_ranks, tmp_path, name, num_ranks):
+    family, options = IN_PLACE[name]
+    save_model(family, options | {"vocab_size": 131}, tmp_path)
+    expected = run_ranks(gradients_on_ranks, num_ranks, str(tmp_path), {})[0]
+    found = run_ranks(gradients_on_ranks, num_ranks, str(tmp_path), SELECTIVE)[0]
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item(), msg=key)
+        assert gradient.any(), key
