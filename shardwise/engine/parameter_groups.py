@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
 from shardwise.engine.names import is_within, plain_name
+from shardwise.engine.runtime_state import has_adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,27 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
     here: whatever is not of two dimensions (fused experts have three), biases of fused experts, weights of an
     nn.Embedding (and so tied projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA
-    adapters are matrices.
+    adapters are matrices, but those of fused experts, which hold one for each expert side by side.
     """
-    embeddings = embedding_weights(model)
+    embeddings, of_experts = embedding_weights(model), _adapters_of_experts(model)
     return {
         id(parameter)
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2
         and not name.endswith("bias")
         and id(parameter) not in embeddings
+        and not plain_name(name).startswith(of_experts)
         and OUTPUT_PROJECTIONS.isdisjoint(plain_name(name).split("."))
     }
+
+
+def _adapters_of_experts(model: nn.Module) -> tuple[str, ...]:
+    """What the names of their parameters begin with."""
+    if not has_adapters(model):
+        return ()
+    from shardwise.engine.lora import adapted_weights  # importing peft takes seconds
+
+    return tuple(f"{weight.path}.lora_" for weight in adapted_weights(model).values() if weight.is_experts)
 
 
 def embedding_weights(model: nn.Module) -> set[int]:

@@ -4,7 +4,8 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.config import ConfigError, LoraConfig, OptimizerConfig
+from shardwise.engine.lora import inject_lora
 from shardwise.engine.names import plain_name
 from shardwise.engine.parameter_groups import group_parameters, trained_parameters
 
@@ -54,6 +55,17 @@ def test_biases_of_fused_experts_are_neither_decayed_nor_matrices():
     assert not trained["experts.gate_up_proj_bias"].is_decayed
     assert not trained["experts.gate_up_proj_bias"].is_hidden_matrix
     assert trained["experts.weight"].is_decayed
+
+
+def test_muon_leaves_adapters_of_fused_experts():
+    """Orthogonalised as one matrix, an expert's update would depend on the gradients of the others."""
+    model = tiny_model("qwen3_moe")
+    inject_lora(model, LoraConfig(target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"]))
+    trained = trained_parameters(model)
+    matrices = {one.name for one in trained if one.is_hidden_matrix}
+    layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert matrices == {f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"}
+    assert sum(one.is_decayed for one in trained) == len(trained) == 2 * 3 * 2, "A and B of three in each of two layers"
 
 
 @pytest.mark.parametrize("head", ["score", "embed_out", "lm_head"])
