@@ -186,7 +186,8 @@ def _load_rows(model: PreTrainedModel, folder: Path) -> None:
         expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
         if problems := differences(expected, {name: list(spec.shape) for name, spec in file.specs.items()}):
             raise ModelError(
-                f"{folder}: the adapter does not fit engine.lora.target_modules and modules_to_save: {problems}"
+                f"{folder}: the adapter does not fit engine.lora (target_modules, target_parameters, modules_to_save): "
+                f"{problems}"
             )
         for name, tensor in wanted.items():
             local_shard(tensor).copy_(file.read(name, local_box(tensor)))

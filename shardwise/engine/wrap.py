@@ -46,14 +46,15 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
 
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
-    """In the order of the modules, whatever the order of the names."""
+    """In the order of the modules, whatever the order of the names. Of an adapted module it is the outermost adapter
+    around it, which reads its weights before it is called."""
     of_class = {path: type(part).__name__ for path, part in model.named_modules() if not isinstance(part, CONTAINERS)}
     for class_name in class_names:
         if class_name not in of_class.values():
             raise ConfigError(
                 f"{key}: {class_name} matches no module of {type(model).__name__}; {closest_classes(model, class_name)}"
             )
-    return [path for path, class_name in of_class.items() if class_name in class_names]
+    return list(dict.fromkeys(outermost(path) for path, class_name in of_class.items() if class_name in class_names))
 
 
 class Units:
@@ -71,7 +72,7 @@ class Units:
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         self._spread_experts = set(spread_experts)
-        named = list(map(outermost, _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")))
+        named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
         self._experts = [*named, *(path for path in spread_experts if path not in named)]
         self._tower = vision_path(model)
         self._precision = precision

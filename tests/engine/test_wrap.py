@@ -10,9 +10,17 @@ from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGenerat
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig, WrapPolicyConfig
+from shardwise.config import (
+    ConfigError,
+    EngineConfig,
+    FrozenEngineConfig,
+    LoraConfig,
+    OptimizerConfig,
+    WrapPolicyConfig,
+)
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
+from shardwise.engine.lora import inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import build_on_meta, build_sharded
 from shardwise.engine.precision import Precision
@@ -75,6 +83,16 @@ def test_named_classes_are_units_in_the_order_of_the_forward_pass():
         assert layer_paths(qwen_vl(), WrapPolicyConfig(transformer_layer_cls_to_wrap=order)) == expected
     alone = WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen3MoeAttention"])
     assert layer_paths(qwen_moe(), alone) == [f"{layer}.self_attn" for layer in LAYERS]
+
+
+def test_of_an_adapted_module_the_unit_is_the_outermost_adapter():
+    """It reads the weights before it calls the module, so it has to be what gathers them."""
+    model = qwen_moe()
+    inject_lora(model, LoraConfig(target_modules=[], target_parameters=["gate_up_proj", "down_proj"]))
+    named = WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen3MoeExperts"])
+    paths = layer_paths(model, named)
+    assert paths == [f"{layer}.mlp.experts" for layer in LAYERS]
+    assert {type(model.get_submodule(path)).__name__ for path in paths} == {"ParamWrapper"}
 
 
 @pytest.mark.parametrize(
