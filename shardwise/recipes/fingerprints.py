@@ -7,11 +7,11 @@ from pathlib import Path
 
 import xxhash
 
-from shardwise.config import ConfigError, ModelConfig, ModelError, TrainingConfig
+from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
 from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
 from shardwise.engine.safetensors_file import SafetensorsReader
-from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpoints import ADAPTER_CONFIG, latest_hf_folder
 
 Fingerprints = dict[str, list[list[str]]]
 """By config key the name and the xxh3 of every file.
@@ -52,6 +52,34 @@ def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprin
             either = (one for one in [*files, *now[key]] if one not in files or one not in now[key])
             changed[key] = next(either, files[0])[0]
     return changed
+
+
+def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: str) -> None:
+    """Compares the weights of the model that an adapter was trained on with those it is put on, as far as both are on
+    this machine: other weights of the same shapes would take it without a word.
+
+    Args:
+        key: of the LoraConfig, for errors.
+    Raises:
+        ConfigError: they are not the same.
+    """
+    if lora is None or lora.adapter_path is None:
+        return
+    try:
+        stored = json.loads((Path(lora.adapter_path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        trained_on = str(stored["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # whoever loads it says what is wrong
+    before, now = (
+        {path.name: _digest(path, key) for path in _of_folder(_model_folder(name), (), weights=True)}
+        for name in (trained_on, model.path)
+    )
+    if before and now and before != now:
+        name = next(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
+        raise ConfigError(
+            f"{key}.adapter_path={lora.adapter_path} was trained on {trained_on}, whose weights are not those of "
+            f"model.path={model.path} ({name}); set model.path to the model that it belongs to, or begin a new adapter"
+        )
 
 
 def _model_files(config: object, key: str = "") -> Iterator[tuple[str, list[Path]]]:

@@ -6,6 +6,7 @@ from shardwise.config import EvalConfig, RecipeConfig, RLConfig, SglangRollout
 from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
+from shardwise.recipes.fingerprints import require_base_of_adapter
 from shardwise.recipes.resume import find_start
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang
@@ -13,13 +14,15 @@ from shardwise.rollout import check_sglang
 
 def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
-    SGLang that is not there, a run in the output folder that this config does not go on with.
+    SGLang that is not there, a run in the output folder that this config does not go on with, an adapter of another
+    model.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
     if not isinstance(config, EvalConfig):
         find_start(config)
+        require_base_of_adapter(config.engine.lora, config.model, "engine.lora")
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:

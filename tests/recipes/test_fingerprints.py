@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.config import ConfigError, DistillConfig, RLConfig, SFTConfig
-from shardwise.recipes.fingerprints import changed_files, fingerprints
+from shardwise.config import ConfigError, DistillConfig, LoraConfig, ModelConfig, RLConfig, SFTConfig
+from shardwise.recipes.fingerprints import changed_files, fingerprints, require_base_of_adapter
 
 
 def tree_of(model, rows="gone.jsonl"):
@@ -116,3 +116,30 @@ def test_a_file_that_cannot_be_opened_is_named(files, monkeypatch):
     monkeypatch.setattr("pathlib.Path.open", denied)
     with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be read \(.*Permission denied"):
         fingerprints(config)
+
+
+def test_an_adapter_of_other_weights_is_refused_wherever_its_own_are(files):
+    """Shapes cannot tell. A copy of the base is the base, and one that is not here cannot be compared."""
+    base, adapter = files / "base", files / "adapter"
+    shutil.copytree(base, files / "copy")
+    shutil.copytree(base, files / "other")
+    weights = load_file(files / "other" / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, files / "other" / "model.safetensors")
+    adapter.mkdir()
+
+    def check(trained_on, model):
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(trained_on)}))
+        require_base_of_adapter(LoraConfig(adapter_path=str(adapter)), ModelConfig(path=str(model)), "engine.lora")
+
+    check(base, base)
+    check(base, files / "copy")
+    check(files / "gone", base)
+    with pytest.raises(ConfigError) as error:
+        check(base, files / "other")
+    assert str(error.value) == (
+        f"engine.lora.adapter_path={adapter} was trained on {base}, whose weights are not those of model.path="
+        f"{files / 'other'} (model.safetensors); set model.path to the model that it belongs to, or begin a new adapter"
+    )
+    (adapter / "adapter_config.json").unlink()
+    require_base_of_adapter(LoraConfig(adapter_path=str(adapter)), ModelConfig(path=str(base)), "engine.lora")
+    require_base_of_adapter(None, ModelConfig(path=str(base)), "engine.lora")
