@@ -84,7 +84,7 @@ class ImageReader:
                     raise DataError(f"{name}: {given[:60]!r} is a URL; download the image and give its path or bytes")
                 source, name = str(folder / given), f"{name} ({given})"
             case Image():
-                source = _stored(cell)
+                source = _stored(cell, name)
             case _:
                 raise DataError(
                     f"{name} is {describe_type(cell)}, expected a path, the bytes of a file, "
@@ -138,13 +138,17 @@ class ImageReader:
         return [1, resized[0] // processor.patch_size, resized[1] // processor.patch_size]
 
 
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-def _stored(image: "Image") -> bytes:
-    """A file of it that loses nothing the model sees."""
+def _stored(image: "Image", name: str) -> bytes:
+    """A file of it that loses nothing the model sees. Raises DataError: as `_size`."""
+    from PIL import ImageOps
+
+    _size(image, name)
     file = io.BytesIO()
-    lossless = image if image.mode in _PNG_MODES else image.convert("RGB")
+    upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    lossless = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
     lossless.save(file, "PNG")
     return file.getvalue()
 

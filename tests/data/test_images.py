@@ -48,6 +48,21 @@ def test_other_modes_become_rgb(reader, mode, tmp_path):
     assert torch.equal(found.pixel_values, expected.pixel_values)
 
 
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B", "F"])
+def test_images_in_memory_with_more_than_8_bits_are_refused_like_files(reader, mode, tmp_path):
+    with pytest.raises(DataError, match=rf"^row 3 has the mode {mode}, more than 8 bits a channel"):
+        reader.open(Image.new(mode, (16, 8)), tmp_path, "row 3")
+
+
+def test_an_image_in_memory_is_turned_as_its_file_is(reader, tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6  # lies on its side
+    data = encoded(Image.linear_gradient("L").resize((32, 16)).convert("RGB"), "JPEG", exif=exif)
+    from_bytes, from_memory = reader.open(data, tmp_path, "x"), reader.open(Image.open(io.BytesIO(data)), tmp_path, "x")
+    assert from_bytes.grid == from_memory.grid
+    assert torch.equal(reader.read([from_bytes]).pixel_values, reader.read([from_memory]).pixel_values)
+
+
 def test_what_is_transparent_is_white(reader, tmp_path):
     clear, white = Image.new("RGBA", (16, 8), (255, 0, 0, 0)), Image.new("RGB", (16, 8), "white")
     palette = Image.new("P", (16, 8), 0)
