@@ -5,6 +5,7 @@ Every per-token array is aligned with the token it scores; position 0 of a seque
 trained.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, Self
@@ -363,7 +364,8 @@ class MetricValue:
         assert self.kind == other.kind, (self.kind, other.kind)
         if self.kind == "max":
             if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):
-                return replace(self, total=max(self.total, other.total))  # a tensor would round it to float32
+                larger = other.total if other.total > self.total or math.isnan(other.total) else self.total
+                return replace(self, total=larger)  # a tensor would round it to float32
             pair = torch.as_tensor(self.total), torch.as_tensor(other.total)
             return replace(self, total=torch.maximum(*pair))  # stays on its device: no wait for each micro-batch
         return replace(self, total=self.total + other.total, count=self.count + other.count)

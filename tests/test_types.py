@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ def test_merging_parts_gives_the_metric_of_the_whole():
 def test_the_largest_float_is_not_rounded():
     """A learning rate of two ranks must print as the one of one rank does."""
     assert MetricValue.max(0.1).merge(MetricValue.max(0.003)).result() == 0.1
+    for one, other in ((0.5, math.nan), (math.nan, 0.5)):
+        assert math.isnan(MetricValue.max(one).merge(MetricValue.max(other)).result())
     on_device = MetricValue.max(torch.tensor(0.25)).merge(MetricValue.max(torch.tensor(0.5)))
     assert isinstance(on_device.total, torch.Tensor)
     assert on_device.result() == 0.5
