@@ -138,7 +138,14 @@ def _arrived(
 
 
 def _decoded(entry: Entry, payload: Tensor, served: Tensor, delta: DeltaDecoder | None) -> Tensor:
-    return entry.tensor(payload) if delta is None else delta.decode(entry, payload, served)
+    if delta is not None:
+        return delta.decode(entry, payload, served)
+    if entry.encoding == "delta":
+        raise WeightSyncError(
+            f"{entry.name} was sent as what changed since an earlier version, which this end does not have; send whole "
+            "weights (rollout.placement.delta=false), or let this end take part from the first version on"
+        )
+    return entry.tensor(payload)
 
 
 def _concluded(

@@ -9,7 +9,15 @@ import torch
 from ends import DictReceiver, DictSender, on, random_weights, run_ends, same
 from safetensors.torch import load_file
 
-from shardwise.transfer import DiskMedium, WeightSyncError, load_version, pull_weights, push_weights
+from shardwise.transfer import (
+    DeltaDecoder,
+    DeltaEncoder,
+    DiskMedium,
+    WeightSyncError,
+    load_version,
+    pull_weights,
+    push_weights,
+)
 
 
 def push(folder, versions, bucket_bytes, join):
@@ -45,6 +53,26 @@ def test_an_engine_that_starts_later_loads_the_newest_version_and_old_ones_are_g
     assert load_version(receiver, tmp_path / "weights").num_proven == len(receiver.weights)
     assert same(receiver.weights, random_weights(4))
     assert receiver.version == 4
+
+
+def push_changes(folder, join):
+    medium, weights, encoder = join(DiskMedium, folder=folder), random_weights(1), DeltaEncoder()
+    for version in (1, 2):
+        push_weights(DictSender(weights), medium, version=version, dtype=torch.bfloat16, delta=encoder)
+        next(iter(weights.values())).view(-1)[0] += 1
+
+
+def pull_changes(folder, join):
+    medium, receiver, decoder = join(DiskMedium, folder=folder), DictReceiver(random_weights(0)), DeltaDecoder()
+    for version in (1, 2):
+        pull_weights(receiver, medium, version=version, delta=decoder)
+
+
+def test_changes_alone_are_no_version_for_an_engine_that_starts_later(tmp_path):
+    folder = tmp_path / "weights"
+    assert run_ends([partial(push_changes, folder), partial(pull_changes, folder)], tmp_path) == [None, None]
+    with pytest.raises(WeightSyncError, match="was sent as what changed since an earlier version, which this end does"):
+        load_version(DictReceiver(random_weights(0)), folder)
 
 
 def test_a_version_without_its_marker_does_not_exist(tmp_path):
