@@ -112,7 +112,7 @@ class EmbeddedEngine:
         self._adapter = adapter
         self._version: int | None = 0
         self._record: ExpertRecord | None = None
-        require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
+        require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
 
     @classmethod
     def from_folder(

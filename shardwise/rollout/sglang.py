@@ -79,7 +79,7 @@ class SglangEngine:
             )
         check_sglang(config)
         skeleton = load_skeleton(folder, dtype)
-        require_words([*stop_token_ids, *bad_token_ids], skeleton.config.get_text_config().vocab_size)
+        require_words(stop_token_ids, bad_token_ids, skeleton.config.get_text_config().vocab_size)
         if bad_token_ids:
             raise ConfigError(
                 "rollout.bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left "

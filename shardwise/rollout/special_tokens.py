@@ -24,11 +24,15 @@ def end_of_sequence_ids(generation: GenerationConfig | None, config: PretrainedC
     return [ids] if isinstance(ids, int) else list(ids)
 
 
-def require_words(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ConfigError unless the vocabulary has all of them."""
-    unknown = [token for token in token_ids if token >= vocab_size]
+def require_words(stop_token_ids: Sequence[int], bad_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ConfigError unless the vocabulary has all of them, and words beside the bad ones."""
+    unknown = [token for token in (*stop_token_ids, *bad_token_ids) if not 0 <= token < vocab_size]
     if unknown:
         raise ConfigError(
-            f"rollout.stop_token_ids and bad_token_ids have {unknown[0]}, but the model's vocabulary ends at "
-            f"{vocab_size - 1}; remove it"
+            f"rollout.stop_token_ids and bad_token_ids have {unknown[0]}, but the model's vocabulary begins at 0 and "
+            f"ends at {vocab_size - 1}; remove it"
+        )
+    if len(set(bad_token_ids)) == vocab_size:
+        raise ConfigError(
+            f"rollout.bad_token_ids leave none of the model's {vocab_size} tokens to draw; remove some of them"
         )

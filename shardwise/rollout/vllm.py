@@ -152,7 +152,7 @@ class VllmEngine:
                 "a weight sync; use rollout.engine=embedded for mixtures of experts"
             )
         text_config = skeleton.config.get_text_config()
-        require_words([*stop_token_ids, *bad_token_ids], text_config.vocab_size)
+        require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
         _check_vllm(device)
         has_raw_logprobs = temperature == 1

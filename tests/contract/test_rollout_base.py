@@ -244,7 +244,7 @@ def test_bad_tokens_are_never_drawn(not_in_a_server, open_engine, references):
 
 
 def test_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
-    with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary ends at 260"):
+    with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary begins at 0 and ends at 260"):
         open_engine("llama", bad_token_ids=[9999])
 
 

@@ -280,7 +280,7 @@ def test_own_stop_tokens_and_bad_tokens(model_folders):
     without = open_engine(model_folders["llama"], bad_token_ids=[common]).generate(requests(prompt_ids))
     assert not any(common in group[0].token_ids for group in without)
     assert any(group[0].token_ids != expected for group, expected in zip(without, plain, strict=True))
-    with pytest.raises(ConfigError, match=r"have 9999, but the model's vocabulary ends at 47"):
+    with pytest.raises(ConfigError, match=r"have 9999, but the model's vocabulary begins at 0 and ends at 47"):
         open_engine(model_folders["llama"], bad_token_ids=[9999])
 
 

@@ -19,6 +19,14 @@ def test_a_model_without_one_is_refused():
 
 
 def test_words_outside_the_vocabulary_are_refused():
-    require_words([0, 9], 10)
-    with pytest.raises(ConfigError, match="have 10, but the model's vocabulary ends at 9; remove it"):
-        require_words([0, 10, 11], 10)
+    require_words([0], [9], 10)
+    for stop, bad, wrong in (([0, 10, 11], [], 10), ([], [3, 10], 10), ([-1], [], -1), ([], [-2], -2)):
+        with pytest.raises(ConfigError, match=f"have {wrong}, but the model's vocabulary begins at 0 and ends at 9; "):
+            require_words(stop, bad, 10)
+
+
+def test_a_vocabulary_of_which_nothing_may_be_drawn_is_refused():
+    """A draw among none of them would be of one of them."""
+    require_words([], [*range(9), 3], 10)
+    with pytest.raises(ConfigError, match=r"rollout\.bad_token_ids leave none of the model's 10 tokens to draw"):
+        require_words([], range(10), 10)
