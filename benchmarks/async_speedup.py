@@ -81,7 +81,9 @@ def run(durations: Durations, *, max_staleness: int | None) -> tuple[float, floa
     with Pipeline(sampler, stream, total_steps=num_steps, max_staleness=max_staleness) as pipeline:  # type: ignore[arg-type]
         pipeline.start(1)
         for step in range(1, num_steps + 1):
-            staleness.append(step - 1 - pipeline.take(step).oldest_version)
+            sampled_by = pipeline.take(step).oldest_version
+            assert sampled_by is not None
+            staleness.append(step - 1 - sampled_by)
             time.sleep(durations.training[step - 1])
             if pipeline.takes_weights():
                 with pipeline.serving(step, samples=False):

@@ -80,7 +80,7 @@ class Pipeline:
         with self._changed:
             self._wait_for(lambda: bool(self._ready))
             rollout = self._ready.popleft()
-        staleness = step - 1 - rollout.oldest_version
+        staleness = 0 if rollout.oldest_version is None else step - 1 - rollout.oldest_version
         if staleness > self._max_staleness:
             raise TrainingError(
                 f"a completion of step {step} was sampled {staleness} versions ago, and rollout.max_staleness="

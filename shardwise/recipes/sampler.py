@@ -23,9 +23,10 @@ class Rollout:
     metrics: Metrics
 
     @property
-    def oldest_version(self) -> int:
-        """Of the policy, among those that sampled a token."""
-        return min(completion.policy_version for group in self.groups for completion in group.completions)
+    def oldest_version(self) -> int | None:
+        """Of the policy, among those that sampled a token; None where none was sampled."""
+        sampled = (completion for group in self.groups for completion in group.completions if completion.token_ids)
+        return min((completion.policy_version for completion in sampled), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it, with the uid of each row instead of the row."""

@@ -83,14 +83,16 @@ def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
 def staleness_metrics(groups: list[RolloutGroup], *, version: int) -> Metrics:
     """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
     maximum, and the share of completions at each number, by their oldest tokens. And of tokens the mean, and the share
-    of completions that new weights went on with."""
-    completions = [completion for group in groups for completion in group.completions]
+    of completions that new weights went on with. Of completions without a token, such as those of agents that failed at
+    once, nothing is counted."""
+    completions = [completion for group in groups for completion in group.completions if completion.token_ids]
     ages = [version - completion.policy_version for completion in completions]
     of_tokens = [version - sampled for completion in completions for sampled in completion.versions]
-    shares = {f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(max(ages) + 1)}
+    oldest = max(ages, default=0)
+    shares = {f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(oldest + 1)}
     return {
         "staleness/mean": MetricValue.mean(sum(ages), len(ages)),
-        "staleness/max": MetricValue.max(max(ages)),
+        "staleness/max": MetricValue.max(oldest),
         "staleness/token_mean": MetricValue.mean(sum(of_tokens), len(of_tokens)),
         "staleness/interrupted": MetricValue.mean(
             sum(completion.token_versions is not None for completion in completions), len(completions)

@@ -150,6 +150,12 @@ def fails_on_some(example, endpoint):
         raise RuntimeError("the service is away")
     return reward
 
+def fails_after_the_first_step(example, endpoint, calls=[]):
+    calls.append(1)
+    if len(calls) > 16:  # those of the first step have answers
+        raise RuntimeError("the service is away")
+    return solve(example, endpoint)
+
 class Agent: ...
 
 def takes_too_little(example): ...
@@ -175,6 +181,18 @@ def test_completions_of_agents_that_failed_are_left_out(folder, command, broken,
     for row in metrics_of(folder / "masked"):
         trained = [s for s in samples if s["step"] == row["step"] and not s["reward_failed"]]
         assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in trained)
+
+
+def test_a_step_in_which_every_agent_fails_is_no_step_of_old_weights(folder, job, broken, tmp_path, metrics_of):
+    """On ranks that sample apart from the trainers. Such completions have no token of any version."""
+    extra = {"rollout.environment.path": f"{broken}:fails_after_the_first_step", "reward.on_failure": "mask"}
+    options = [*agent_options(folder, "away", **extra), "reward.max_failure_rate=1", "trainer.total_steps=3"]
+    run = tmp_path / "away"
+    done = job(2, *options, "rollout.placement=split", f"trainer.output_dir={run}", timeout=240)
+    assert done.code == 0, done.err
+    rows = metrics_of(run)
+    assert [row["reward/failed"] for row in rows] == [0, 1, 1]
+    assert [row["staleness/max"] for row in rows if "staleness/max" in row] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

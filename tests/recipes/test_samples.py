@@ -134,6 +134,12 @@ def test_a_completion_of_an_agents_own_prompt_is_trained_behind_it(make_group):
     assert staleness_metrics([group], version=6)["staleness/max"].result() == 2
     rollout = Rollout(groups=[group], greedy_rewards=None, metrics={})
     assert (rollout.num_tokens, rollout.oldest_version) == (5 + 2, 4)
+    with_old = replace(group, completions=[own, replace(empty, policy_version=1)])
+    assert Rollout(groups=[with_old], greedy_rewards=None, metrics={}).oldest_version == 4
+    assert staleness_metrics([with_old], version=6)["staleness/max"].result() == 2
+    without = replace(group, completions=[empty, empty])
+    assert Rollout(groups=[without], greedy_rewards=None, metrics={}).oldest_version is None
+    assert staleness_metrics([without], version=6)["staleness/max"].result() == 0
     assert [row["prompt_ids"] for row in sample_rows([group], 1)] == [[1, 2, 3], [7, 8]]
     back = Rollout.from_json(json.loads(json.dumps(rollout.to_json())), [group.example])
     assert back.groups[0].completions == [own, empty]
