@@ -49,7 +49,9 @@ def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, 
     steps = metrics_of(tmp_path)
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     assert steps[-1]["val/loss"] > 0
-    assert 0 <= accuracy(tmp_path / "checkpoints" / "step_3" / "hf", folder / "few.jsonl") <= 1
+    assert accuracy(tmp_path / "checkpoints" / "step_3" / "hf", folder / "few.jsonl") < 0.5, (
+        "three steps teach no digits"
+    )
 
 
 REWARD = """
