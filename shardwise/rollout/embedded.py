@@ -3,11 +3,8 @@
 One prefill serves all completions of a prompt; finished rows leave the batch at once and waiting prompts enter it.
 """
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.checksum import checksums
-from shardwise.config import ConfigError, ModelError, TrainingError
+from shardwise.config import ConfigError, ModelError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
@@ -33,36 +30,13 @@ from shardwise.ops import (
     unsupported_reason,
 )
 from shardwise.rollout.decode_kernels import DecodeKernels
+from shardwise.rollout.decoding import Decoding, Row, longest
 from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
-from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
 from shardwise.rollout.vision import Sight
-from shardwise.types import Completion, FinishReason, GenerateRequest, Images
-
-
-@dataclass(slots=True)
-class _Row:
-    """A completion that is being decoded."""
-
-    request: int
-    index: int
-    """Among the request's completions."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)
-    """[tokens of a pass, M, k], where they are asked for."""
-
-    def completion(self, finish_reason: FinishReason, version: int) -> Completion:
-        """What has been sampled by the weights of `version`."""
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=finish_reason,
-            policy_version=version,
-            experts=torch.cat(self.experts) if self.experts else None,
-        )
+from shardwise.types import Completion, GenerateRequest, Images
 
 
 class EmbeddedEngine:
@@ -179,15 +153,15 @@ class EmbeddedEngine:
             RuntimeError: as RolloutEngine.generate.
         """
         version = self._require_version()
-        if self._rotary_limit and (reason := self._rotary_limit.refusal(_longest(requests))):
+        if self._rotary_limit and (reason := self._rotary_limit.refusal(longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
         self._require_seen(requests)
         results = [
-            [_Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
+            [Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
             for number, request in enumerate(requests)
         ]
         num_missing = [request.num_completions for request in requests]
-        decoding = _Decoding(self, requests)
+        decoding = Decoding(self, requests)
         while decoding.is_unfinished() and not is_interrupted():
             for row, finish_reason in decoding.advance():
                 results[row.request][row.index] = row.completion(finish_reason, version)
@@ -206,7 +180,7 @@ class EmbeddedEngine:
         for sequence in sequences:
             tokens = torch.tensor([sequence], device=self._device)
             cache = KVCache(num_rows=1, capacity_tokens=len(sequence), device=self._device)
-            cache.begin_prefill(prompt_of_row=torch.zeros(1, dtype=torch.int64, device=self._device), first_row=0)
+            cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device))
             positions = torch.arange(len(sequence), device=self._device)[None]
             hidden = self.hidden_states(tokens, positions, cache)[0, :-1]
             scored = self.logits(hidden, projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
@@ -339,166 +313,3 @@ class EmbeddedEngine:
     @property
     def max_rows(self) -> int:
         return self._max_rows
-
-
-class _Decoding:
-    """The state of one `generate` call: what waits, what is being decoded, and the cache between them."""
-
-    def __init__(self, engine: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> None:
-        self._engine = engine
-        self._requests = requests
-        # A group larger than the engine is prefilled in parts.
-        self._waiting = deque(
-            (index, range(first, min(first + engine.max_rows, request.num_completions)))
-            for index, request in enumerate(requests)
-            for first in range(0, request.num_completions, engine.max_rows)
-        )
-        self.rows: list[_Row] = []
-        """Being decoded."""
-        self._projection = engine.projection()
-        self._record = engine.expert_record() if any(request.with_experts for request in requests) else None
-        needed = sum(request.num_completions for request in requests)
-        self._cache = KVCache(
-            num_rows=min(engine.max_rows, needed),
-            capacity_tokens=_longest(requests),
-            device=engine.device,
-            kernels=engine.kernels,
-        )
-        self._capacity = min(engine.max_rows, needed)
-        # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead
-        # of that (behind images), the random stream, how it is sampled.
-        self._tokens, self._positions, self._ahead, self._keys = (
-            torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpak"
-        )
-        self._settings = Settings.of([], engine.device)
-
-    def is_unfinished(self) -> bool:
-        return bool(self._waiting or self.rows)
-
-    def advance(self) -> list[tuple[_Row, FinishReason]]:
-        """Admits what fits, then samples one more token for every row. Returns the rows that finished, and why."""
-        finished: list[tuple[_Row, FinishReason]] = []
-        if self._waiting and len(self._waiting[0][1]) <= self._capacity - len(self.rows):
-            finished += self._admit()
-        if self.rows:
-            finished += self._decode()
-        return finished
-
-    def _admit(self) -> list[tuple[_Row, FinishReason]]:
-        """Prefills as many waiting prompts as have room, each once, and samples the first token of their rows."""
-        admitted: list[tuple[int, range]] = []
-        room = self._capacity - len(self.rows)
-        while self._waiting and len(self._waiting[0][1]) <= room:
-            admitted.append(self._waiting.popleft())
-            room -= len(admitted[-1][1])
-        of_prompts = [self._requests[index] for index, _ in admitted]
-        prompts = [torch.tensor(request.prompt_ids + request.begun) for request in of_prompts]
-        device = self._engine.device
-        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        counts = torch.tensor([len(members) for _, members in admitted], device=device)
-        prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(counts)
-        self._cache.begin_prefill(prompt_of_row=prompt_of_row, first_row=len(self.rows))
-        positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
-        ahead = torch.zeros_like(lengths)
-        images = [request.images for request in of_prompts]
-        shown = [one for one in images if one is not None]
-        if self._engine.sight is not None and shown:
-            positions, ahead = self._engine.sight.places(prompts, images)
-        hidden = self._engine.hidden_states(padded, positions, self._cache, shown)
-        last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
-        logits = self._engine.logits(last, self._projection)[prompt_of_row]
-        first_row = len(self.rows)
-        self._append_rows(admitted, lengths[prompt_of_row], ahead[prompt_of_row])
-        if self._record is not None:
-            experts = self._record.take().unflatten(0, padded.shape)
-            for row, prompt in zip(self.rows[first_row:], prompt_of_row.tolist(), strict=True):
-                row.experts.append(experts[prompt, : len(prompts[prompt])])
-        return self._sample(logits, first_row)
-
-    def _append_rows(self, admitted: list[tuple[int, range]], positions: Tensor, ahead: Tensor) -> None:
-        device = self._engine.device
-        keys, of_rows = [], []
-        for request_index, members in admitted:
-            request = self._requests[request_index]
-            for index in members:
-                self.rows.append(_Row(request_index, index))
-                keys.append(stream_key(request.seed, request.uid, request.first_index + index))
-                of_rows.append(request)
-        self._keys = torch.cat([self._keys, torch.tensor(keys, dtype=torch.int64, device=device)])
-        self._settings = self._settings.then(Settings.of(of_rows, device))
-        self._positions = torch.cat([self._positions, positions])
-        self._ahead = torch.cat([self._ahead, ahead])
-        self._tokens = torch.cat([self._tokens, torch.zeros_like(positions)])
-
-    def _decode(self) -> list[tuple[_Row, FinishReason]]:
-        span = max(_num_given(self._requests[row.request]) + len(row.token_ids) for row in self.rows)
-        self._cache.begin_decode(self._positions, span=span)
-        positions = self._positions + self._ahead
-        hidden = self._engine.hidden_states(self._tokens[:, None], positions[:, None], self._cache)
-        self._positions = self._positions + 1
-        if self._record is not None:
-            for row, experts in zip(self.rows, self._record.take(), strict=True):
-                row.experts.append(experts[None])
-        return self._sample(self._engine.logits(hidden[:, 0], self._projection), 0)
-
-    def _sample(self, logits: Tensor, first_row: int) -> list[tuple[_Row, FinishReason]]:
-        """Samples for rows from `first_row` on; takes finished rows out."""
-        positions, keys = self._positions[first_row:], self._keys[first_row:]
-        tokens, logprobs = sample(
-            logits,
-            self._settings[first_row:],
-            uniforms(keys, positions),
-            banned=self._engine.banned,
-        )
-        self._tokens[first_row:] = tokens
-        finished: dict[int, FinishReason] = {}
-        steps = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        for slot, (token, logprob) in enumerate(steps, start=first_row):
-            row = self.rows[slot]
-            request = self._requests[row.request]
-            if math.isnan(logprob):
-                raise TrainingError(
-                    f"the policy gives no distribution for token {len(row.token_ids)} of a completion of "
-                    f"{request.uid}: logits that are no numbers; weights or activations have "
-                    "overflowed (engine.param_dtype=float16 does so first; bfloat16 and float32 reach further)"
-                )
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            said = request.begun + row.token_ids if request.begun and request.stop else row.token_ids
-            stop = self._engine.is_stopped(said, request.stop)
-            if stop or len(row.token_ids) == request.max_tokens:
-                finished[slot] = "stop" if stop else "length"
-        rows = [(self.rows[slot], reason) for slot, reason in finished.items()]
-        if finished:
-            self._remove(sorted(finished))
-        return rows
-
-    def _remove(self, slots: list[int]) -> None:
-        """Fills the gaps with the last rows, so that active rows stay 0 .. B - 1."""
-        remaining = len(self.rows) - len(slots)
-        gaps = [slot for slot in slots if slot < remaining]
-        gone = set(slots)
-        movers = [slot for slot in range(remaining, len(self.rows)) if slot not in gone]
-        if gaps:
-            source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
-            self._cache.move_rows(source, target)
-            for per_row in (self._tokens, self._positions, self._ahead, self._keys):
-                per_row[target] = per_row[source]
-            self._settings = self._settings.moved(source, target)
-            for mover, gap in zip(movers, gaps, strict=True):
-                self.rows[gap] = self.rows[mover]
-        del self.rows[remaining:]
-        self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
-        self._ahead, self._keys = self._ahead[:remaining], self._keys[:remaining]
-        self._settings = self._settings[:remaining]
-
-
-def _num_given(request: GenerateRequest) -> int:
-    """Tokens that new ones follow."""
-    return len(request.prompt_ids) + len(request.begun)
-
-
-def _longest(requests: Sequence[GenerateRequest]) -> int:
-    """Tokens of a prompt and the longest completion that it may get."""
-    return max((_num_given(request) + request.max_tokens for request in requests), default=0)

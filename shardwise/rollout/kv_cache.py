@@ -28,7 +28,8 @@ def register_cached_attention() -> None:
 
 
 class KVCache:
-    """One row of keys and values for each sequence that is being decoded. Active rows are 0 .. B - 1, without gaps.
+    """One row of keys and values for each sequence that is being decoded. Active rows are 0 .. B - 1, without gaps;
+    behind the room for them lie prompts whose completions have not all begun.
 
     A forward pass is either a prefill (set by `begin_prefill`) or a decode step (`begin_decode`).
     """
@@ -45,17 +46,16 @@ class KVCache:
         self._capacity_tokens = capacity_tokens
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prefill: tuple[Tensor, Tensor] | None = None
+        self._prefill: Tensor | None = None
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows = torch.zeros_like(self._positions)
         self._span = 0
         self._masks: dict[int | None, Tensor] = {}
         self._layers_seen: list[int] = []
 
-    def begin_prefill(self, *, prompt_of_row: Tensor, first_row: int) -> None:
-        """The next forward pass reads right-padded prompts; row `first_row + i` gets the keys of prompt_of_row[i]."""
-        rows = torch.arange(first_row, first_row + len(prompt_of_row), device=self._device)
-        self._prefill = (rows, prompt_of_row)
+    def begin_prefill(self, rows: Tensor) -> None:
+        """The next forward pass reads right-padded prompts; row rows[i] gets the keys of prompt i."""
+        self._prefill = rows
         self._layers_seen = []
 
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
@@ -64,6 +64,11 @@ class KVCache:
         self._positions, self._span, self._masks = positions, span, {}
         self._rows = torch.arange(len(positions), device=self._device)
         self._layers_seen = []
+
+    def copy_prompt(self, source: int, targets: slice, num_tokens: int) -> None:
+        """The first tokens of a row to others."""
+        for stored in (tensor for pair in self._layers.values() for tensor in pair):
+            stored[targets, :, :num_tokens] = stored[source, :, :num_tokens]
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows, to close the gaps that finished rows leave."""
@@ -89,10 +94,9 @@ class KVCache:
         self._layers_seen.append(layer)
         keys, values = self._storage(layer, key, value)
         if self._prefill is not None:
-            rows, prompts = self._prefill
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
-            keys[rows, :, : key.shape[2]] = key[prompts]
-            values[rows, :, : value.shape[2]] = value[prompts]
+            keys[self._prefill, :, : key.shape[2]] = key
+            values[self._prefill, :, : value.shape[2]] = value
             return attend(query, key, value, causal=True, **options)
         if self._kernels is not None:
             return self._kernels.attend(query, key, value, keys, values, self._positions, **options)

@@ -45,8 +45,12 @@ class Sequence:
         return attention_by_hand(self.query[position], self.key[seen], self.value[seen], window=window, softcap=softcap)
 
 
+NUM_ROWS = 4
+
+
 def prefill(cache, sequences, rows_of, first_row, options):
-    """Right-padded with numbers that would show if anything looked at them."""
+    """Right-padded with numbers that would show if anything looked at them. Into the rows behind the active ones; from
+    there each goes to its rows, `first_row` and those after it."""
     width = max(s.length for s in sequences)
     padded = [
         torch.stack(
@@ -57,8 +61,11 @@ def prefill(cache, sequences, rows_of, first_row, options):
         )
         for name, n in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
     ]
-    cache.begin_prefill(prompt_of_row=torch.tensor(rows_of), first_row=first_row)
-    return cache.attend(0, *padded, **options)
+    cache.begin_prefill(torch.arange(NUM_ROWS, NUM_ROWS + len(sequences)))
+    out = cache.attend(0, *padded, **options)
+    for row, prompt in enumerate(rows_of, start=first_row):
+        cache.copy_prompt(NUM_ROWS + prompt, slice(row, row + 1), sequences[prompt].length)
+    return out
 
 
 def decode(cache, rows, options):
@@ -75,7 +82,7 @@ def decode(cache, rows, options):
 def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, softcap, kernels):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
     options = {"scaling": 0.7, "softcap": softcap, "window": window, "sinks": None}
-    cache = KVCache(num_rows=4, capacity_tokens=16, device=torch.device("cpu"), kernels=kernels())
+    cache = KVCache(num_rows=NUM_ROWS + 2, capacity_tokens=16, device=torch.device("cpu"), kernels=kernels())
     a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
 
     out = prefill(cache, [a, b], [0, 0, 1], 0, options)
@@ -106,7 +113,7 @@ def test_layers_do_not_share_keys():
     cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu"))
     options = {**OPTIONS, "window": None}
     first, second = Sequence(3, 0), Sequence(3, 1)
-    cache.begin_prefill(prompt_of_row=torch.tensor([0]), first_row=0)
+    cache.begin_prefill(torch.tensor([0]))
     for layer, sequence in enumerate((first, second)):
         cache.attend(
             layer, *(x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)), **options
@@ -122,7 +129,7 @@ def test_cache_tells_the_layers_of_the_forward_pass_that_began_last():
     options = {**OPTIONS, "window": None}
     sequence = Sequence(3, 0)
     assert cache.layers_seen == []
-    cache.begin_prefill(prompt_of_row=torch.tensor([0]), first_row=0)
+    cache.begin_prefill(torch.tensor([0]))
     prompt = [x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)]
     for layer in (0, 1, 1):
         cache.attend(layer, *prompt, **options)
