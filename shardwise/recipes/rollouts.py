@@ -1,5 +1,6 @@
 """From prompts to judged completions: what reinforcement learning and evaluation share."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -165,7 +166,10 @@ class Rollouter:
             for shard, groups in zip(places, shards, strict=True)
             for place, group in zip(shard, groups, strict=True)
         }
-        return [found[place] for place in range(len(requests))]
+        groups = [found[place] for place in range(len(requests))]
+        for request, completions in zip(requests, groups, strict=True):
+            _require_numbers(request, completions)
+        return groups
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:
         episodes = [episode for group in groups for episode in group]
@@ -211,6 +215,18 @@ def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list
         (_, first), *others = neighbours
         parts.append(replace(request, num_completions=1 + len(others), first_index=first))
     return parts
+
+
+def _require_numbers(request: GenerateRequest, completions: Sequence[Completion]) -> None:
+    """Whatever the engine. A correction of rollout logprobs would mask what is no number without a word. Raises
+    TrainingError: names the completion."""
+    for index, completion in enumerate(completions, start=request.first_index):
+        if math.isnan(sum(completion.logprobs)):
+            raise TrainingError(
+                f"completion {index} of {request.uid} has a logprob that is no number: the rollout engine's weights or "
+                "activations have overflowed (engine.param_dtype=float16 does so first; bfloat16 and float32 reach "
+                "further)"
+            )
 
 
 def _require_whole(episodes: Sequence[Episode]) -> None:

@@ -1,3 +1,4 @@
+import math
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -76,6 +77,24 @@ def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, siz
     assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [
         ("row 9", 9, {"p": 9, "num_response_tokens": 3})
     ] * 3
+
+
+def test_f37_a_logprob_that_is_no_number_is_named_whatever_engine_gave_it(fake_group):
+    """-inf is one that can be: it is clamped and counted where it is compared."""
+
+    def spoilt(value):
+        def give(rank, requests):
+            groups = answer(rank, requests)
+            groups[0][1].logprobs[2] = value
+            return groups
+
+        rollouter = Rollouter(fake_group(1, generate=give), Digits(), RolloutConfig(), Rewards(), max_prompt_tokens=9)
+        example = Example(uid="row 4", prompt_ids=[4], prompt="4", data_source="s", ground_truth=4)
+        return rollouter.collect([example], num_completions=3, temperature=1.0, seed=8, stream="step 2")
+
+    assert spoilt(-math.inf)[0].completions[1].logprobs[2] == -math.inf
+    with pytest.raises(TrainingError, match=r"^completion 1 of step 2/0/row 4 has a logprob that is no number: "):
+        spoilt(math.nan)
 
 
 def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group):
