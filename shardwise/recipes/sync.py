@@ -92,10 +92,12 @@ class WeightSync:
 
 
 def probe_sequences(examples: Sequence[Example], image_token_id: int | None = None) -> list[list[int]]:
-    """The beginnings of a few prompts, without their images."""
+    """The beginnings of a few prompts, without their images. Where none is longer than a word, words said twice: only
+    the second has a logprob."""
     words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
-    beginnings = [tokens[:PROBE_TOKENS] for tokens in words]
-    return [tokens for tokens in beginnings if len(tokens) > 1][:PROBE_SEQUENCES]
+    beginnings = [tokens[:PROBE_TOKENS] for tokens in words if tokens]
+    scored = [tokens for tokens in beginnings if len(tokens) > 1]
+    return (scored or [tokens * 2 for tokens in beginnings])[:PROBE_SEQUENCES]
 
 
 def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]]) -> None:

@@ -41,6 +41,11 @@ def test_known_tokens_are_the_beginnings_of_the_first_prompts_that_score_any():
     assert probe_sequences(EXAMPLES, image_token_id=6) == [[7, 8], [*range(6), *range(7, 14)]]
 
 
+def test_prompts_of_one_word_are_no_reason_not_to_look():
+    words = [SimpleNamespace(prompt_ids=prompt) for prompt in ([5], [4, 6], [])]
+    assert probe_sequences(words, image_token_id=6) == [[5, 5], [4, 4]]
+
+
 def test_a_sync_asks_every_rank_and_says_what_it_moved(fake_group, remote):
     sync, group = build(fake_group, remote)
     assert sync.sync(3)["sync/bytes"].result() == 7
