@@ -122,11 +122,13 @@ class SharedMemoryMedium:
         location, descriptors = self._new_slots.pop(self._turn, ({}, []))
         announcement = json.dumps({"slot": self._turn, "num_bytes": data.numel(), **location}).encode()
         packet = announcement + b"\n" + header.encode()
-        for rank in self._peers:
-            self._send_packet("sending weights", rank, packet, descriptors)
-            self._readers[self._turn].add(rank)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        try:
+            for rank in self._peers:
+                self._send_packet("sending weights", rank, packet, descriptors)
+                self._readers[self._turn].add(rank)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def receive(self) -> tuple[str, Tensor]:
         """See Medium."""
