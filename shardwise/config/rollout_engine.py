@@ -46,6 +46,11 @@ class EmbeddedRollout(Choice):
         """Whether what is computed of a prompt's beginning serves later requests."""
         return False
 
+    @property
+    def ranks_per_engine(self) -> int:
+        """Neighbouring ranks that are one engine together, and are asked the same."""
+        return 1
+
 
 class VllmRollout(Choice):
     """A vLLM engine on each rank that samples; see docs/rollout.md."""
@@ -67,20 +72,17 @@ class VllmRollout(Choice):
     cache and weights, which the next weight sync brings. CUDA only."""
     process: EngineProcessConfig | None = None
     """Run vLLM in a process of its own, which is replaced where it dies or hangs; null: in that of its rank. Needed for
-    placement=split and tensor_parallel_size."""
+    placement=split."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs, such as enforce_eager, max_model_len or kv_cache_memory_bytes."""
+    """Further arguments of vLLM's EngineArgs, such as enforce_eager, max_model_len or kv_cache_memory_bytes. With
+    tensor_parallel_size, neighbouring ranks are one engine together; one with a process of its own starts workers on
+    devices beside its rank's instead."""
 
     @model_validator(mode="after")
-    def _workers_need_a_process(self) -> Self:
+    def _devices_are_counted(self) -> Self:
         size = self.args.get("tensor_parallel_size", 1)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"args.tensor_parallel_size={size!r}: give how many devices share the model, 1 or more")
-        if size > 1 and self.process is None:
-            raise ValueError(
-                f"args.tensor_parallel_size={size}: in the process of a rank vLLM has no workers of its own; set "
-                "rollout.engine.process={}, or leave it out"
-            )
         return self
 
     @property
@@ -92,6 +94,11 @@ class VllmRollout(Choice):
     def keeps_prefixes(self) -> bool:
         """As EmbeddedRollout's."""
         return self.enable_prefix_caching
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """As EmbeddedRollout's."""
+        return self.tensor_parallel_size if self.process is None else 1
 
 
 class SglangRollout(Choice):
@@ -126,6 +133,11 @@ class SglangRollout(Choice):
     def keeps_prefixes(self) -> bool:
         """As EmbeddedRollout's."""
         return self.enable_prefix_caching
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """As EmbeddedRollout's."""
+        return 1
 
 
 RolloutEngineConfig = Annotated[

@@ -152,13 +152,13 @@ class Rollouter:
         return groups
 
     def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Every rank takes each size-th request, so that neighbours of one length spread evenly; or those of each
+        """Every engine takes each size-th request, so that neighbours of one length spread evenly; or those of each
         size-th home, where engines keep what they have computed of a beginning."""
-        size = self._group.size
+        size = self._group.size // self._config.engine.ranks_per_engine
         homes = [
             request.home if self._config.engine.keeps_prefixes else place for place, request in enumerate(requests)
         ]
-        places = [[place for place, home in enumerate(homes) if home % size == rank] for rank in range(size)]
+        places = [[place for place, home in enumerate(homes) if home % size == engine] for engine in range(size)]
         with nullcontext() if self._turns is None else self._turns.sampling():
             shards = self._group.scatter("generate", [[requests[place] for place in shard] for shard in places])
         found = {

@@ -77,7 +77,8 @@ def _repack_heads(model: torch.nn.Module) -> None:
 
 
 class VllmEngine:
-    """A whole copy of the policy on one rank, in the compute dtype."""
+    """A copy of the policy in the compute dtype: whole on one rank, or cut over neighbouring ranks. Those are called
+    with the same arguments at the same time, and each returns all of the answer."""
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class VllmEngine:
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
         _check_vllm(device)
         has_raw_logprobs = temperature == 1
+        has_workers = config.tensor_parallel_size > config.ranks_per_engine
         own = {
             "model": str(folder),
             "dtype": str(dtype).removeprefix("torch."),
@@ -165,7 +167,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
             "enable_sleep_mode": config.sleep_level > 0,
-            "distributed_executor_backend": _executor(config.tensor_parallel_size),
+            "distributed_executor_backend": "mp" if has_workers else _executor(config.tensor_parallel_size),
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_chunked_prefill": config.enable_chunked_prefill,
@@ -174,7 +176,8 @@ class VllmEngine:
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
             own |= _lora_arguments(skeleton)
-        llm, has_workers = _open(own, config.args), config.tensor_parallel_size > 1
+        llm = _open(own, config.args)
+        is_whole = config.tensor_parallel_size == 1
         return cls(
             llm,
             skeleton,
@@ -183,7 +186,7 @@ class VllmEngine:
             sleep_level=config.sleep_level,
             has_raw_logprobs=has_raw_logprobs,
             has_workers=has_workers,
-            adapter=_Adapter(llm, skeleton, in_file, is_readable=not has_workers) if in_file else None,
+            adapter=_Adapter(llm, skeleton, in_file, is_readable=is_whole) if in_file else None,
         )
 
     def generate(
@@ -553,12 +556,17 @@ def _require_known(args: dict[str, Any], own: dict[str, Any], known: Sequence[st
             raise ConfigError(f"rollout.engine.args.{name}: vLLM's EngineArgs have no such argument; {hint}")
 
 
-def _executor(tensor_parallel_size: int) -> str:
-    """Where ranks share a process group already, vLLM has to join it, each rank an engine of its own; where it has
-    workers of its own, it starts them."""
-    if tensor_parallel_size > 1:
-        return "mp"
-    return "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else "uni"
+def _executor(ranks_per_engine: int) -> str:
+    """Where ranks share a process group already, vLLM has to join it. Raises ConfigError: ranks would be left over."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks % ranks_per_engine:
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        raise ConfigError(
+            f"rollout.engine.args.tensor_parallel_size={ranks_per_engine} does not divide the job's {ranks}, of which "
+            "neighbours are one engine together; start as many ranks as it divides (--nproc), or set "
+            "rollout.engine.process={}, which gives each rank's engine workers of its own"
+        )
+    return "external_launcher" if num_ranks > 1 else "uni"
 
 
 def _seed(request: GenerateRequest, index: int) -> int:

@@ -38,10 +38,14 @@ def test_every_engine_may_have_a_process_and_then_stand_apart(kind):
     assert process == EngineProcessConfig(max_restarts=1)
 
 
-def test_tensor_parallel_workers_need_a_process():
-    engine = {"type": "vllm", "process": {}, "args": {"tensor_parallel_size": 2}}
-    assert parse(engine=engine).engine.tensor_parallel_size == 2
-    assert parse(engine="vllm").engine.tensor_parallel_size == 1
+def test_a_model_is_cut_over_neighbouring_ranks_or_over_workers_of_each():
+    cut = {"type": "vllm", "args": {"tensor_parallel_size": 2}}
+    sizes = {}
+    for name, engine in {"cut": cut, "workers": {**cut, "process": {}}, "whole": "vllm"}.items():
+        found = parse(engine=engine).engine
+        sizes[name] = (found.tensor_parallel_size, found.ranks_per_engine)
+    assert sizes == {"cut": (2, 2), "workers": (2, 1), "whole": (1, 1)}
+    assert {parse(engine=engine).engine.ranks_per_engine for engine in ("embedded", "sglang")} == {1}
 
 
 def test_an_override_chooses_the_engine():
@@ -62,10 +66,6 @@ def test_an_override_chooses_the_engine():
         (
             {"engine": "vllm", "placement": "split"},
             r"placement=split with engine=vllm: .*set rollout.engine.process=\{\}",
-        ),
-        (
-            {"engine": {"type": "vllm", "args": {"tensor_parallel_size": 2}}},
-            r"tensor_parallel_size=2: .* set rollout.engine.process=\{\}",
         ),
         (
             {"engine": {"type": "vllm", "args": {"tensor_parallel_size": "2"}}},

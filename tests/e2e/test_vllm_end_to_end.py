@@ -130,6 +130,32 @@ def test_grpo_with_adapters_learns_because_the_merged_weights_reach_the_engine(c
     assert max(row["rollout/logprob_abs_diff_max"] for row in rows) < 2e-5
 
 
+@pytest.mark.parametrize("adapters", [{}, {"rank": 16}], ids=["whole models", "adapters alone"])
+def test_ranks_that_are_one_engine_together_sample_what_one_rank_does(
+    config_of, shell, metrics_of, monkeypatch, adapters
+):
+    """Tensor parallel over the ranks that train. Two ranks share a machine with one NUMA node only where they are told
+    their cores."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    found = {}
+    for size in (1, 2):
+        rollout = {"engine": {**VLLM, "args": {**VLLM["args"], "tensor_parallel_size": size}}, "probe_every_syncs": 1}
+        engine = {}
+        if adapters:
+            rollout["sync_adapter_only"], engine["lora"] = True, adapters
+        name = f"{size}-{len(adapters)}"
+        config = config_of(f"cut-{name}", model="sure", engine=engine, rollout=rollout, total_steps=3)
+        done = shell("shardwise", "rl", "--nproc", str(size), "-c", str(config), timeout=400)
+        assert done.code == 0, done.err
+        found[size] = metrics_of(config.with_suffix(""))
+    assert rewards(found[2]) == rewards(found[1])
+    for one, two in zip(found[1], found[2], strict=True):
+        assert two["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+        assert two["rollout/logprob_abs_diff_max"] < 2e-5
+        assert two.get("sync/probe_max_difference", 0.0) < 2e-5
+        assert two["sync/bytes"] == one["sync/bytes"]
+
+
 def test_adapters_that_are_synced_alone_and_interrupted_completions_train_as_the_probe_says(
     config_of, shell, metrics_of
 ):

@@ -97,6 +97,20 @@ def test_f37_a_logprob_that_is_no_number_is_named_whatever_engine_gave_it(fake_g
         spoilt(math.nan)
 
 
+def test_ranks_that_are_one_engine_are_asked_the_same_together(fake_group):
+    """The group gives a shard to as many neighbours as there are more ranks than shards."""
+    engine = {"type": "vllm", "args": {"tensor_parallel_size": 2}}
+    group = fake_group(4, generate=answer)
+    rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None, max_prompt_tokens=9)
+    requests = [
+        GenerateRequest(uid=str(home), prompt_ids=[home], max_tokens=9, temperature=1.0, home=home) for home in range(5)
+    ]
+    found = rollouter._generate(requests)
+    assert [group[0].token_ids[0] for group in found] == [0, 1, 2, 3, 4]
+    ((_, shards),) = group.calls
+    assert [[request.home for request in shard] for shard in shards] == [[0, 2, 4], [1, 3]]
+
+
 def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group):
     """Where the engine keeps prefixes; else requests are dealt out evenly."""
     for engine, expected in (("vllm", [[0, 3], [], [2, 5]]), ("embedded", [[0, 5], [2], [3]])):

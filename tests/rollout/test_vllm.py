@@ -83,6 +83,12 @@ def test_sleeping_is_refused_on_a_cpu(folder):
         open_engine(folder, sleep_level=2)
 
 
+@needs_vllm
+def test_ranks_that_would_be_left_over_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not divide the job's 1 rank, .*process"):
+        open_engine(folder, args={"tensor_parallel_size": 2})
+
+
 def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"packs fused experts once .* use rollout\.engine=embedded"):
         open_engine(tiny_folder("qwen3_moe", tmp_path / "experts"))
