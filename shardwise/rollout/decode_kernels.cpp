@@ -180,41 +180,63 @@ void attend_all(T* out, const T* query, const T* key, const T* value, T* keys, T
 }
 
 // Projection. out[r, v] = states[r] . weight[v] for R rows and V words; d hidden size, `words` of the vocabulary.
+// A Lane is what one load brings and one multiplication takes: products of bfloat16 numbers are exact in float32, and
+// where the processor adds up pairs of them nothing has to be converted.
+
+template <typename T>
+struct Lane {
+  static constexpr int64_t width = kWidth;
+  using Loaded = Vec;
+  static Vec add(const Vec& sum, const Loaded& a, const Loaded& b) { return at::vec::fmadd(a, b, sum); }
+  static Loaded take(const T* from) { return load(from); }
+  static Loaded take(const T* from, int64_t count) { return load(from, count); }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+template <>
+struct Lane<c10::BFloat16> {
+  static constexpr int64_t width = 2 * kWidth;
+  using Loaded = __m512bh;
+  static Vec add(const Vec& sum, const Loaded& a, const Loaded& b) { return _mm512_dpbf16_ps(sum, a, b); }
+  static Loaded take(const c10::BFloat16* from) { return (Loaded)_mm512_loadu_si512(from); }
+  static Loaded take(const c10::BFloat16* from, int64_t count) {
+    c10::BFloat16 padded[width] = {};
+    std::memcpy(padded, from, count * sizeof(c10::BFloat16));
+    return take(padded);
+  }
+};
+#endif
+
 template <int R, int V, typename T>
-void project_block(float* out, const float* states, const T* weight, int64_t d, int64_t words) {
+void project_block(float* out, const T* states, const T* weight, int64_t d, int64_t words) {
+  using L = Lane<T>;
   Vec sums[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) sums[r][v] = Vec(0);
-  const auto add = [&](const Vec* of_words, auto load_states) {
+  const auto add = [&](auto take) {
+    typename L::Loaded of_words[V];
+    for (int v = 0; v < V; v++) of_words[v] = take(weight + v * d);
     for (int r = 0; r < R; r++) {
-      const Vec state = load_states(states + r * d);
-      for (int v = 0; v < V; v++) sums[r][v] = at::vec::fmadd(state, of_words[v], sums[r][v]);
+      const auto state = take(states + r * d);
+      for (int v = 0; v < V; v++) sums[r][v] = L::add(sums[r][v], state, of_words[v]);
     }
   };
-  Vec of_words[V];
   int64_t j = 0;
-  for (; j + kWidth <= d; j += kWidth) {
-    for (int v = 0; v < V; v++) of_words[v] = load(weight + v * d + j);
-    add(of_words, [&](const float* row) { return load(row + j); });
-  }
-  if (const int64_t rest = d - j; rest > 0) {
-    for (int v = 0; v < V; v++) of_words[v] = load(weight + v * d + j, rest);
-    add(of_words, [&](const float* row) { return load(row + j, rest); });
-  }
+  for (; j + L::width <= d; j += L::width) add([&](const T* row) { return L::take(row + j); });
+  if (const int64_t rest = d - j; rest > 0) add([&](const T* row) { return L::take(row + j, rest); });
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) out[r * words + v] = total(sums[r][v]);
 }
 
 template <int V, typename T>
-void project_words(float* out, const float* states, const T* weight, int64_t rows, int64_t d, int64_t words) {
+void project_words(float* out, const T* states, const T* weight, int64_t rows, int64_t d, int64_t words) {
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) project_block<4, V>(out + r * words, states + r * d, weight, d, words);
   for (; r < rows; r++) project_block<1, V>(out + r * words, states + r * d, weight, d, words);
 }
 
 template <typename T>
-void project_all(float* out, const float* states, const T* weight, int64_t rows, int64_t d, int64_t words,
-                 int threads) {
+void project_all(float* out, const T* states, const T* weight, int64_t rows, int64_t d, int64_t words, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t v = 0; v < words / 4; v++) project_words<4>(out + 4 * v, states, weight + 4 * v * d, rows, d, words);
   for (int64_t v = words / 4 * 4; v < words; v++) project_words<1>(out + v, states, weight + v * d, rows, d, words);
@@ -228,7 +250,7 @@ void project_all(float* out, const float* states, const T* weight, int64_t rows,
                                 float softcap, int64_t window, int threads) {                                       \
     attend_all(out, query, key, value, keys, values, positions, sinks, *shape, scaling, softcap, window, threads);  \
   }                                                                                                                 \
-  extern "C" void project_##NAME(float* out, const float* states, const T* weight, int64_t rows, int64_t d,         \
+  extern "C" void project_##NAME(float* out, const T* states, const T* weight, int64_t rows, int64_t d,         \
                                  int64_t words, int threads) {                                                      \
     project_all(out, states, weight, rows, d, words, threads);                                                      \
   }
