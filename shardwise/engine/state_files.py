@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """What a rank wrote: with the hashes of header and tensors every byte of the file has one."""
+    """A safetensors file that shows where it was changed: with the hashes of header and tensors every byte has one."""
 
     num_bytes: int
     header_xxh3: str
@@ -87,18 +87,31 @@ class ShardFile:
             raise
         return cls(path.stat().st_size, bytes_hash(writer.header), hashes)
 
-    def verify(self, path: Path) -> None:
-        """Reads all of it, in as many threads as torch computes with. Raises ModelError: missing, cut or changed; names
-        the tensor."""
-        check_size(path, self.num_bytes)
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
         with closing(SafetensorsReader(path)) as file:
+            return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
+
+    def check(self, path: Path) -> None:
+        """Reads all of it. Raises ModelError: missing, cut or changed; names the tensor."""
+        check_size(path, self.num_bytes)
+        try:
+            reader = SafetensorsReader(path)
+        except ModelError as error:
+            raise ModelError(f"{path} is damaged: its header cannot be read ({error}); {RESTORE}") from None
+        with closing(reader) as file:
             if bytes_hash(file.header) != self.header_xxh3:
                 raise ModelError(f"{path} is damaged: its header is not the one that was written; {RESTORE}")
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                hashes = dict(zip(file.specs, threads.map(partial(_tensor_hash, file), file.specs), strict=True))
-            for name, found in hashes.items():
+            for name, found in _tensor_hashes(file).items():
                 if found != self.tensor_xxh3[name]:
                     raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3); {RESTORE}")
+
+
+def _tensor_hashes(file: SafetensorsReader) -> dict[str, str]:
+    """By name, in as many threads as torch computes with."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return dict(zip(file.specs, threads.map(partial(_tensor_hash, file), file.specs), strict=True))
 
 
 def _tensor_hash(file: SafetensorsReader, name: str) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import ExportError, ModelConfig
+from shardwise.config import ExportError, ModelConfig, ModelError
 from shardwise.data import load_tokenizer
 from shardwise.engine import Links, StagedExport, named_failures
 from shardwise.engine.state_files import ShardFile
@@ -107,5 +107,5 @@ def _outcome(folder: Path, work: Callable[[], Any]) -> Outcome:
     try:
         with named_failures(folder):
             return {"result": work(), "error": ""}
-    except ExportError as error:
+    except (ExportError, ModelError) as error:
         return {"result": None, "error": str(error)}

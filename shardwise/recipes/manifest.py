@@ -1,5 +1,5 @@
-"""manifest.json: every file of a checkpoint with its size and hash. It is written last, so a checkpoint that has one is
-whole."""
+"""manifest.json: every file of a checkpoint with its size and hash, of weights tensor by tensor. It is written last, so
+a checkpoint that has one is whole."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
-from shardwise.engine.state_files import INDEX, StateIndex, shard_files
+from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
@@ -48,9 +48,10 @@ class Manifest:
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
 
-    Shards of a training state are left out: the index beside them holds the hashes of their tensors. Raises OSError.
+    Shards of a training state are left out: the index beside them holds the hashes of their tensors. Raises OSError,
+    ModelError: a file cannot be read.
     """
-    return {name: asdict(FileRecord.of(checkpoint / name)) for name in _share(_files(checkpoint))}
+    return {name: asdict(_record_of(checkpoint / name)) for name in _share(_files(checkpoint))}
 
 
 def write_manifest(
@@ -87,8 +88,7 @@ def verify_share(checkpoint: Path) -> None:
     """Collective. Reads this rank's share of the files, shards of training states among them.
 
     Raises:
-        ModelError: on every rank: a file is missing or is not what was written; names the first, and of a state the
-            tensor.
+        ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
     """
     with raised_on_every_rank(ModelError):
         checks = _checks(checkpoint)
@@ -102,7 +102,7 @@ def has_whole_weights(checkpoint: Path) -> bool:
         files = read_sealed_json(checkpoint / MANIFEST)["files"]
         weights = {name: record for name, record in files.items() if Path(name).parts[0] == WEIGHTS}
         for name, record in weights.items():
-            FileRecord(**record).check(checkpoint / name)
+            _record_from(record).check(checkpoint / name)
     except ModelError:
         return False
     return bool(weights)
@@ -111,11 +111,21 @@ def has_whole_weights(checkpoint: Path) -> bool:
 def _checks(checkpoint: Path) -> dict[str, Callable[[Path], None]]:
     """How each file is compared with what was written, by its path in the checkpoint."""
     files = read_sealed_json(checkpoint / MANIFEST)["files"]
-    checks: dict[str, Callable[[Path], None]] = {name: FileRecord(**record).check for name, record in files.items()}
+    checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
     for folder in [Path(name).parent for name in files if Path(name).name == INDEX]:
-        shards = StateIndex.read(checkpoint / folder).files
-        checks |= {(folder / shard).as_posix(): file.verify for shard, file in shards.items()}
+        written = StateIndex.read(checkpoint / folder).files
+        checks |= {(folder / shard).as_posix(): file.check for shard, file in written.items()}
     return checks
+
+
+def _record_of(path: Path) -> FileRecord | ShardFile:
+    """Of tensors one that tells which of them was changed."""
+    return ShardFile.of(path) if path.suffix == ".safetensors" else FileRecord.of(path)
+
+
+def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile:
+    """Manifests of earlier versions have a FileRecord of every file."""
+    return ShardFile(**tree) if "tensor_xxh3" in tree else FileRecord(**tree)
 
 
 def _files(checkpoint: Path) -> list[str]:

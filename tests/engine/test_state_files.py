@@ -25,7 +25,7 @@ def test_a_shard_file_is_one_of_safetensors(tmp_path):
     assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "f").items()} == {
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
-    written.verify(tmp_path / "f")
+    written.check(tmp_path / "f")
 
 
 def test_every_flipped_bit_of_a_shard_file_is_noticed(tmp_path):
@@ -37,7 +37,22 @@ def test_every_flipped_bit_of_a_shard_file_is_noticed(tmp_path):
             flipped[position] ^= 1 << bit
             (tmp_path / "f").write_bytes(flipped)
             with pytest.raises(ModelError, match=str(tmp_path / "f")):
-                written.verify(tmp_path / "f")
+                written.check(tmp_path / "f")
+
+
+def test_a_file_that_is_there_is_recorded_as_when_it_was_written(tmp_path):
+    assert ShardFile.write(tmp_path / "f", SPECS, TENSORS.items()) == ShardFile.of(tmp_path / "f")
+    (tmp_path / "f").write_text("no tensors")
+    with pytest.raises(ModelError, match="f cannot be read as a safetensors file"):
+        ShardFile.of(tmp_path / "f")
+
+
+def test_a_header_that_can_no_longer_be_read_is_named(tmp_path):
+    written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
+    data = (tmp_path / "f").read_bytes()
+    (tmp_path / "f").write_bytes(data[:8] + b"x" + data[9:])
+    with pytest.raises(ModelError, match=r"f is damaged: its header cannot be read \(.*Expecting value"):
+        written.check(tmp_path / "f")
 
 
 def test_the_tensor_that_changed_is_named(tmp_path):
@@ -47,7 +62,7 @@ def test_the_tensor_that_changed_is_named(tmp_path):
     data[place + 5] ^= 1
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(ModelError, match="f is damaged: exp_avg/a is not what was written"):
-        written.verify(tmp_path / "f")
+        written.check(tmp_path / "f")
 
 
 def test_the_index_comes_back_as_it_was(tmp_path):

@@ -137,18 +137,30 @@ def test_f18_a_flipped_bit_in_any_file_is_found(run_ranks, run, model_folder, wo
     assert_each_falls_back(run_ranks, world_size, run, model_folder, contents)
 
 
-def test_f18_a_flipped_bit_in_a_training_state_is_named_with_its_tensor(run_ranks, run, model_folder):
-    shard = "state/policy/rank_1.safetensors"
-    whole = (run / NEWEST / shard).read_bytes()
+@pytest.mark.parametrize(
+    ("file", "groups"),
+    [
+        ("state/policy/rank_1.safetensors", {"master/model", "exp_avg/model", "exp_avg_sq/model", "step/model"}),
+        ("hf/model.safetensors", {"model"}),
+    ],
+)
+def test_f18_a_flipped_bit_in_tensors_is_named_with_the_tensor_or_the_header(
+    run_ranks, run, model_folder, file, groups
+):
+    whole = (run / NEWEST / file).read_bytes()
     data_start = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:data_start])
     header.pop("__metadata__", None)
-    places = {name: data_start + entry["data_offsets"][0] for name, entry in header.items()}
-    assert {name.partition("/")[0] for name in places} == {"master", "exp_avg", "exp_avg_sq", "step"}
-    contents = [(shard, flipped(whole, place, 6)) for place in places.values()]
+    assert {name.partition(".")[0] for name in header} == groups
+    places = []
+    for name, entry in header.items():
+        start, end = (data_start + offset for offset in entry["data_offsets"])
+        places += [(place, f"{name} is not what was written") for place in {start, (start + end) // 2, end - 1}]
+    places += [(place, "its header") for place in range(0, data_start, max(1, data_start // 40))]
+    contents = [(file, flipped(whole, place, place % 8)) for place, _ in places]
     said = assert_each_falls_back(run_ranks, 1, run, model_folder, contents)
-    for name, damage in zip(places, said, strict=True):
-        assert f"{shard} is damaged: {name} is not what was written" in damage
+    for (place, expected), damage in zip(places, said, strict=True):
+        assert f"{file} is damaged: {expected}" in damage, place
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -144,9 +144,12 @@ def test_a_rank_that_cannot_write_says_so_and_the_next_checkpoint_is_whole(run_r
 
 def test_files_are_hashed_for_the_manifest(run_ranks, tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
-    ((outcome,),) = [run_ranks(hashed, 1, str(tmp_path))]
+    [outcome] = run_ranks(hashed, 1, str(tmp_path))
     assert outcome["error"] == ""
     assert outcome["result"]["a"]["num_bytes"] == 3
+    (tmp_path / "b.safetensors").write_bytes(b"cut")
+    [outcome] = run_ranks(hashed, 1, str(tmp_path))
+    assert f"{tmp_path}/b.safetensors cannot be read" in outcome["error"]
 
 
 def hashed(folder):

@@ -1,24 +1,29 @@
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.state_files import ShardFile, StateIndex
-from shardwise.engine.verified_files import read_sealed_json
+from shardwise.engine.verified_files import FileRecord, read_sealed_json
 from shardwise.recipes.manifest import Manifest, hash_share, verify_share, write_manifest
 
-FILES = {"hf/model.safetensors": "weights", "hf/config.json": "{}", "state/run.json": "run",
-         "critic/hf/rank_0.safetensors": "no shard"}  # fmt: skip
+TEXTS = {"hf/config.json": "{}", "state/run.json": "run"}
+WEIGHTS = {"hf/model.safetensors": ["a", "b"], "critic/hf/rank_0.safetensors": ["no shard of a state"]}
 SHARDS = ("rank_0.safetensors", "rank_1.safetensors")
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    for name, text in FILES.items():
+    for name in (*TEXTS, *WEIGHTS):
         (tmp_path / "step_1" / name).parent.mkdir(parents=True, exist_ok=True)
+    for name, text in TEXTS.items():
         (tmp_path / "step_1" / name).write_text(text)
+    for name, tensors in WEIGHTS.items():
+        save_file({tensor: torch.ones(2) for tensor in tensors}, tmp_path / "step_1" / name)
     state = tmp_path / "step_1" / "state" / "policy"
     state.mkdir()
     tensors = {"master/w": torch.ones(3)}
@@ -45,9 +50,10 @@ def test_every_file_is_hashed_by_one_rank_but_shards_by_none(run_ranks, checkpoi
     """The index beside a shard holds its hashes already."""
     first, second = run_ranks(hash_share, 2, checkpoint)
     assert not first.keys() & second.keys()
-    assert first.keys() | second.keys() == {*FILES, "state/policy/index.json"}
+    assert first.keys() | second.keys() == {*TEXTS, *WEIGHTS, "state/policy/index.json"}
     assert abs(len(first) - len(second)) == 1
-    assert all((first | second)[name]["num_bytes"] == len(text) for name, text in FILES.items())
+    assert all((first | second)[name]["num_bytes"] == len(text) for name, text in TEXTS.items())
+    assert all(sorted((first | second)[name]["tensor_xxh3"]) == tensors for name, tensors in WEIGHTS.items())
 
 
 def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
@@ -69,7 +75,8 @@ def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
 def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint, tmp_path):
     write_manifest(checkpoint, run_ranks(hash_share, 2, checkpoint), step=1)
     copies = [shutil.copytree(checkpoint, tmp_path / f"copy {n}") for n in range(6)]
-    (copies[1] / "hf" / "model.safetensors").write_text("weighty")
+    weights = copies[1] / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     (copies[2] / "state" / "run.json").unlink()
     (copies[3] / "manifest.json").write_text(
         (checkpoint / "manifest.json").read_text().replace('"step": 1', '"step": 2')
@@ -83,7 +90,7 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
     for error, expected in zip(
         first[1:],
         (
-            "hf/model.safetensors is damaged: its xxh3",
+            "hf/model.safetensors is damaged: b is not what was written",
             "state/run.json is missing",
             "manifest.json is damaged",
             "rank_1.safetensors is missing",
@@ -92,3 +99,12 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
         strict=True,
     ):
         assert expected in error
+
+
+def test_a_manifest_of_a_version_that_hashed_weights_as_other_files_is_still_read(run_ranks, checkpoint):
+    [share] = run_ranks(hash_share, 1, checkpoint)
+    write_manifest(checkpoint, [share | {name: asdict(FileRecord.of(checkpoint / name)) for name in WEIGHTS}], step=1)
+    assert run_ranks(verified, 1, [checkpoint]) == [[None]]
+    weights = checkpoint / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert "hf/model.safetensors is damaged: its xxh3 hash" in run_ranks(verified, 1, [checkpoint])[0][0]
