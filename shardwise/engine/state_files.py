@@ -32,13 +32,7 @@ from shardwise.engine.safetensors_file import (
     SafetensorsWriter,
     TensorSpec,
 )
-from shardwise.engine.verified_files import (
-    RESTORE,
-    bytes_hash,
-    check_size,
-    read_sealed_json,
-    write_sealed_json,
-)
+from shardwise.engine.verified_files import bytes_hash, check_size, read_sealed_json, write_sealed_json
 
 INDEX = "index.json"
 FORMAT = 1
@@ -99,13 +93,13 @@ class ShardFile:
         try:
             reader = SafetensorsReader(path)
         except ModelError as error:
-            raise ModelError(f"{path} is damaged: its header cannot be read ({error}); {RESTORE}") from None
+            raise ModelError(f"{path} is damaged: its header cannot be read ({error})") from None
         with closing(reader) as file:
             if bytes_hash(file.header) != self.header_xxh3:
-                raise ModelError(f"{path} is damaged: its header is not the one that was written; {RESTORE}")
+                raise ModelError(f"{path} is damaged: its header is not the one that was written")
             for name, found in _tensor_hashes(file).items():
                 if found != self.tensor_xxh3[name]:
-                    raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3); {RESTORE}")
+                    raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3)")
 
 
 def _tensor_hashes(file: SafetensorsReader) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Files that show when they were cut or changed: sizes and xxh3 hashes, and JSON that carries its own hash.
 
 A hash tells a bad disk or a bad copy from good data. It is no signature: who can write the files can write the hashes.
+What to do about a damaged file those say who know what it is a file of.
 """
 
 import json
@@ -13,8 +14,6 @@ import xxhash
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import BLOCK_BYTES
 from shardwise.observability import write_json_atomic
-
-RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,15 @@ class FileRecord:
         """Raises ModelError: there is no such file, or it is another one than was recorded."""
         check_size(path, self.num_bytes)
         if FileRecord.of(path).xxh3 != self.xxh3:
-            raise ModelError(f"{path} is damaged: its xxh3 hash is not the one that was recorded; {RESTORE}")
+            raise ModelError(f"{path} is damaged: its xxh3 hash is not the one that was recorded")
 
 
 def check_size(path: Path, num_bytes: int) -> None:
     """Raises ModelError: there is no such file, or it was cut."""
     if not path.is_file():
-        raise ModelError(f"{path} is missing; {RESTORE}")
+        raise ModelError(f"{path} is missing")
     if (size := path.stat().st_size) != num_bytes:
-        raise ModelError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written; {RESTORE}")
+        raise ModelError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written")
 
 
 def bytes_hash(data: bytes | memoryview) -> str:
@@ -74,10 +73,10 @@ def read_sealed_json(path: Path) -> Any:
             "its content does not have the xxh3 hash that it names" if text.endswith("\n") else "its end is missing"
         )
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; {RESTORE}") from None
+        raise ModelError(f"{path} is missing") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"it is not what was written ({type(error).__name__}: {error})"
-    raise ModelError(f"{path} is damaged: {reason}; {RESTORE}")
+    raise ModelError(f"{path} is damaged: {reason}")
 
 
 def _canonical(content: Any) -> bytes:

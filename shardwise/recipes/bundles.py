@@ -306,7 +306,10 @@ class Bundle:
             raise ConfigError(
                 f"{path} is no bundle: it has no {BUNDLE}; name a folder in {NONFINITE}/ of a run's output folder"
             )
-        verify_share(folder)
+        try:
+            verify_share(folder)
+        except ModelError as error:
+            raise ModelError(f"{error}; copy the bundle again, or replay that of another step") from None
         tree = read_sealed_json(folder / BUNDLE)
         if tree["format"] != FORMAT:
             raise ModelError(

@@ -14,7 +14,7 @@ from shardwise.config import (
     require_known_keys,
     without_places,
 )
-from shardwise.engine.verified_files import RESTORE, read_sealed_json, write_sealed_json
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.fingerprints import Fingerprints, changed_files, fingerprints
 from shardwise.recipes.manifest import MANIFEST, WEIGHTS, Manifest, has_whole_weights
@@ -22,6 +22,7 @@ from shardwise.recipes.manifest import MANIFEST, WEIGHTS, Manifest, has_whole_we
 STATE = "state"
 """In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
 RUN = "run.json"
+_RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,8 @@ def _newest(
             return folder, damage
         except ModelError as error:
             if not falls_back:
-                raise
-            damage.append(str(error).removesuffix(f"; {RESTORE}"))
+                raise ModelError(f"{error}; {_RESTORE}") from None
+            damage.append(str(error))
     if damage:
         weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
         without_optimizer = (

@@ -38,7 +38,7 @@ def test_a_changed_file_is_named(file, change, expected):
 def test_a_missing_file_is_named(file):
     record = FileRecord.of(file)
     file.unlink()
-    with pytest.raises(ModelError, match="some file is missing; "):
+    with pytest.raises(ModelError, match=r"some file is missing$"):
         record.check(file)
 
 
