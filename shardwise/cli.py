@@ -106,6 +106,7 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _launch_training(config: TrainingConfig, options: argparse.Namespace, arguments: list[str]) -> int:
     from shardwise.recipes.checkpoints import newest_mark
+    from shardwise.recipes.stopping import without_saving
 
     trainer, command = config.trainer, _rank_command(arguments)
     again = [*command, "trainer.faults=[]"]  # what is planned happens once
@@ -115,6 +116,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         stop_grace_seconds=trainer.stop_grace_seconds,
         faults=Path(trainer.output_dir) / REPORTS,
         stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
+        without_saving=lambda: without_saving(trainer),
         started=PROCESS_STARTED,  # a time limit counts what is done before the ranks are
         restarts=Restarts(
             options.max_restarts,

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ def launch(
     faults: Path | None = None,
     stall: StallLimit | None = None,
     restarts: Restarts | None = None,
+    without_saving: Callable[[], str] | None = None,
     started: float | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
@@ -57,6 +58,7 @@ def launch(
         faults: the folder for reports of what every rank did when one hung or crashed.
         stall: how long rank 0 may take to go on; None: as long as it wants.
         restarts: decides whether a job that failed starts again.
+        without_saving: tells what became of a job that a second signal kept from saving.
         started: when the job began, as time.monotonic(); None: now.
     Returns:
         The job's exit code. Prints why it failed.
@@ -73,6 +75,7 @@ def launch(
                 stop_grace_seconds=stop_grace_seconds,
                 faults=faults,
                 stall=stall,
+                without_saving=without_saving,
             )
             if end.failure is None:
                 return end.code
@@ -191,6 +194,7 @@ def _run(
     stop_grace_seconds: float,
     faults: Path | None,
     stall: StallLimit | None,
+    without_saving: Callable[[], str] | None,
 ) -> _End:
     """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
     num_killed, memory = num_killed_for_memory(), MemoryHistory()
@@ -207,7 +211,8 @@ def _run(
         if ranks.have_succeeded:
             return _End(0)
         if asked and all(note.is_lost_peer for note in read_notes(ranks.folder)):
-            print(f"{_STOPS[asked[0]]}; all ranks ended", file=sys.stderr)
+            how = f" {without_saving()}" if code is None and without_saving is not None else ""
+            print(f"{_STOPS[asked[0]]}; all ranks ended{how}", file=sys.stderr)
             return _End(code_of_signal(asked[0]))
         if code in STOPPED:
             return _End(code)

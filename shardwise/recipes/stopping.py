@@ -5,12 +5,14 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self
 
 from shardwise.config import TrainerConfig
 from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
 from shardwise.controller.launch import seconds_since_start
 from shardwise.controller.signals import stop_signals
+from shardwise.recipes.checkpoints import step_folders
 
 
 class Stopped(Exception):
@@ -67,8 +69,7 @@ class Stopping:
             reason, code = f"stopped for trainer.max_time_seconds={trainer.max_time_seconds:g}", TIME_IS_UP
         if not trainer.save_state:
             return Stopped(f"{reason} after step {step}; not resumable, for trainer.save_state=false", code)
-        how = "" if trainer.resume == "auto" else " with trainer.resume=auto"
-        return Stopped(f"{reason}; resumable: the same command{how} goes on after step {step}", code)
+        return Stopped(f"{reason}; resumable: {_same_command(trainer)} goes on after step {step}", code)
 
     def _is_time_up(self, save_seconds: float | None) -> bool:
         """Whether another step and a save might not fit in."""
@@ -82,20 +83,34 @@ class Stopping:
         if self._signal is None:
             self._signal = signal.Signals(number)
             grace = self._trainer.stop_grace_seconds
-            late = f"trainer.stop_grace_seconds={grace:g} were too few for the step and the checkpoint"
+            late = f"trainer.stop_grace_seconds={grace:g} were too few for the step and the checkpoint; ended"
             self._grace = threading.Timer(grace, self._leave, [late])
             self._grace.daemon = True
             self._grace.start()
             print(f"{self._signal.name}: saves and stops after this step", file=sys.stderr, flush=True)
         elif "RANK" not in os.environ:
-            self._leave("stopped at once")
+            self._leave("ended at once")
 
     def _leave(self, reason: str) -> None:
         assert self._signal is not None
-        print(f"{self._signal.name}: {reason}; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"{self._signal.name}: {reason} {without_saving(self._trainer)}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(code_of_signal(self._signal))
 
     def _end_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
+
+
+def without_saving(trainer: TrainerConfig) -> str:
+    """How a run ended that was given no time to save, and what it goes on from."""
+    if not trainer.save_state:
+        return "without saving; not resumable, for trainer.save_state=false"
+    newest = next(iter(step_folders(Path(trainer.output_dir)).values()), None)
+    if newest is None:
+        return "without saving; there is no checkpoint yet, so the same command starts as before"
+    return f"without saving; {_same_command(trainer)} goes on from {newest}"
+
+
+def _same_command(trainer: TrainerConfig) -> str:
+    return "the same command" if trainer.resume == "auto" else "the same command with trainer.resume=auto"

@@ -172,8 +172,11 @@ def test_ranks_that_catch_signals_are_ended_too(command, tmp_path):
     assert_gone(tmp_path, 2)
 
 
-def start_launcher(command: list[str], folder: Path, *, grace: float = 0, **options) -> subprocess.Popen:
-    call = f"launch({command!r}, nproc=2, stop_grace_seconds={grace})"
+def start_launcher(
+    command: list[str], folder: Path, *, grace: float = 0, more: str = "", **options
+) -> subprocess.Popen:
+    """`more`: further arguments, as code."""
+    call = f"launch({command!r}, nproc=2, stop_grace_seconds={grace}, {more})"
     code = f"import sys; from shardwise.controller.launch import launch; sys.exit({call})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
     deadline = time.monotonic() + 60
@@ -283,13 +286,15 @@ def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_co
 
 
 def test_f10_a_second_signal_ends_all_ranks_at_once(command, tmp_path):
-    process = start_launcher([*command(SAVING), "60"], tmp_path, grace=60)
+    more = "without_saving=lambda: 'without saving; it goes on from step_4'"
+    process = start_launcher([*command(SAVING), "60"], tmp_path, grace=60, more=more)
     process.terminate()
     time.sleep(0.3)
     assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=5)
+    _, stderr = process.communicate(timeout=5)
     assert process.returncode == 143
+    assert stderr == "terminated; all ranks ended without saving; it goes on from step_4\n"
     assert not (tmp_path / "saved").exists()
     assert_gone(tmp_path, 2)
 

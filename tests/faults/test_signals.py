@@ -73,6 +73,23 @@ def test_f1_f10_a_run_that_was_stopped_and_lost_a_rank_ends_as_if_nothing_had_be
     assert (first.run / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
+@pytest.mark.full
+def test_f10_a_second_signal_ends_a_run_at_once_and_names_what_it_goes_on_from(sft_arguments, start, tmp_path):
+    run = start(
+        *sft_arguments(tmp_path / "run", "trainer.save_every_steps=1"),
+        faults="rank=1 step=3 phase=backward action=hang",
+    )
+    run.wait_until(lambda: saved_steps(run.run) == [1, 2])
+    run.launcher.terminate()
+    run.wait_until(lambda: "saves and stops after this step\n" in run.err)
+    run.launcher.terminate()
+    assert run.end(seconds=20) == 143
+    assert run.err.splitlines() == [
+        "SIGTERM: saves and stops after this step",
+        f"terminated; all ranks ended without saving; the same command goes on from {run.run}/checkpoints/step_2",
+    ]
+
+
 @pytest.mark.slow
 def test_f11_ctrl_c_to_every_process_is_one_clean_stop_and_a_dead_launcher_takes_all_with_it(assets, start, tmp_path):
     arguments = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import TrainerConfig
-from shardwise.recipes.stopping import Stopping
+from shardwise.recipes.stopping import Stopping, without_saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ import hashlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 from shardwise.config import TrainerConfig
 from shardwise.recipes.stopping import Stopping
-with Stopping(TrainerConfig(stop_grace_seconds=float(sys.argv[1]))):
+with Stopping(TrainerConfig(stop_grace_seconds=float(sys.argv[1]), output_dir=sys.argv[2])):
     print("in a step", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000_000)
 """
@@ -85,16 +85,20 @@ with Stopping(TrainerConfig(stop_grace_seconds=float(sys.argv[1]))):
 @pytest.mark.parametrize(
     ("grace", "num_signals", "variables", "reason"),
     [
-        ("0.3", 1, {}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint"),
-        ("30", 2, {}, "stopped at once"),
+        ("0.3", 1, {}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint; ended"),
+        ("30", 2, {}, "ended at once"),
         # What started a rank may say it twice.
-        ("0.3", 2, {"RANK": "0"}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint"),
+        ("0.3", 2, {"RANK": "0"}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint; ended"),
     ],
 )
-def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(grace, num_signals, variables, reason):
+def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(
+    grace, num_signals, variables, reason, tmp_path
+):
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | variables
     process = subprocess.Popen(
-        [sys.executable, "-c", LONG_STEP, grace],
+        [sys.executable, "-c", LONG_STEP, grace, str(tmp_path)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -108,5 +112,24 @@ def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(grac
     assert process.returncode == 143
     assert err.splitlines() == [
         "SIGTERM: saves and stops after this step",
-        f"SIGTERM: {reason}; the same command goes on from the last checkpoint",
+        f"SIGTERM: {reason} without saving; the same command goes on from {tmp_path}/checkpoints/step_10",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, "there is no checkpoint yet, so the same command starts as before"),
+        ({"save_state": False}, "not resumable, for trainer.save_state=false"),
+    ],
+)
+def test_a_run_that_could_not_save_and_has_nothing_to_go_on_from_says_so(tmp_path, options, how):
+    trainer = TrainerConfig(output_dir=str(tmp_path), **options)
+    assert without_saving(trainer) == f"without saving; {how}"
+
+
+def test_a_run_that_could_not_save_goes_on_from_its_newest_checkpoint_if_it_may_look_for_it(tmp_path):
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    assert without_saving(TrainerConfig(output_dir=str(tmp_path), resume="never")) == (
+        f"without saving; the same command with trainer.resume=auto goes on from {tmp_path}/checkpoints/step_2"
+    )
