@@ -68,9 +68,11 @@ class TrainerConfig(OptimizerConfig):
     """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from; once the run has
     saved one that began there, the same command goes on from its newest."""
-    resume_fallback: Literal["previous", "fail"] = "previous"
+    resume_fallback: Literal["previous", "weights", "fail"] = "previous"
     """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
-    whole, or fails. A path that is named always fails."""
+    whole, or fails. weights: where all that is damaged are shards of training states (state/*/rank_R.safetensors), goes
+    on from the weights in hf/ or adapter/ with optimizer states that begin anew; else as previous. A path that is named
+    fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     max_time_seconds: PositiveFloat | None = None

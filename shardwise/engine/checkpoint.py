@@ -123,6 +123,15 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
     optimizer.load_numbers(index.numbers)
 
 
+def load_numbers(optimizer: ShardedOptimizer, folder: Path) -> None:
+    """Collective. Takes over what stands beside the tensors of `save_state`, such as the number of steps, on which the
+    learning rate depends. Raises ModelError as `load_state`."""
+    with raised_on_every_rank(ModelError):
+        index = StateIndex.read(folder)
+        optimizer.check_numbers(index.numbers)
+    optimizer.load_numbers(index.numbers)
+
+
 def verify_files(index: StateIndex, folder: Path) -> None:
     """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
     for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:

@@ -16,6 +16,7 @@ from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
+from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.names import plain_name
@@ -417,6 +418,28 @@ class TrainEngine:
         assert self._optimizer is not None, "a frozen engine has no training state"
         self._copies.wait()
         load_state(self._optimizer, folder, verify=verify)
+
+    def load_without_states(self, folder: Path, state: Path) -> None:
+        """Goes on from weights alone, with the optimizer states of a new engine.
+
+        Args:
+            folder: has them in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
+            state: what `save_state` wrote, of which only the numbers beside the tensors are read.
+        Raises:
+            ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
+        """
+        from shardwise.engine.checkpoint import load_numbers
+
+        assert self._optimizer is not None, "a frozen engine has no training state"
+        self._copies.wait()
+        model = self._model.hf_model
+        if has_adapters(model):
+            from shardwise.engine.adapters import load_adapter
+
+            load_adapter(model, folder / "adapter")
+        else:
+            load_weights(model, folder / "hf", fresh=None if isinstance(self._model.head, LogprobHead) else {})
+        load_numbers(self._optimizer, state)
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.

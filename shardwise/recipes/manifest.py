@@ -84,14 +84,16 @@ def write_manifest(
     write_sealed_json(checkpoint / MANIFEST, content)
 
 
-def verify_share(checkpoint: Path) -> None:
-    """Collective. Reads this rank's share of the files, shards of training states among them.
+def verify_share(checkpoint: Path, *, shards: bool = True) -> None:
+    """Collective. Reads this rank's share of the files.
 
+    Args:
+        shards: those of training states among them.
     Raises:
         ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
     """
     with raised_on_every_rank(ModelError):
-        checks = _checks(checkpoint)
+        checks = _checks(checkpoint, shards=shards)
         for name in _share(checks):
             checks[name](checkpoint / name)
 
@@ -108,11 +110,11 @@ def has_whole_weights(checkpoint: Path) -> bool:
     return bool(weights)
 
 
-def _checks(checkpoint: Path) -> dict[str, Callable[[Path], None]]:
+def _checks(checkpoint: Path, *, shards: bool) -> dict[str, Callable[[Path], None]]:
     """How each file is compared with what was written, by its path in the checkpoint."""
     files = read_sealed_json(checkpoint / MANIFEST)["files"]
     checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
-    for folder in [Path(name).parent for name in files if Path(name).name == INDEX]:
+    for folder in [Path(name).parent for name in files if shards and Path(name).name == INDEX]:
         written = StateIndex.read(checkpoint / folder).files
         checks |= {(folder / shard).as_posix(): file.check for shard, file in written.items()}
     return checks

@@ -1,9 +1,9 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.config import (
     ConfigError,
@@ -23,6 +23,7 @@ STATE = "state"
 """In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
 RUN = "run.json"
 _RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
+_ITS_WEIGHTS = "from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +41,34 @@ class Start:
     """What is wrong with the newer ones that were passed over, the newest first."""
     begun_from: str | None = None
     """The path in trainer.resume that the run in this folder began from, if it did."""
+    lost_states: str | None = field(default=None, compare=False)
+    """What is wrong with its training states, where trainer.resume_fallback goes on from its weights alone."""
+
+
+class Verify(Protocol):
+    """Reads a checkpoint."""
+
+    def __call__(self, checkpoint: Path, *, shards: bool = True) -> None:
+        """Raises ModelError: a file is damaged. With shards=False those of training states are left out."""
+        ...
+
+
+def unverified(checkpoint: Path, *, shards: bool = True) -> None:
+    """Takes every file for whole."""
 
 
 def find_start(
     config: TrainingConfig,
     *,
     files: Fingerprints | None = None,
-    verify: Callable[[Path], None] = lambda _: None,
+    verify: Verify = unverified,
 ) -> Start | None:
     """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
     checkpoint of its own, so that the same command goes on.
 
     Args:
         files: what the run reads; None looks at it here, if there is a checkpoint.
-        verify: reads a whole checkpoint; raises ModelError if it is damaged. Without it only manifest.json and run.json
-            are looked at.
+        verify: without it only manifest.json and run.json are looked at.
     Raises:
         ConfigError: there is no such checkpoint, or it was trained with another config, model or data; names the keys.
             ModelError: it is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
@@ -63,19 +77,26 @@ def find_start(
     require_known_keys(trainer.resume_allow, config)
     if trainer.resume == "never":
         return None
-    own, falls_back = Path(trainer.output_dir), trainer.resume_fallback == "previous"
+    own, takes_weights = Path(trainer.output_dir), trainer.resume_fallback == "weights"
     named = None if trainer.resume == "auto" else str(Path(trainer.resume).resolve())
     candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
-    checkpoint, damage = _newest(candidates, verify, falls_back=falls_back)
-    if checkpoint is None and named is not None:
-        checkpoint = _named(Path(trainer.resume), verify)
-    if checkpoint is None:
+    falls_back = trainer.resume_fallback != "fail"
+    found = _newest(candidates, verify, falls_back=falls_back, takes_weights=takes_weights)
+    if found is None and named is not None:
+        found = _named(Path(trainer.resume), verify, takes_weights=takes_weights)
+    if found is None:
         return None
-    content = read_sealed_json(checkpoint / STATE / RUN)
-    _require_same(checkpoint, content, config, files)
-    in_place = checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve()
-    begun_from = content.get("begun_from") if named is None else named
-    return Start(checkpoint, content["step"], content["parts"], in_place, damage, begun_from)
+    content = read_sealed_json(found.checkpoint / STATE / RUN)
+    _require_same(found.checkpoint, content, config, files)
+    return Start(
+        found.checkpoint,
+        content["step"],
+        content["parts"],
+        in_place=found.checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve(),
+        damage=found.passed_over,
+        begun_from=content.get("begun_from") if named is None else named,
+        lost_states=found.lost_states,
+    )
 
 
 def _begun_from(checkpoint: Path) -> str | None:
@@ -116,42 +137,75 @@ def write_run(
     write_sealed_json(checkpoint / STATE / RUN, content)
 
 
-def _newest(
-    folders: Collection[Path], verify: Callable[[Path], None], *, falls_back: bool
-) -> tuple[Path | None, list[str]]:
-    """The first whole checkpoint with a training state, and what is wrong with those before it. None where no folder
-    has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    checkpoint: Path
+    passed_over: list[str]
+    lost_states: str | None
+    """These two as in Start."""
+
+
+def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, takes_weights: bool) -> _Found | None:
+    """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where no
+    folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
     damage: list[str] = []
     for folder in folders:
         try:
             if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
                 continue
             read_sealed_json(folder / STATE / RUN)
-            verify(folder)
-            return folder, damage
+            return _Found(folder, damage, _lost_states(folder, verify, may_be_lost=takes_weights))
         except ModelError as error:
             if not falls_back:
-                raise ModelError(f"{error}; {_RESTORE}") from None
+                weights = f", or go on {_ITS_WEIGHTS}" if _is_whole_without_shards(folder, verify) else ""
+                raise ModelError(f"{error}; {_RESTORE}{weights}") from None
             damage.append(str(error))
     if damage:
-        weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
-        without_optimizer = (
-            "" if weights is None else f", or begin a run without the optimizer's states: {_from(weights)}"
-        )
         raise ModelError(
             f"{'; '.join(damage)}. No checkpoint to go on from is whole: restore one from a copy, or start anew with "
-            f"trainer.resume=never, which moves what is there aside{without_optimizer}"
+            f"trainer.resume=never, which moves what is there aside{_without_states(folders, verify)}"
         )
-    return None, []
+    return None
 
 
-def _from(weights: Path) -> str:
-    return f"model.path={weights}, which is whole, with another trainer.output_dir"
+def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> str | None:
+    """Raises ModelError: the checkpoint is damaged, and not only in what may be lost."""
+    try:
+        verify(folder)
+    except ModelError as error:
+        if not may_be_lost:
+            raise
+        verify(folder, shards=False)
+        return str(error)
+    return None
 
 
-def _named(path: Path, verify: Callable[[Path], None]) -> Path:
+def _without_states(folders: Collection[Path], verify: Verify) -> str:
+    """For the error of a run of which no checkpoint is whole: what else there is to go on from, if anything."""
+    if any(_is_whole_without_shards(folder, verify) for folder in folders):
+        return f", or go on {_ITS_WEIGHTS}"
+    weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
+    if weights is None:
+        return ""
+    return (
+        f", or begin a run without the optimizer's states: model.path={weights}, which is whole, with another "
+        "trainer.output_dir"
+    )
+
+
+def _is_whole_without_shards(folder: Path, verify: Verify) -> bool:
+    try:
+        Manifest.read(folder)
+        read_sealed_json(folder / STATE / RUN)
+        verify(folder, shards=False)
+    except ModelError:
+        return False
+    return True
+
+
+def _named(path: Path, verify: Verify, *, takes_weights: bool) -> _Found:
     folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
-    found, _ = _newest(folders, verify, falls_back=False)
+    found = _newest(folders, verify, falls_back=False, takes_weights=takes_weights)
     if found is None:
         raise ConfigError(
             f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor the "

@@ -213,12 +213,16 @@ class Run:
         if self._start.parts is not None:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
-        for engine in self._engines.values():
-            engine.load_state(str(self._start.checkpoint / state_subfolder(engine)))
+        for name, engine in self._engines.items():
+            state = str(self._start.checkpoint / state_subfolder(engine))
+            if self._start.lost_states is None:
+                engine.load_state(state)
+            else:
+                engine.load_without_states(str(self._start.checkpoint / name), state)
 
-    def _verify(self, checkpoint: Path) -> None:
+    def _verify(self, checkpoint: Path, *, shards: bool = True) -> None:
         """Raises ModelError: a file of the checkpoint is damaged."""
-        damage, *_ = self._group.call("verify_files", str(checkpoint))
+        damage, *_ = self._group.call("verify_files", str(checkpoint), shards)
         if damage is not None:
             raise ModelError(damage)
 
@@ -260,6 +264,13 @@ class Run:
         if self._start is not None:
             for damage in self._start.damage:
                 print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
+            if self._start.lost_states is not None:
+                print(
+                    f"warning: {self._start.lost_states}; goes on from the weights of {self._start.checkpoint} without "
+                    "the optimizer's states, which begin anew (trainer.resume_fallback=weights)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if not Manifest.read(self._start.checkpoint).all_finite:
                 doubt = "was not looked through for NaN and infinities when it was written"
                 print(f"warning: {self._start.checkpoint} {doubt}", file=sys.stderr, flush=True)

@@ -377,17 +377,22 @@ class Worker:
         fit."""
         self._take_device(role, "params", "optimizer").engine.load_state(Path(folder), verify=False)
 
+    def load_without_states(self, role: str, folder: str, state: str) -> None:
+        """See `TrainEngine.load_without_states`."""
+        engine = self._take_device(role, "params", "optimizer").engine
+        engine.load_without_states(Path(folder), Path(state))
+
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
         """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
         read."""
         with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
-    def verify_files(self, checkpoint: str) -> str | None:
-        """Compares this rank's share of a checkpoint's files with what was written. Returns what is damaged, the same
-        on every rank; None where nothing is."""
+    def verify_files(self, checkpoint: str, shards: bool) -> str | None:
+        """Compares this rank's share of a checkpoint's files with what was written, with or without the shards of
+        training states. Returns what is damaged, the same on every rank; None where nothing is."""
         try:
-            verify_share(Path(checkpoint))
+            verify_share(Path(checkpoint), shards=shards)
         except ModelError as error:
             return str(error)
         return None

@@ -16,6 +16,7 @@ from tiny_models import random_samples, tiny_folder
 
 from shardwise.config import EngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack
+from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
 
@@ -120,6 +121,38 @@ def test_training_goes_on_bitwise(run_ranks, tmp_path, kind):
             assert numbers["loss_scaler"] == {"scale": 2.0**15, "num_finite_in_a_row": 1}
         if kind == "bf16 masters":
             assert numbers["num_updates"] == BEFORE
+
+
+def without_states(folder, out, engine, optimizer):
+    """Trains, saves, loses the optimizer's states, trains on; and an engine that begins with what was saved."""
+    trained = build(folder, engine, optimizer)
+    steps(trained, range(BEFORE))
+    if "lora" in engine:
+        trained.export_adapter(Path(out) / "adapter", folder)
+    else:
+        trained.export_hf(Path(out) / "hf", train_tokenizer(["2+3=5"], vocab_size=261))
+    trained.save_state(Path(out) / "state")
+    dist.barrier()
+    (Path(out) / "state" / f"rank_{dist.get_rank()}.safetensors").unlink()
+    for torch_optimizer in trained._optimizer.optimizers:
+        torch_optimizer.state.clear()
+    fresh = build(folder, engine, optimizer)
+    fresh.load_without_states(Path(out), Path(out) / "state")
+    rest = range(BEFORE, BEFORE + AFTER)
+    return state_of(trained), state_of(fresh), steps(trained, rest), steps(fresh, rest)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "bf16 masters", "muon", "lora", "frozen"])
+def test_training_goes_on_from_weights_alone_as_if_the_optimizer_had_forgotten_its_states(run_ranks, tmp_path, kind):
+    """With the learning rate of the step that comes. In float32 and for bfloat16 masters nothing is rounded."""
+    engine, optimizer = KINDS[kind]
+    folder, out = str(tiny_folder("llama", tmp_path / "model")), tmp_path / "out"
+    engine = {"param_dtype": "float32"} | engine
+    for trained, fresh, rest, again in run_ranks(without_states, 2, folder, str(out), engine, optimizer):
+        assert_same(fresh, trained)
+        assert {name.partition("/")[0] for name in fresh[0]} == {"master"}
+        assert fresh[1]["num_steps"] == BEFORE
+        assert again == rest
 
 
 def test_a_state_that_was_saved_before_the_first_step_is_loaded_too(run_ranks, tmp_path):

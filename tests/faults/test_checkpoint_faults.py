@@ -170,6 +170,71 @@ def test_f19_a_missing_file_is_named_and_the_checkpoint_before_is_taken(run_rank
     assert all(damage.endswith("is missing") for damage in said)
 
 
+def lost_shard(run, model):
+    """What a start finds under every policy; then where the weights are damaged too."""
+    found = [
+        start_of(run, model),
+        start_of(run, model, resume_fallback="fail"),
+        start_of(run, model, resume=str(Path(run) / NEWEST)),
+        start_of(run, model, resume_fallback="weights"),
+        start_of(run, model, resume=str(Path(run) / NEWEST), resume_fallback="weights"),
+    ]
+    dist.barrier()
+    (Path(run) / NEWEST / "hf" / "config.json").unlink(missing_ok=True)
+    dist.barrier()
+    return [
+        *found,
+        start_of(run, model, resume_fallback="weights"),
+        start_of(run, model, resume=str(Path(run) / NEWEST), resume_fallback="weights"),
+    ]
+
+
+def test_f19_a_missing_shard_is_refused_unless_weights_alone_are_allowed_to_go_on(run_ranks, run, model_folder):
+    (run / NEWEST / "state" / "policy" / "rank_1.safetensors").unlink()
+    found, other = run_ranks(lost_shard, 2, str(run), str(model_folder))
+    assert found == other
+    previous, fail, named, weights, named_weights, neither, named_neither = found
+    missing = f"{run / NEWEST / 'state' / 'policy' / 'rank_1.safetensors'} is missing"
+    assert previous[0] == 2
+    for error, _ in (fail, named):
+        assert missing in error
+        assert error.endswith(
+            ", or go on from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
+        )
+    assert weights == named_weights == (4, [])
+    assert neither[0] == 2
+    assert "hf/config.json is missing; restore it from a copy" in named_neither[0]
+    assert "trainer.resume_fallback" not in named_neither[0]
+
+
+def test_f19_a_run_goes_on_from_weights_alone_and_says_so(run_ranks, run, model_folder, tmp_path):
+    """Its next step meets the same weights, rounded as they are computed with anyway, and updates them otherwise."""
+    whole = shutil.copytree(run, tmp_path / "whole")
+    lost = run / NEWEST / "state" / "policy" / "rank_1.safetensors"
+    lost.unlink()
+    policy = {"resume_fallback": "weights"}
+    (steps, error, said), _ = run_ranks(partial(run_steps, **policy), 2, str(run), str(model_folder))
+    assert (steps, error) == ([5, 6], None)
+    assert re.fullmatch(
+        rf"warning: (rank [01]: )?{lost} is missing; goes on from the weights of {run / NEWEST} without the "
+        r"optimizer's states, which begin anew \(trainer\.resume_fallback=weights\)\n",
+        said,
+    )
+    assert run_ranks(run_steps, 2, str(whole), str(model_folder))[0] == ([5, 6], None, "")
+    rows, others = (
+        [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()] for one in (run, whole)
+    )
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[4]["train/loss"] == others[4]["train/loss"]
+    assert rows[5]["train/loss"] != others[5]["train/loss"]
+    assert start_of_alone(run_ranks, run, model_folder) == (6, [])
+
+
+def start_of_alone(run_ranks, run, model):
+    [found] = run_ranks(start_of, 1, str(run), str(model))
+    return found
+
+
 def test_f19_a_run_may_begin_with_the_weights_of_checkpoints_that_lost_their_states(run_ranks, run, model_folder):
     for folder in (run / "checkpoints").glob("step_*"):
         shutil.rmtree(folder / "state")

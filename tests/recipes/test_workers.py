@@ -601,12 +601,32 @@ def test_a_state_is_saved_and_loaded_while_other_engines_have_the_device(everyon
     assert again[0] == again[1]
 
 
+def test_a_critic_goes_on_from_its_weights_without_states_while_other_engines_have_the_device(everyone, tmp_path):
+    """Its value head comes from the checkpoint too."""
+    worker, other = (build_everyone(everyone, dict.fromkeys(ROLES, "both")) for _ in range(2))
+    samples = with_values(worker, roll_out(worker))
+    for _ in range(2):
+        train(worker, samples, "critic")
+    worker.save_weights("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path))
+    worker.save_state("critic", str(tmp_path / "state"))
+    (tmp_path / "state" / "rank_0.safetensors").unlink()
+    other.sync_weights(1)
+    other.load_without_states("critic", str(tmp_path), str(tmp_path / "state"))
+    worker.sync_weights(2)
+    other.sync_weights(2)
+    for one, two in zip(
+        score(worker, samples, "critic", max_tokens=40), score(other, samples, "critic", max_tokens=40), strict=True
+    ):
+        assert torch.equal(one, two)
+    assert engine_of(other, "critic").numbers() == engine_of(worker, "critic").numbers()
+
+
 def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):
     (tmp_path / "a").write_text("text")
     worker = Worker(torch.device("cpu"))
     hashes = worker.hash_files(str(tmp_path))
     assert hashes == {"a": {"num_bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"text")}}
     write_manifest(tmp_path, [hashes], step=1)
-    assert worker.verify_files(str(tmp_path)) is None
+    assert worker.verify_files(str(tmp_path), True) is None
     (tmp_path / "a").write_text("test")
-    assert f"{tmp_path / 'a'} is damaged" in worker.verify_files(str(tmp_path))
+    assert f"{tmp_path / 'a'} is damaged" in worker.verify_files(str(tmp_path), True)
