@@ -118,10 +118,12 @@ class ShardedOptimizer:
             on_fault(norm)
         self.num_steps += 1
         self._require_progress(norm)
+        num_bad = 0 if finite else sum(not math.isfinite(loss) for loss in losses)
         metrics = {
             "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
             "train/learning_rate": MetricValue.max(self._config.learning_rate * share),
             "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
+            "train/nonfinite_loss_fraction": MetricValue.mean(float(num_bad), len(losses)),
         }
         for prefix, peak in self._config.module_learning_rates.items():
             metrics[f"train/learning_rate/{prefix}"] = MetricValue.max(peak * share)

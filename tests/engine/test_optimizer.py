@@ -148,7 +148,12 @@ def test_learning_rates_of_modules_follow_the_schedule_and_are_reported():
 
 def test_one_learning_rate_is_reported_once():
     metrics = ShardedOptimizer(model_with_gradient(1.0), OptimizerConfig(), total_steps=1).step()
-    assert sorted(metrics) == ["train/grad_norm", "train/learning_rate", "train/nonfinite_fraction"]
+    assert sorted(metrics) == [
+        "train/grad_norm",
+        "train/learning_rate",
+        "train/nonfinite_fraction",
+        "train/nonfinite_loss_fraction",
+    ]
 
 
 @pytest.mark.parametrize(("max_grad_norm", "seen"), [(1.0, [0.6, 0.8]), (7.0, [3, 4]), (None, [3, 4])])

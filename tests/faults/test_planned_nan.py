@@ -88,6 +88,8 @@ def test_f33_a_nan_on_one_rank_skips_its_step_on_all_and_the_second_in_a_row_end
     assert error == other
     assert error.startswith("TrainingError: the gradient norm was nan in 2 optimizer steps in a row")
     assert [row["train/nonfinite_fraction"] for row in rows_of(run)] == [0, 1, 0, 1]
+    bad = 0.5 if phase == "backward" else 0  # the loss of one of two micro-batches, or a gradient alone
+    assert [row["train/nonfinite_loss_fraction"] for row in rows_of(run)] == [0, bad, 0, bad]
     weights = {step: weights_of(run, step) for step in (1, 2, 3, 4)}
     assert [are_equal(weights[step], weights[step + 1]) for step in (1, 2, 3)] == [True, False, True]
     assert sorted(path.name for path in (run / "nonfinite").iterdir()) == ["step_2", "step_4"]
