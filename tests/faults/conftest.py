@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-from runs import assets, command, marked, metrics_of, shell, start
+from runs import assets, command, job, marked, metrics_of, shell, start
 
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 
-__all__ = ["assets", "command", "marked", "metrics_of", "shell", "start"]
+__all__ = ["assets", "command", "job", "marked", "metrics_of", "shell", "start"]
 
 
 @pytest.fixture(scope="session")
