@@ -38,8 +38,6 @@ ORPHANS_END_SECONDS = 10.0
 SECOND_JOB_ENDS_SECONDS = 5.0
 HANG_NOTICED_SECONDS = 20.0
 """Beside engine.collective_timeout_seconds: the step until the hang, stacks of every rank, two cores for everything."""
-RECOVERY_SECONDS = 80.0
-"""20 on two idle cores."""
 TWO_RANKS: list[str] = []
 APART = ["rollout.placement=split", "rollout.max_staleness=1"]
 """One rank trains, one samples the rollouts of the next step meanwhile."""
@@ -283,9 +281,14 @@ def test_f16_f23_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_o
 
 @pytest.mark.full
 def test_f01_a_killed_rank_costs_seconds(rl_arguments, start, tmp_path, record_property):
-    """From the death to the line that says so, and to the next trained step."""
-    more = ("--max-restarts", "1", "trainer.total_steps=1000")
-    run = start(*rl_arguments(tmp_path / "run", *more))
+    """From the death to the line that says so, and to the next trained step: at most 20 s on two idle cores. Here, on
+    whatever else runs beside it, no more than to notice it and what the same command takes to its first step, which is
+    measured before and after."""
+    arguments = rl_arguments(tmp_path / "run", "--max-restarts", "1", "trainer.total_steps=1000")
+    began = time.monotonic()
+    run = start(*arguments)
+    run.wait_until(lambda: run.steps)
+    start_seconds = [time.monotonic() - began]
     run.wait_until(lambda: len(run.steps) > 2)
     os.kill(run.ranks()[1], signal.SIGKILL)
     died = time.monotonic()
@@ -295,9 +298,17 @@ def test_f01_a_killed_rank_costs_seconds(rl_arguments, start, tmp_path, record_p
     resumed_step = int(re.search(r"goes on from .*/step_(\d+)$", run.out, re.MULTILINE)[1])
     run.wait_until(lambda: run.steps[-1:] > [resumed_step])
     recovery_seconds = time.monotonic() - died
-    record_property("noticed_seconds", noticed_seconds)
-    record_property("recovery_seconds", recovery_seconds)
-    assert noticed_seconds < PEERS_END_SECONDS
-    assert recovery_seconds < RECOVERY_SECONDS
     run.launcher.terminate()
     assert run.end() == 143
+    last = run.steps[-1]
+    began = time.monotonic()
+    again = start(*arguments)
+    again.wait_until(lambda: again.steps[-1] > last)
+    start_seconds.append(time.monotonic() - began)
+    again.launcher.terminate()
+    assert again.end() == 143
+    record_property("noticed_seconds", noticed_seconds)
+    record_property("recovery_seconds", recovery_seconds)
+    record_property("start_seconds", start_seconds)
+    assert noticed_seconds < PEERS_END_SECONDS
+    assert recovery_seconds < PEERS_END_SECONDS + max(start_seconds)
