@@ -56,9 +56,13 @@ MEANING = {
     "export": "what two ranks write is what `save_pretrained` writes, bit for bit",
     "ulysses": "the same step with every sequence on both ranks",
     "expert_parallel": "the same step with the experts of every layer split over both ranks",
+    "checkpointing_full": "gradients with `activation_checkpointing: full` are those without",
+    "checkpointing_selective": "likewise with `selective` by operation: attention and every second matrix product are "
+    "kept, whatever a layer then changes in place",
     "lora": "an adapter on all linear layers: off, the model is its base bit for bit; peft loads what is written and "
     "gives the engine's logprobs, and so does transformers with the merged model",
-    "lora_experts": "the same with an adapter for every fused expert beside them",
+    "lora_experts": "the same on two ranks with an adapter for every fused expert beside them; logprobs after a step, "
+    "and the gradients of the next, are those of one process",
     "qlora": "an adapter on linear layers in 4 bits: the merged model that is written gives the engine's logprobs",
     "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "
     "transformers those of the engine",

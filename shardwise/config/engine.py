@@ -233,6 +233,11 @@ class EngineConfig(LayoutConfig):
         modules = [entry.param_dtype for entry in self.module_precision]
         return "float16" in (self.param_dtype, self.reduce_dtype, *modules)
 
+    @property
+    def checkpoints_by_operation(self) -> bool:
+        """Of a checkpointed layer some results are kept; without, its input alone."""
+        return self.activation_checkpointing == "selective" and self.checkpoint_every_layers is None
+
     def frozen(self) -> FrozenEngineConfig:
         """A frozen engine on the same layout."""
         return FrozenEngineConfig(**{name: getattr(self, name) for name in LayoutConfig.model_fields})

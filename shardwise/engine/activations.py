@@ -54,7 +54,7 @@ def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConf
             f"use at most {len(paths)}"
         )
     kept: frozenset[Any] = frozenset()
-    if config.activation_checkpointing == "selective" and config.checkpoint_every_layers is None:
+    if config.checkpoints_by_operation:
         # The products of a compiled layer are inside its graphs, which are computed again as a whole.
         kept = ATTENTION_OPS if config.compile_layers else ATTENTION_OPS | MATMUL_OPS
     run = partial(_run_checkpointed, kept=kept, offload=config.activation_offload)

@@ -226,18 +226,23 @@ def build_unloaded(
 
 
 def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: EngineMesh, head_name: HeadName) -> None:
-    lora = config.lora if isinstance(config, EngineConfig) else None
     asked = {
         "packing": True,
         "fsdp2": mesh.fsdp.size() > 1,
-        "export": isinstance(config, EngineConfig),
         "ulysses": mesh.sp_group is not None,
         "expert_parallel": mesh.ep is not None,
-        "lora": lora is not None,
-        "lora_experts": lora is not None and bool(lora.target_parameters),
-        "qlora": lora is not None and lora.quantize_base is not None,
         head_name: head_name != "logprobs",
     }
+    if isinstance(config, EngineConfig):
+        lora = config.lora
+        asked |= {
+            "export": True,
+            "checkpointing_full": config.activation_checkpointing != "none" and not config.checkpoints_by_operation,
+            "checkpointing_selective": config.checkpoints_by_operation,
+            "lora": lora is not None,
+            "lora_experts": lora is not None and bool(lora.target_parameters),
+            "qlora": lora is not None and lora.quantize_base is not None,
+        }
     if reason := unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven"):
         raise ConfigError(f"{folder}: {reason}")
 

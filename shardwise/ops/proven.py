@@ -17,6 +17,8 @@ CHECKS: Mapping[str, str] = {
     "export": "export to the Hugging Face layout",
     "ulysses": "sequence parallelism (ulysses_size above 1)",
     "expert_parallel": "expert parallelism (ep_size above 1)",
+    "checkpointing_full": "activation checkpointing of whole layers",
+    "checkpointing_selective": "activation checkpointing by operation",
     "lora": "LoRA",
     "lora_experts": "LoRA on fused experts",
     "qlora": "LoRA on a base in 4 bits",

@@ -69,6 +69,25 @@ def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_i
     EmbeddedEngine.from_folder(tmp_path, **options, allow_unproven=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"activation_checkpointing": "full"}, "activation checkpointing of whole layers"),
+        ({"activation_checkpointing": "selective"}, "activation checkpointing by operation"),
+        (
+            {"activation_checkpointing": "selective", "checkpoint_every_layers": 2},
+            "activation checkpointing of whole layers",
+        ),
+        ({"lora": {"rank": 2, "quantize_base": "nf4"}}, "LoRA, LoRA on a base in 4 bits"),
+    ],
+    ids=["full", "selective", "every second", "qlora"],
+)
+def test_what_is_asked_of_a_family_is_named(run_ranks, tmp_path, options, named):
+    save_model(UNLISTED, {"sliding_window": 4}, tmp_path)
+    with pytest.raises(RankError, match=rf"export to the Hugging Face layout, {named}: not proven for the family cwm"):
+        run_ranks(build_unlisted, 1, str(tmp_path), options)
+
+
 def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():
     assert unproven_reason("deepseek_v3", CHECKS, "key") is None
     family, check = next(
