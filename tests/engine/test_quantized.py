@@ -24,6 +24,14 @@ from shardwise.engine.quantized import QuantizedLinear, pack_rows, packed_bytes,
 from shardwise.recipes.losses import sft_loss
 
 LORA = LoraConfig(rank=3, alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], quantize_base="nf4")
+LORA_ON_EXPERTS = LoraConfig(
+    rank=3,
+    alpha=12,
+    target_modules=["q_proj", "v_proj"],
+    target_parameters=["gate_up_proj", "down_proj"],
+    quantize_base="nf4",
+)
+"""Of which the experts themselves are no linear layers, and stay as they are."""
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 """Rows of whole blocks: what bitsandbytes makes of a whole matrix is then what it makes of rows."""
 
@@ -65,10 +73,10 @@ def test_only_called_linear_layers_are_quantised(tmp_path):
     assert "model.layers.0.self_attn.k_proj" in quantized  # without an adapter
 
 
-def trained(folder, adapter, out, world):
+def trained(folder, lora, adapter, out, world):
     """Loss, gradients, logprobs, and the number of bytes that the linear layers' weights have on this rank; writes the
     merged model and the adapter."""
-    lora = LORA.model_copy(update={"adapter_path": str(adapter)})
+    lora = lora.model_copy(update={"adapter_path": str(adapter)})
     engine = TrainEngine.build(
         Path(folder), EngineConfig(lora=lora), device=torch.device("cpu"), optimizer=OptimizerConfig(learning_rate=1e-2)
     )
@@ -90,12 +98,13 @@ def trained(folder, adapter, out, world):
     return metrics["train/loss"].result(), gradients, unpack(step, shards), packed, engine.num_parameters
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    folder = tiny_folder("llama", tmp_path_factory.mktemp("wide"), **WIDE)
+@pytest.fixture(scope="module", params=[("llama", LORA), ("qwen3_moe", LORA_ON_EXPERTS)], ids=["layers", "experts"])
+def wide(request, tmp_path_factory):
+    family, lora = request.param
+    folder = tiny_folder(family, tmp_path_factory.mktemp("wide"), **WIDE)
     adapter = tmp_path_factory.mktemp("adapter") / "start"
-    random_adapter(folder, LORA, adapter)
-    return folder, adapter
+    random_adapter(folder, lora, adapter)
+    return folder, lora, adapter
 
 
 def with_bitsandbytes_layers(model):
@@ -119,8 +128,8 @@ def with_bitsandbytes_layers(model):
 @needs_integer_shards
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_equals_that_of_peft_on_bitsandbytes_layers(run_ranks, wide, tmp_path, world):
-    folder, adapter = wide
-    runs = run_ranks(trained, world, folder, adapter, tmp_path, world)
+    folder, lora, adapter = wide
+    runs = run_ranks(trained, world, folder, lora, adapter, tmp_path, world)
     plain = with_bitsandbytes_layers(peft_model(folder, adapter))
     num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples())
     loss = sum(-reference_logprobs(plain, s.token_ids)[s.loss_mask].sum() for s in samples()) / num_tokens
@@ -143,8 +152,8 @@ def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide
     """The merged model as it is, and the adapter on bitsandbytes' own layers."""
     from transformers import AutoModelForCausalLM
 
-    folder, adapter = wide
-    (*_, logprobs, packed, num_parameters), other = run_ranks(trained, 2, folder, adapter, tmp_path, 2)
+    folder, lora, adapter = wide
+    (*_, logprobs, packed, num_parameters), other = run_ranks(trained, 2, folder, lora, adapter, tmp_path, 2)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     adapted = with_bitsandbytes_layers(peft_model(folder, tmp_path / "adapter"))
     with torch.no_grad():
@@ -152,9 +161,8 @@ def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide
             for model in (merged, adapted):
                 expected = reference_logprobs(model, sample.token_ids)
                 torch.testing.assert_close(found[sample.loss_mask], expected[sample.loss_mask], rtol=0, atol=1e-5)
-    numbers = sum(
-        tensor.numel() for name, tensor in load_file(Path(folder) / "model.safetensors").items() if "proj" in name
-    )
+    stored = load_file(Path(folder) / "model.safetensors")
+    numbers = sum(t.numel() for name, t in stored.items() if "proj" in name and ".experts." not in name)
     assert packed + other[3] == numbers * 4.5 / 8
     rank = sum(t.numel() for t in load_file(tmp_path / "adapter" / "adapter_model.safetensors").values())
     assert num_parameters == sum(p.numel() for p in merged.parameters()) + rank
