@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from sharded_lora import peft_model, random_adapter
 from test_rollout_base import (
     LONG,
     generated_by_transformers,
@@ -14,6 +15,8 @@ from test_rollout_base import (
     tokens,
 )
 
+from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
+from shardwise.engine import TrainEngine
 from shardwise.transfer import WeightSyncError, sync_local
 
 PROJECTION, NORM = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
@@ -115,6 +118,42 @@ def test_a_faulty_sync_is_refused_by_name_commits_nothing_and_the_next_one_heals
     healed = engine.generate(requests(prompt_ids))
     assert tokens(healed) == tokens(before)
     assert {c.policy_version for group in healed for c in group} == {7}
+
+
+LORA = LoraConfig(rank=3, alpha=12)
+
+
+def merged_by_the_trainer(folder, adapter):
+    """What a trainer sends whose adapter is the one in a folder."""
+    config = EngineConfig(lora=LORA.model_copy(update={"adapter_path": str(adapter)}))
+    engine = TrainEngine.build(folder, config, device=torch.device("cpu"), optimizer=OptimizerConfig())
+    return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_trap_11_logprobs_change_by_exactly_the_adapter_that_the_trainer_has_merged(
+    run_ranks, restored, references, folders, tmp_path, family
+):
+    """As peft computes the adapter beside the base, of given tokens and of those that are sampled."""
+    engine, base = restored(family), references[family]
+    adapter = random_adapter(folders[family], LORA, tmp_path / "adapter")
+    adapted = peft_model(folders[family], adapter).eval()
+    prompt_ids = [ids for ids in prompts(6, seed=3) if len(ids) > 2]
+    before = engine.logprobs(prompt_ids)
+    (merged,) = run_ranks(merged_by_the_trainer, 1, folders[family], adapter)
+    sync(engine, Sender(base, lambda weights: weights.update(merged)), 8)
+    after = engine.logprobs(prompt_ids)
+    for ids, old, new in zip(prompt_ids, before, after, strict=True):
+        change = logprobs_by_transformers(adapted, ids[:1], ids[1:], 1.0)
+        change = change - logprobs_by_transformers(base, ids[:1], ids[1:], 1.0)
+        torch.testing.assert_close(torch.tensor(new).double() - torch.tensor(old).double(), change, atol=1e-4, rtol=0)
+        assert change.abs().max() > 0.05
+    for ids, (found,) in zip(prompt_ids, engine.generate(requests(prompt_ids, temperature=1.0)), strict=True):
+        expected = logprobs_by_transformers(adapted, ids, found.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(found.logprobs).double(), expected, atol=1e-4, rtol=0)
+        assert found.policy_version == 8
+    sync(engine, Sender(base), 9)
+    assert engine.logprobs(prompt_ids) == before
 
 
 def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(restored, references):
