@@ -65,11 +65,12 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> N
     """Checks that every token has an embedding. A model with spare rows (a padded vocabulary) is fine.
 
     Raises:
-        ModelError: the tokenizer has more tokens than the model; names both numbers.
+        ModelError: the tokenizer has token ids that the model has not; names both numbers.
     """
-    if len(tokenizer) > vocab_size:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {vocab_size}; "
+            f"the tokenizer has token ids up to {largest}, the model's vocabulary ends at {vocab_size - 1}; "
             "set model.tokenizer_path to the tokenizer that the model was made with"
         )
 

@@ -428,8 +428,22 @@ def test_missing_template_file_is_refused(tmp_path, model_folder):
         load_tokenizer(config)
 
 
-def test_tokenizer_larger_than_the_model_is_refused_with_both_numbers(tokenizer):  # trap 33
+def test_trap_33_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers(tokenizer):
     check_vocabulary(tokenizer, 261)
     check_vocabulary(tokenizer, 320)
-    with pytest.raises(ModelError, match="the tokenizer has 261 tokens, the model's vocabulary only 260"):
+    with pytest.raises(ModelError, match="the tokenizer has token ids up to 260, the model's vocabulary ends at 259"):
         check_vocabulary(tokenizer, 260)
+
+
+def test_trap_33_a_token_id_outside_the_models_vocabulary_is_refused_however_few_tokens_there_are(tokenizer, tmp_path):
+    """Ids need not be without gaps: 262 tokens, one of which is number 400."""
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["far"] = 400
+    file.write_text(json.dumps(content))
+    with_gap = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert len(with_gap) < 300
+    check_vocabulary(with_gap, 401)
+    with pytest.raises(ModelError, match="the tokenizer has token ids up to 400, the model's vocabulary ends at 299"):
+        check_vocabulary(with_gap, 300)

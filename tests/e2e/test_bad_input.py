@@ -188,9 +188,9 @@ def test_a_tokenizer_without_a_chat_template_is_named_with_both_ways_out(request
     )
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_named_with_both_numbers(sft, model):
+def test_trap_33_a_tokenizer_larger_than_the_embedding_is_named_with_both_numbers(sft, model):
     edited(model, vocab_size=200)
-    assert_one_line(sft(model__path=model), "261 tokens", "only 200", "model.tokenizer_path")
+    assert_one_line(sft(model__path=model), "token ids up to 260", "ends at 199", "model.tokenizer_path")
 
 
 def test_a_model_folder_without_weights_is_named(sft, model):

@@ -52,7 +52,7 @@ def test_the_context_ends_where_rotary_frequencies_depend_on_the_batch(folder, r
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(folder):
     edit(folder / "config.json", vocab_size=200)
-    with pytest.raises(ModelError, match="the tokenizer has 261 tokens, the model's vocabulary only 200"):
+    with pytest.raises(ModelError, match="the tokenizer has token ids up to 260, the model's vocabulary ends at 199"):
         open_folder(folder)
 
 
