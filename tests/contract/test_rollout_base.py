@@ -243,7 +243,7 @@ def test_bad_tokens_are_never_drawn(not_in_a_server, open_engine, references):
         torch.testing.assert_close(torch.tensor(group[0].logprobs).double(), expected, atol=2e-5, rtol=0)
 
 
-def test_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
+def test_trap_33_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
     with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary begins at 0 and ends at 260"):
         open_engine("llama", bad_token_ids=[9999])
 

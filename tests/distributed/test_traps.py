@@ -1,7 +1,7 @@
 """What goes wrong elsewhere once ranks share a step, each test named for its trap.
 
 Traps 3, 24 and 6 on one rank are in tests/engine, 24 and 26 in tests/faults too; trap 2 is in
-tests/data/test_packing.py.
+tests/data/test_packing.py, 10 in test_vision.py, 33 in tests/data/test_chat.py.
 """
 
 from pathlib import Path
@@ -146,7 +146,7 @@ def tied_engine(folder, keys):
 
 @pytest.mark.parametrize("keys", [{}, {"fsdp_size": 2}, {"ulysses_size": 2}], ids=str)
 def test_trap_12_tied_embeddings_are_read_once_exported_once_and_trained_from_both_ends(run_ranks, tmp_path, keys):
-    """Trap 12. The gradient is the sum of those that the two ends would have as weights of their own."""
+    """The gradient is the sum of those that the two ends would have as weights of their own."""
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path)
     untied = tiny_model("qwen3", tie_word_embeddings=False)

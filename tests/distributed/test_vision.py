@@ -61,8 +61,9 @@ def assert_same_step(found, expected):
     torch.testing.assert_close(found[2], expected[2], atol=2e-5, rtol=0)
 
 
-def test_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
-    """Traps 6 and 10: one pack holds two images, none, one and none; transformers computes each sample by itself."""
+def test_traps_6_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
+    """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
+    sample by itself."""
     model = tiny_vision_model(family)
     samples = vision_samples(model)
     ((logprobs, gradients, _, has_images),) = run_ranks(step, 1, folder, samples, 256, {})
@@ -74,8 +75,8 @@ def test_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, fami
     assert any(name.startswith(TOWER) for name in gradients)
 
 
-def test_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks, family, folder):
-    """Trap 10: the tower's units gather and reduce on every rank, in every micro-batch."""
+def test_trap_10_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks, family, folder):
+    """The tower's units gather and reduce on every rank, in every micro-batch."""
     samples = vision_samples(tiny_vision_model(family), [GRIDS[0], [], [], []])
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
     ranks = run_ranks(step, 2, folder, samples, 24, {})
@@ -84,8 +85,8 @@ def test_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks,
         assert_same_step(found, alone)
 
 
-def test_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(run_ranks, family, folder):
-    """Trap 10: with Ulysses the border between two ranks goes through an image, and deep-stack features part with it.
+def test_trap_10_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(run_ranks, family, folder):
+    """With Ulysses the border between two ranks goes through an image, and deep-stack features part with it.
     The pack has an odd number of tokens."""
     samples = vision_samples(tiny_vision_model(family))
     assert sum(len(sample.token_ids) for sample in samples) % 2 == 1
@@ -94,7 +95,7 @@ def test_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(run_ranks
         assert_same_step(found, alone)
 
 
-def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family):
+def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family):
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
     ranks = run_ranks(step, 2, folder, samples, 30, {"freeze_module_prefix": [TOWER]})
@@ -125,8 +126,8 @@ def test_options_of_memory_change_no_number(run_ranks, tmp_path, keys):
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
 
 
-def test_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):
-    """Trap 10: elsewhere it trains the tower silently."""
+def test_trap_10_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):
+    """Elsewhere it trains the tower silently."""
     (reason,) = run_ranks(refusal, 1, folder, {"freeze_module_prefix": ["visual"]})
     assert "'visual' names no module" in reason
     assert TOWER in reason

@@ -63,7 +63,7 @@ def load_sharded(folder, mesh_shape, dim):
 
 
 @pytest.mark.parametrize(("mesh_shape", "copies"), [((1,), 1), ((2,), 1), ((4,), 1), ((2, 2), 2)])
-def test_every_rank_reads_the_bytes_it_holds_and_no_other(run_ranks, folder, mesh_shape, copies):
+def test_trap_12_every_rank_reads_the_bytes_it_holds_and_no_other(run_ranks, folder, mesh_shape, copies):
     """Of fused experts too: a rank reads the files' matrices of its own experts. The tied projection is read once."""
     whole, file_bytes = load_whole(folder)
     assert file_bytes == sum(tensor.nbytes for tensor in load_file(folder / SINGLE_NAME).values())

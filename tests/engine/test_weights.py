@@ -34,8 +34,10 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (4, "bfloat16")])
-def test_weights_arrive_whole_as_if_cast_after_gathering(run_ranks, tmp_path, family, world_size, dtype):
-    """Trap 12: the tied projection is not sent twice. Runtime names are the model's, hub names the files'."""
+def test_trap_12_weights_arrive_whole_and_once_as_if_cast_after_gathering(
+    run_ranks, tmp_path, family, world_size, dtype
+):
+    """The tied projection is not sent twice. Runtime names are the model's, hub names the files'."""
     tiny_folder(family, tmp_path)
     stored = load_file(tmp_path / SINGLE_NAME)
     results = run_ranks(gathered, world_size, str(tmp_path), dtype)

@@ -18,7 +18,7 @@ def test_a_model_without_one_is_refused():
         end_of_sequence_ids(GenerationConfig(), Qwen3Config(eos_token_id=None))
 
 
-def test_words_outside_the_vocabulary_are_refused():
+def test_trap_33_words_outside_the_vocabulary_are_refused():
     require_words([0], [9], 10)
     for stop, bad, wrong in (([0, 10, 11], [], 10), ([], [3, 10], 10), ([-1], [], -1), ([], [-2], -2)):
         with pytest.raises(ConfigError, match=f"have {wrong}, but the model's vocabulary begins at 0 and ends at 9; "):
