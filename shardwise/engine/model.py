@@ -193,10 +193,10 @@ def build_unloaded(
         check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
     shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
-    if not config.allow_unproven:
-        _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
     backend = AttentionBackend(config.attention_implementation, ulysses)
     _choose_trained(hf_model, config, head_name)
+    if not config.allow_unproven:  # last of all: what cannot be says so itself
+        _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
     expert_loads, replay = _watch_routers(hf_model, config, ulysses)
     check_experts(hf_model, is_patched=config.apply_expert_patch)
     precision = Precision(hf_model, config)

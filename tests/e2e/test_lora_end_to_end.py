@@ -191,6 +191,10 @@ def test_an_adapter_synced_alone_to_other_ranks_trains_the_same(rl, assets, job,
     ("overrides", "message"),
     [
         (["engine.lora={rank: 4, target_modules: [q_prj]}"], "'q_prj' matches no module of Qwen3ForCausalLM"),
+        (
+            ["engine.lora={rank: 4, target_parameters: [experts.down_proj]}"],
+            "'experts.down_proj' matches no parameter of Qwen3ForCausalLM; its fused experts are: it has none",
+        ),
         (["engine.lora={rank: 4, adapter_path: nowhere}"], "nowhere cannot be read as a LoRA adapter"),
         (["engine.lora={rank: 0}"], "engine.lora.rank=0: input should be greater than 0"),
         (["engine.lora={rnk: 4}"], "engine.lora.rnk: unknown key; did you mean engine.lora.rank?"),
