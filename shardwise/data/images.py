@@ -163,8 +163,8 @@ def _opened(source: str | bytes, name: str) -> "Image":
         raise DataError(f"{name}: there is no file {source!r}; give a path from the data file's folder") from None
     except UnidentifiedImageError:
         raise DataError(f"{name} is damaged, or no image: none of {', '.join(FORMATS)} can be read there") from None
-    except Image.DecompressionBombError as error:
-        raise DataError(f"{name}: {error}; scale it down") from None
+    except Image.DecompressionBombError:  # of more than twice as many, without saying how high and wide
+        raise DataError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read; scale it down") from None
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{name} cannot be read: {error}; fix it or remove the row") from None
 

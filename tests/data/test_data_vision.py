@@ -160,6 +160,7 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
         ("<image>", [7], "image 1 is a number, expected a path"),
         ("<image>", ["long.png"], "image 1 (long.png) has 402 x 2 pixels: absolute aspect ratio must be smaller"),
         ("<image>", ["huge.png"], "image 1 (huge.png) has 10000 x 9000 pixels, more than the 89,478,485 that are read"),
+        ("<image>", ["huger.png"], "image 1 (huger.png) has more than the 89,478,485 pixels that are read; scale it"),
         ("<image>", ["deep.png"], "image 1 (deep.png) has the mode I;16, more than 8 bits a channel"),
         ([{"type": "video"}], [], 'a part of a content is {"type": "video"}, expected {"type": "text"'),
     ],
@@ -169,6 +170,7 @@ def test_what_is_wrong_with_an_image_names_row_and_file(load, picture, tmp_path,
     (tmp_path / "text.png").write_text("no image")
     picture(0, (402, 2)).save(tmp_path / "long.png")
     Image.new("1", (10000, 9000)).save(tmp_path / "huge.png")
+    Image.new("1", (20000, 9000)).save(tmp_path / "huger.png")
     Image.new("I;16", (16, 8)).save(tmp_path / "deep.png")
     rows = [{"messages": talk("1")}, {"messages": talk(question), "images": images}]
     with pytest.raises(DataError) as error:

@@ -2,6 +2,7 @@ import logging
 import subprocess
 import sys
 
+from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 from shardwise.recipes.quiet import quiet_libraries
@@ -12,6 +13,15 @@ def test_an_adapter_brings_no_words_of_libraries_about_what_is_not_used():
     script = "from shardwise.recipes.quiet import quiet_libraries; quiet_libraries(); import peft, bitsandbytes"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
+
+
+def test_an_image_that_is_refused_for_its_size_is_not_warned_of_too(tmp_path):
+    Image.new("1", (10000, 9000)).save(tmp_path / "huge.png")
+    script = "from shardwise.recipes.quiet import quiet_libraries; from PIL import Image; "
+    for quiet in ("quiet_libraries(); ", ""):
+        command = [sys.executable, "-c", f"{script}{quiet}Image.open('{tmp_path / 'huge.png'}')"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert ("DecompressionBombWarning" in done.stderr) == (not quiet)
 
 
 def test_progress_bars_of_transformers_are_off_and_errors_of_bitsandbytes_are_not():
