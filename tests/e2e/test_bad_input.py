@@ -6,7 +6,12 @@ import shutil
 
 import pytest
 import torch
+from family_table import save_model
 from safetensors.torch import load_file, save_file
+from sharded_lora import random_adapter
+from transformers import AutoTokenizer
+
+from shardwise.config import LoraConfig
 
 SFT_ROWS = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
 RL_ROWS = [{"prompt": f"{i}+1=", "reward_model": {"ground_truth": str(i + 1)}} for i in range(8)]
@@ -300,6 +305,36 @@ def test_a_mistake_found_by_two_ranks_is_printed_once(assets, shell, tmp_path, o
         f"trainer.output_dir={tmp_path / 'run'}",
     )
     assert_one_line(done, *parts)
+
+
+def test_a_family_that_nobody_has_proven_is_named_with_the_key_that_tries_it(sft, rl, assets, tmp_path):
+    """A value of its own for each of the two engines."""
+    unproven = tmp_path / "unproven"
+    save_model("cwm", {"sliding_window": 4, "vocab_size": 261, "max_position_embeddings": 96}, unproven)
+    AutoTokenizer.from_pretrained(assets.model).save_pretrained(unproven)
+    parts = ["not proven for the family cwm", "of which nothing is proven", "choose another"]
+    assert_one_line(sft(model__path=unproven), *parts, "or set engine.allow_unproven=true to try it unproven")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert sft(model__path=unproven, engine__allow_unproven="true").code == 0
+    done = rl(model__path=unproven, engine__allow_unproven="true", trainer__resume="never")
+    assert_one_line(done, "the embedded rollout engine: not", *parts, "or set rollout.engine.allow_unproven=true")
+
+
+def test_an_adapter_of_another_base_is_named_with_both_models(sft, assets, model, tmp_path):
+    adapter = random_adapter(model, LoraConfig(rank=2), tmp_path / "adapter")
+    lora = f"{{rank: 2, adapter_path: {adapter}}}"
+    weights = load_file(model / "model.safetensors")
+    assert sft(model__path=model, engine__lora=lora).code == 0
+    weights["model.embed_tokens.weight"] += 0.5
+    other = shutil.copytree(model, tmp_path / "other")
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert_one_line(
+        sft(model__path=other, engine__lora=lora, trainer__output_dir=tmp_path / "again"),
+        rf"engine.lora.adapter_path={adapter} was trained on {model}, whose weights are not those of",
+        rf"model.path={other}",
+        "set model.path to the model that it belongs to, or begin a new adapter",
+    )
+    assert not (tmp_path / "again").exists()
 
 
 # The reward function

@@ -55,6 +55,22 @@ def test_a_run_replays_experts_and_says_how_far_apart_it_was(mixture, assets, jo
     assert 0 < rows[0]["rollout/difference_replayed_experts"] < 0.05
 
 
+def test_an_ep_size_that_does_not_divide_the_experts_is_told_once_with_those_that_do(mixture, assets, shell, tmp_path):
+    config = Qwen3MoeConfig.from_pretrained(mixture)
+    config.num_experts = 3
+    config.save_pretrained(mixture)
+    done = shell(
+        *["shardwise", "sft", "--nproc", "2", f"model.path={mixture}", f"data.train_files={assets.sft}"],
+        *["data.max_train_rows=4", "data.max_sequence_tokens=64", "engine.ep_size=2", "trainer.tensorboard=false"],
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    assert done.code == 2
+    assert done.err == (
+        "error: engine.ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts; use 1 or 3\n"
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.full
 def test_adapters_of_experts_learn_from_rewards_alike_on_one_rank_and_two(mixture, assets, job, metrics_of, tmp_path):
     """Experts are units of their own; the reference is the policy without adapters; saved with the merged model, which

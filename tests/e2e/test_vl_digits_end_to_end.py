@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,61 @@ def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(s
         moved = max(moved, float(tensor.abs().max())) if "lora_B" in name else moved
     assert moved > 1e-3
     assert any("visual" in name for name in alone[2])
+
+
+def half(picture: Path) -> None:
+    picture.write_bytes(picture.read_bytes()[: picture.stat().st_size // 2])
+
+
+BAD_PICTURES = {
+    "missing": (Path.unlink, "there is no file"),
+    "no image": (lambda picture: picture.write_text("a digit"), "is damaged, or no image: none of JPEG, PNG, WEBP"),
+    "half": (half, "is damaged: .*; replace it or remove the row"),
+    "huge": (lambda picture: Image.new("1", (10000, 9000)).save(picture), "has 10000 x 9000 pixels, .* scale it down"),
+    "mode": (lambda picture: Image.new("I;16", (32, 32)).save(picture), "has the mode I;16, .* save it with 8 bits"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("recipe", ["sft", "rl"])
+@pytest.mark.parametrize("kind", BAD_PICTURES)
+def test_a_bad_picture_ends_the_run_in_one_line_without_a_step(command, folder, tmp_path, recipe, kind):
+    spoil, reason = BAD_PICTURES[kind]
+    rows = two_rows(folder, tmp_path)
+    spoil(tmp_path / rows[1]["images"][0])
+    assert_refused(command, folder, tmp_path, recipe, rows, rf"image 1 \({rows[1]['images'][0]}\):? {reason}")
+
+
+@pytest.mark.parametrize("recipe", ["sft", "rl"])
+def test_more_places_than_pictures_end_the_run_in_one_line_without_a_step(command, folder, tmp_path, recipe):
+    rows = two_rows(folder, tmp_path)
+    num_places = len(rows[1]["images"])
+    del rows[1]["images"][-1]
+    reason = rf'column "images" has {num_places - 1} images, and the messages have places for {num_places}: '
+    assert_refused(command, folder, tmp_path, recipe, rows, reason)
+
+
+def two_rows(folder: Path, target: Path) -> list[dict]:
+    """Their pictures are in `target`."""
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:2]]
+    (target / "pictures").mkdir()
+    for path in (path for row in rows for path in row["images"]):
+        shutil.copy(folder / path, target / path)
+    return rows
+
+
+def assert_refused(command, folder, tmp_path, recipe, rows, reason):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"sft": ["trainer.batch_size=2"], "rl": ["rollout.num_prompts=2", "rollout.group_size=2"]}
+    done = command(
+        *[recipe, "-c", str(ROOT / f"examples/vl_digits_{'grpo' if recipe == 'rl' else 'sft'}.yaml")],
+        *[f"model.path={folder / 'model'}", f"data.train_files={tmp_path / 'rows.jsonl'}", "data.validation_files=[]"],
+        *[f"trainer.output_dir={tmp_path / 'run'}", "trainer.total_steps=1", *small[recipe], *NO_EXTRAS],
+    )
+    assert done.code == 2
+    assert re.fullmatch(rf"error: rows.jsonl line 2: {reason}.*\n", done.err), done.err
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists() or metrics.read_text() == ""
 
 
 @pytest.mark.full
