@@ -17,6 +17,7 @@ from shardwise.recipes.learner import Learner
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.rl import build_engines
 from shardwise.recipes.rollouts import Rollouter
+from shardwise.recipes.sampled_tokens import with_spans
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics
 from shardwise.recipes.sync import WeightSync
@@ -61,10 +62,13 @@ class CannedWorker(Worker):
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         return [
-            [
-                Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop", policy_version=0)
-                for ids in self._completions[tuple(request.prompt_ids)]
-            ]
+            with_spans(
+                request,
+                [
+                    Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop", policy_version=0)
+                    for ids in self._completions[tuple(request.prompt_ids)]
+                ],
+            )
             for request in requests
         ]
 

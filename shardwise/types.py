@@ -108,6 +108,18 @@ class GenerateRequest:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSpan:
+    """Tokens of one sequence that a rollout engine sampled in one call: what proves that they are what is trained."""
+
+    start: int
+    """Where the first of them is, from the beginning of the prompt."""
+    end: int
+    """Where they have ended."""
+    digest: int
+    """xxh3 of all tokens before `end`, as int64: those that the engine read, and those that it sampled behind them."""
+
+
 FinishReason = Literal["stop", "length", "interrupted"]
 """length: cut off by a limit on tokens or turns. interrupted: the engine can go on with it."""
 
@@ -136,6 +148,8 @@ class Completion:
     experts: Tensor | None = None
     """[L - 1, M, k] int16, of the L tokens of prompt and completion: which k experts each of M routers sent them to.
     The last token went nowhere. None unless asked for."""
+    spans: list[SampledSpan] = field(default_factory=list)
+    """Of the calls that sampled its tokens, in their order; the rank that asks the engine adds them."""
 
     @property
     def versions(self) -> list[int]:
@@ -164,6 +178,7 @@ class Completion:
             token_versions=versions if len(set(versions)) > 1 else None,
             is_sampled=None if self.is_sampled is None and more.is_sampled is None else sampled,
             experts=self._experts_then(more),
+            spans=self.spans + more.spans,
         )
 
     def _experts_then(self, more: Self) -> Tensor | None:
@@ -214,6 +229,8 @@ class Sample:
     """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
     experts: Tensor | None = None
     """[L, M, k] int16: which k experts each of the policy's M routers sends the tokens to; -1: it chooses itself."""
+    spans: list[SampledSpan] | None = None
+    """Its completion's, which its trained tokens are held to; None where no rollout engine sampled it."""
     reward: float = 0.0
     group: int = 0
     """Samples of one prompt share this number."""

@@ -20,6 +20,7 @@ from shardwise.types import (
     MetricValue,
     RolloutGroup,
     Sample,
+    SampledSpan,
     TokenBatch,
     TokenOutputs,
 )
@@ -99,7 +100,13 @@ F = torch.tensor([0.0, -0.5, float("-inf")])
 NOUNS = [
     Example(uid="a:1", prompt_ids=list(range(100)), prompt="2+3=", data_source="s", ground_truth={"x": [1, None]}),
     GenerateRequest(uid="é", prompt_ids=[1], max_tokens=3, temperature=0.5),
-    Completion(token_ids=list(range(50)), logprobs=[-0.1] * 50, finish_reason="stop", policy_version=3),
+    Completion(
+        token_ids=list(range(50)),
+        logprobs=[-0.1] * 50,
+        finish_reason="stop",
+        policy_version=3,
+        spans=[SampledSpan(start=0, end=50, digest=2**64 - 1)],
+    ),
     Sample(uid="a", token_ids=L, loss_mask=B, advantages=F, reward=float("nan")),
     TokenBatch(
         input_ids=L,

@@ -11,6 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
 from shardwise.recipes.losses import LossKind
+from shardwise.recipes.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
@@ -72,8 +73,11 @@ class RemoteEngine:
         Returns:
             Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are
             means over the steps.
+        Raises:
+            TrainingError: a token is not what a rollout engine sampled, where one sampled the samples.
         """
         packed = self._pack(samples, keep_together=keep_together)
+        require_sampled(samples, packed)
         roles = self.role, "" if teacher is None else teacher.role
         metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, *roles, self.bundle))
         totals = {

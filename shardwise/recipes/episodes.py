@@ -89,6 +89,7 @@ def with_observation(before: Completion, token_ids: list[int]) -> Completion:
         policy_version=before.newest_version,
         token_versions=None,
         is_sampled=[False] * len(token_ids),
+        spans=[],
     )
     return before.then(observed)
 

@@ -22,6 +22,7 @@ from shardwise.recipes.advantages import (
 )
 from shardwise.recipes.custom import CustomFunction
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.sampled_tokens import token_metrics
 from shardwise.recipes.sampler import Rollout
 from shardwise.recipes.samples import reward_columns, to_samples
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
@@ -86,7 +87,7 @@ class Learner:
         metrics |= replayed
         self._watch_signal(samples)
         samples, corrected = with_rollout_correction(samples, algorithm)
-        metrics |= corrected
+        metrics |= corrected | token_metrics(rollout.groups, samples)
         seed = self._config.trainer.seed
         batches = minibatches(samples, algorithm, seed=seed, step=step)
         with spans("train"):

@@ -20,6 +20,7 @@ from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
+from shardwise.recipes.sampled_tokens import TokenAccount
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
 from shardwise.recipes.sync import WeightSync
@@ -70,6 +71,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             max_staleness=config.rollout.max_staleness if ranks.are_split else None,
             turns=turns,
         ) as pipeline,
+        TokenAccount("rl") as tokens,
         Run(
             "rl",
             config,
@@ -93,6 +95,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             with run.spans("rollout"):
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
+            tokens.add(metrics)
             validates = bool(held_out) and run.should_validate(step)
             incidents: dict[str, float] = {}
             if validates or pipeline.takes_weights():

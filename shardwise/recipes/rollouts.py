@@ -53,6 +53,8 @@ class Rollouter:
         self._config = config
         self._rewards = rewards
         self._turns = turns
+        self.num_sampled_tokens = 0
+        """That engines have sampled so far, in all calls."""
         self._episodes: Episodes | Agents | None = None
         match config.environment:
             case AgentEnvironment() as agents:
@@ -169,6 +171,7 @@ class Rollouter:
         groups = [found[place] for place in range(len(requests))]
         for request, completions in zip(requests, groups, strict=True):
             _require_numbers(request, completions)
+            self.num_sampled_tokens += sum(len(completion.token_ids) for completion in completions)
         return groups
 
     def _judge(self, groups: list[list[Episode]]) -> list[list[RewardResult]]:

@@ -9,8 +9,9 @@ from shardwise.config import Gdpo, Gigpo, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.recipes.sampled_tokens import num_spanned
 from shardwise.recipes.samples import reward_columns, to_samples
-from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup
+from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, SampledSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,10 @@ class Rollout:
         by_uid = {example.uid: example for example in examples}
 
         def group_of(group: dict[str, Any]) -> RolloutGroup:
-            completions = [Completion(**completion) for completion in group["completions"]]
+            completions = [
+                Completion(**{**completion, "spans": [SampledSpan(**span) for span in completion["spans"]]})
+                for completion in group["completions"]
+            ]
             return RolloutGroup(**{**group, "example": by_uid[group["example"]], "completions": completions})
 
         metrics = {name: MetricValue(**value) for name, value in tree["metrics"].items()}
@@ -81,7 +85,7 @@ class Sampler:
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
         kept: list[RolloutGroup] = []
         sampled: list[RolloutGroup] = []
-        num_rounds = 0
+        num_rounds, num_tokens_before = 0, self._rollouter.num_sampled_tokens
         while len(kept) < num_prompts and num_rounds < max_rounds:
             groups = self._sample(num_prompts - len(kept), step=step, round=num_rounds)
             num_rounds += 1
@@ -96,6 +100,12 @@ class Sampler:
                 **self._sampled_metrics(sampled),
             }
         kept = kept or groups
+        num_tokens = self._rollouter.num_sampled_tokens - num_tokens_before
+        num_kept = sum(num_spanned(completion) for group in kept for completion in group.completions)
+        metrics |= {
+            "tokens/sampled": MetricValue.sum(num_tokens),
+            "tokens/dropped": MetricValue.sum(num_tokens - num_kept),
+        }
         if self._config.algorithm.advantage.name != "remax":
             return Rollout(groups=kept, greedy_rewards=None, metrics=metrics)
         greedy = self._greedy(kept, step)

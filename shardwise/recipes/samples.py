@@ -43,6 +43,7 @@ def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list
                     loss_mask=is_trained & (not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     experts=experts,
+                    spans=completion.spans,
                     reward=reward,
                     group=number,
                     min_policy_version=completion.policy_version,

@@ -32,6 +32,7 @@ from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.recipes.sampled_tokens import with_spans
 from shardwise.rollout import RolloutEngine, SupervisedEngine
 from shardwise.transfer import (
     Assembly,
@@ -272,7 +273,10 @@ class Worker:
         requests = [self._seen(request) for request in requests]
         self._clear_device()
         self._rollout.wake("weights", "kv_cache")
-        return self._rollout.generate(requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set)
+        groups = self._rollout.generate(
+            requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set
+        )
+        return [with_spans(request, group) for request, group in zip(requests, groups, strict=True)]
 
     def _seen(self, request: GenerateRequest) -> GenerateRequest:
         """With its images read."""

@@ -134,6 +134,8 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(rl, tmp_path):
     for row in rl(**extra):
         assert row["advantage/num_zero_variance_groups"] == 0
         assert row["rollout/num_dropped_groups"] > 0
+        assert row["tokens/dropped"] > 0
+        assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/masked"] + row["tokens/dropped"]
         assert row["rollout/num_missing_groups"] == 0
         assert 1 < row["rollout/num_rounds"] <= 10
         assert row["train/num_sequences"] == 16

@@ -2,6 +2,7 @@
 tool is in an environment, or in the hands of an agent that asks over HTTP."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def agent_options(folder, name, **extra):
 def agents_of_two_ranks(folder, job):
     done = job(2, *agent_options(folder, "agents"), timeout=240)
     assert done.code == 0, done.err
+    assert re.search(r"^rl: sampled ([\d,]+) tokens: \1 trained, 0 masked, 0 dropped$", done.out, re.MULTILINE)
     return folder / "agents"
 
 
@@ -132,6 +134,8 @@ def test_what_is_trained_is_what_was_sampled_and_answered(agents_of_two_ranks, m
         own = [sample for sample in samples if sample["step"] == row["step"]]
         assert len(own) == 16
         assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in own)
+        assert (row["tokens/sampled"], row["tokens/trained"]) == (row["train/num_tokens"], row["train/num_tokens"])
+        assert (row["tokens/masked"], row["tokens/dropped"]) == (0, 0)
 
 
 def test_agents_on_one_rank_and_at_another_pace_sample_the_same_tokens(agents_of_two_ranks, folder, command):
@@ -181,6 +185,7 @@ def test_completions_of_agents_that_failed_are_left_out(folder, command, broken,
     for row in metrics_of(folder / "masked"):
         trained = [s for s in samples if s["step"] == row["step"] and not s["reward_failed"]]
         assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in trained)
+        assert row["tokens/sampled"] - row["tokens/masked"] == row["tokens/trained"] == row["train/num_tokens"]
 
 
 def test_a_step_in_which_every_agent_fails_is_no_step_of_old_weights(folder, job, broken, tmp_path, metrics_of):

@@ -8,8 +8,9 @@ from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.sampled_tokens import with_spans
 from shardwise.recipes.workers import Worker
-from shardwise.types import Completion, Example, RolloutGroup, Sample
+from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup, Sample
 
 torch.set_num_threads(1)
 
@@ -95,19 +96,21 @@ def make_group():
         count = len(rewards)
         lengths = lengths or [2] * count
         reasons = reasons or ["stop"] * count
+        completions = [
+            Completion(
+                token_ids=[100 + 10 * i + t for t in range(lengths[i])],
+                logprobs=[-0.1 * (i + 1) - 0.01 * t for t in range(lengths[i])],
+                finish_reason=reasons[i],
+                policy_version=4,
+            )
+            for i in range(count)
+        ]
+        request = GenerateRequest(uid=uid, prompt_ids=list(prompt_ids), max_tokens=max(lengths), temperature=1.0)
         return RolloutGroup(
             example=Example(
                 uid=uid, prompt_ids=list(prompt_ids), prompt="?", data_source=source, ground_truth="5", extra_info={}
             ),
-            completions=[
-                Completion(
-                    token_ids=[100 + 10 * i + t for t in range(lengths[i])],
-                    logprobs=[-0.1 * (i + 1) - 0.01 * t for t in range(lengths[i])],
-                    finish_reason=reasons[i],
-                    policy_version=4,
-                )
-                for i in range(count)
-            ],
+            completions=with_spans(request, completions),
             texts=texts or [f"text {i}" for i in range(count)],
             rewards=list(rewards),
             reward_parts=parts or [{"b": reward} for reward in rewards],

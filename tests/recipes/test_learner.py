@@ -258,7 +258,9 @@ def test_failed_rewards_are_left_out_where_the_config_says_so(learner_of, make_g
     )
     for on_failure, num_tokens in (("mask", 4), ("value", 6)):
         learner, _ = learner_of(config(tree={"reward": {"functions": "a:b", "on_failure": on_failure}}))
-        assert learn(learner, rollout)["train/num_tokens"] == num_tokens
+        metrics = learn(learner, rollout)
+        assert metrics["train/num_tokens"] == metrics["tokens/trained"] == num_tokens
+        assert metrics["tokens/masked"] == 6 - num_tokens
 
 
 def test_a_rejected_token_is_in_no_denominator(learner_of, rollout):
@@ -267,6 +269,7 @@ def test_a_rejected_token_is_in_no_denominator(learner_of, rollout):
     metrics = learn(learner, rollout)
     assert metrics["rollout/rejected_fraction"] == 1.0
     assert (metrics["train/num_tokens"], metrics["train/num_sequences"]) == (0, 0)
+    assert (metrics["tokens/trained"], metrics["tokens/masked"]) == (0, 14)
     (call,) = calls_of(group, "train")
     assert call[2].num_tokens == 0
 

@@ -38,6 +38,7 @@ class FakeRollouter:
         self.calls = []
         self.counted = []
         self.experts_kept = []
+        self.num_sampled_tokens = 0
 
     @contextmanager
     def counting_failures(self, min_completions):
@@ -54,6 +55,7 @@ class FakeRollouter:
             rewards = [10.0 * row] if temperature == 0 else self._rewards[row].pop(0)
             group = self._make_group(rewards, failed=self._failed.get(row), prompt_ids=example.prompt_ids)
             object.__setattr__(group, "example", example)
+            self.num_sampled_tokens += sum(len(completion.token_ids) for completion in group.completions)
             groups.append(group)
         return groups
 
@@ -78,7 +80,8 @@ def test_a_step_samples_its_prompts_once_and_keeps_every_group(make_group):
     first, second = sampler.collect(1), sampler.collect(2)
     assert (rows_of(first), rows_of(second)) == ([0, 1], [2, 3])
     assert rollouter.calls == [([0, 1], 2, 0.7, 5, "step 1"), ([2, 3], 2, 0.7, 5, "step 2")]
-    assert (first.metrics, first.greedy_rewards) == ({}, None)
+    assert {name: value.result() for name, value in first.metrics.items()} == {"tokens/sampled": 8, "tokens/dropped": 0}
+    assert first.greedy_rewards is None
     # Prompts of 1 and 2 tokens, two completions of 2 tokens each: every completion counts with its prompt.
     assert first.num_tokens == 2 * (1 + 2) + 2 * (2 + 2)
 
@@ -92,6 +95,7 @@ def test_dynamic_sampling_replaces_what_teaches_nothing_until_the_batch_is_full(
         ([0, 1], "step 1"), ([2], "step 1 round 1"), ([3], "step 1 round 2")
     ]  # fmt: skip
     assert counts_of(found) == {"rounds": 3, "dropped_groups": 2, "missing_groups": 0}
+    assert (found.metrics["tokens/sampled"].result(), found.metrics["tokens/dropped"].result()) == (16, 8)
 
 
 @pytest.mark.parametrize(("on_failure", "mean"), [("mask", 4.5 / 6), ("value", 6.5 / 7)])
@@ -102,7 +106,7 @@ def test_rewards_and_accuracy_of_everything_that_was_sampled(make_group, on_fail
     sampler, _, _ = sampler_of(make_group, settings, rewards, {2: [True]})
     found = sampler.collect(1)
     assert rows_of(found) == [1, 3]
-    means = {name: value.result() for name, value in found.metrics.items() if "sampled" in name}
+    means = {name: value.result() for name, value in found.metrics.items() if name.startswith("rollout/sampled")}
     assert means == {
         "rollout/sampled_reward": pytest.approx(mean),
         "rollout/sampled_accuracy": pytest.approx(5 / 6),

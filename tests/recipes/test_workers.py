@@ -5,6 +5,7 @@ import json
 import operator
 import os
 import signal
+import struct
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from shardwise.data import pack, unpack
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.recipes.workers import Worker
-from shardwise.types import GenerateRequest, Sample
+from shardwise.types import GenerateRequest, Sample, SampledSpan
 
 FAMILIES = ["qwen3", "llama", "gemma2"]
 REQUESTS = [
@@ -102,6 +103,17 @@ def roll_out(worker: Worker) -> list[Sample]:
                 )
             )
     return samples
+
+
+def test_what_a_rank_samples_carries_where_it_is_and_what_it_followed(tmp_path):
+    worker = build("llama", tmp_path)
+    going_on = replace(REQUESTS[1], num_completions=1, begun=[7, 8])
+    for request, group in zip([*REQUESTS, going_on], worker.generate([*REQUESTS, going_on]), strict=True):
+        read = request.prompt_ids + request.begun
+        for completion in group:
+            whole = read + completion.token_ids
+            digest = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(whole)}q", *whole))
+            assert completion.spans == [SampledSpan(start=len(read), end=len(whole), digest=digest)]
 
 
 def trainer_logprobs(worker: Worker, samples: list[Sample], role="policy") -> list[torch.Tensor]:
