@@ -27,6 +27,7 @@ class RolloutEngine(WeightReceiver, Protocol):
             is_interrupted: is asked again and again; once it is true, completions return as they are, and those that
                 have no end are `interrupted`. An engine may take no notice of it.
         Raises:
+            DataError: a request that no engine could answer; see RequestLimits.
             RuntimeError: weights were loaded and never committed.
         """
 

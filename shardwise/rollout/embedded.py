@@ -33,6 +33,7 @@ from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.decoding import Decoding, Row, longest
 from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
+from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
 from shardwise.rollout.vision import Sight
@@ -76,6 +77,7 @@ class EmbeddedEngine:
         self._transform = LogitTransform.from_config(text_config)
         self._layers = list(range(text_config.num_hidden_layers))
         self._rotary_limit = rotary_limit(text_config)
+        self._limits = RequestLimits.of(model.config)
         ends = end_of_sequence_ids(model.generation_config, model.config)
         self._stop_ids = frozenset([*ends, *stop_token_ids])
         self._sight = Sight.of(model, device)
@@ -150,11 +152,12 @@ class EmbeddedEngine:
         Raises:
             ModelError: a prompt and its completion would be so long that they change what others are computed with;
                 images that do not fit their prompt, or of a model that sees none.
-            RuntimeError: as RolloutEngine.generate.
+            DataError, RuntimeError: as RolloutEngine.generate.
         """
         version = self._require_version()
         if self._rotary_limit and (reason := self._rotary_limit.refusal(longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
+        self._limits.require(requests)
         self._require_seen(requests)
         results = [
             [Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.codec import decode, encode
-from shardwise.config import ConfigError, EngineProcessConfig, ModelError, TrainingError
+from shardwise.config import ConfigError, DataError, EngineProcessConfig, ModelError, TrainingError
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
 from shardwise.processes import how_it_ended, variables_of_its_own
@@ -35,7 +35,7 @@ _END_SECONDS = 10.0
 _NUM_LAST_LINES = 5
 _LINE_CHARACTERS = 200
 _NUM_SHOWN_UIDS = 3
-_ERRORS = {error.__name__: error for error in (ConfigError, ModelError, TrainingError)}
+_ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError, TrainingError)}
 """Those of an engine that mean the same in another process."""
 _PHASES: dict[str, Phase] = {"generate": "serve", "load": "load"}
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,8 @@ class EngineProcess:
             uids: of the requests among the arguments.
             is_interrupted: is asked until it is true; the engine then returns what it has. None: it is not.
         Raises:
-            ProcessLost: the process died, or hung and was ended. ConfigError, ModelError, TrainingError: as the engine.
+            ProcessLost: the process died, or hung and was ended. ConfigError, DataError, ModelError, TrainingError: as
+                the engine.
             RuntimeError: another error in the process.
         """
         self._send(method, *arguments)

@@ -20,6 +20,7 @@ from shardwise.checksum import checksums
 from shardwise.config import SGLANG_LEAST_TEMPERATURE, ConfigError, ModelError, SglangRollout, TrainingError
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.readiness import Readiness
+from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
@@ -47,6 +48,7 @@ class SglangEngine:
         self._skeleton = skeleton
         self._weights_folder = Path(config.weights_folder)
         self._stop_ids = list(stop_token_ids)
+        self._limits = RequestLimits.of(skeleton.config)
         self._readiness = Readiness(server.name, sleep_level=config.sleep_level)
 
     @classmethod
@@ -118,9 +120,10 @@ class SglangEngine:
 
         Raises:
             ConfigError: a request that SGLang cannot sample. TrainingError: the server failed, died or was stopped, or
-                sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
+                sleeping dropped its weights. DataError, RuntimeError: as RolloutEngine.generate.
         """
         self._readiness.require()
+        self._limits.require(requests)
         for request in requests:
             _require_possible(request)
         prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]

@@ -23,6 +23,7 @@ from shardwise.checksum import checksum, checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.readiness import Readiness
+from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
@@ -110,7 +111,11 @@ class VllmEngine:
         self._has_raw_logprobs = has_raw_logprobs
         self._has_workers = has_workers
         self._adapter = adapter
-        self._max_tokens = llm.model_config.max_model_len
+        self._limits = replace(
+            RequestLimits.of(skeleton.config),
+            context_tokens=llm.model_config.max_model_len,
+            context_key="the vLLM engine (max_model_len of rollout.engine.args)",
+        )
         self._readiness = Readiness(f"the vLLM engine of {_rank_name()}", sleep_level=sleep_level)
 
     @classmethod
@@ -202,10 +207,11 @@ class VllmEngine:
         prefix cache. One that goes on has another seed than the request that was interrupted.
 
         Raises:
-            ConfigError: a request is longer than the engine's context, or wants logprobs that vLLM does not give.
-            TrainingError: vLLM failed, or sleeping dropped its weights. RuntimeError: as RolloutEngine.generate.
+            ConfigError: a request wants logprobs that vLLM does not give. TrainingError: vLLM failed, or sleeping
+                dropped its weights. DataError, RuntimeError: as RolloutEngine.generate.
         """
         self._readiness.require()
+        self._limits.require(requests)
         for request in requests:
             self._require_possible(request)
         prompts = [r.prompt_ids + r.begun for r in requests for _ in range(r.num_completions)]
@@ -401,13 +407,6 @@ class VllmEngine:
 
     def _require_possible(self, request: GenerateRequest) -> None:
         refuse_images(request, "vLLM")
-        length = len(request.prompt_ids) + len(request.begun) + request.max_tokens
-        if length > self._max_tokens:
-            raise ConfigError(
-                f"a prompt of {length - request.max_tokens} tokens and its max_tokens={request.max_tokens} are more "
-                f"than the {self._max_tokens} of the vLLM engine (max_model_len); shorten them or raise it in "
-                "rollout.engine.args"
-            )
         if self._has_raw_logprobs:
             if request.temperature not in (0, 1):
                 raise ConfigError(

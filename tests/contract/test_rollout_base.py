@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, DataError
 from shardwise.ops import Place, traced
 from shardwise.recipes.rollouts import rest_of
 from shardwise.rollout import SupervisedEngine
@@ -246,6 +246,22 @@ def test_bad_tokens_are_never_drawn(not_in_a_server, open_engine, references):
 def test_trap_33_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
     with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary begins at 0 and ends at 260"):
         open_engine("llama", bad_token_ids=[9999])
+
+
+def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_one_is_answered(open_engine):
+    engine, (request,) = open_engine("llama"), requests(prompts(1))
+    before = tokens(engine.generate([request]))
+    vocabulary = "but the model's vocabulary begins at 0 and ends at 260"
+    for fault, reason in (
+        ({"prompt_ids": []}, "its prompt has no token; give it at least one"),
+        ({"max_tokens": 0}, "max_tokens=0; a completion has at least 1"),
+        ({"prompt_ids": [5, 261]}, f"token 1 of its prompt is 261, {vocabulary}"),
+        ({"prompt_ids": [-1, 5]}, f"token 0 of its prompt is -1, {vocabulary}"),
+        ({"prompt_ids": [5] * 300, "max_tokens": 21}, "a prompt of 300 tokens .* are 321, more than the 320 of"),
+    ):
+        with pytest.raises(DataError, match=f"^request row 9: {reason}"):
+            engine.generate([request, replace(request, uid="row 9", **fault)])
+    assert tokens(engine.generate([request])) == before
 
 
 def test_a_completion_ends_where_its_text_holds_a_stop_string_which_it_keeps(open_engine, tokenizer):

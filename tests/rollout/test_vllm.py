@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.config import (
     ConfigError,
+    DataError,
     GenerationConfig,
     LoraConfig,
     ModelConfig,
@@ -120,7 +121,7 @@ def test_keys_and_arguments_reach_vllm(folder):
     assert config.scheduler_config.max_num_batched_tokens == 128
     assert config.scheduler_config.max_num_seqs == 4
     assert not config.cache_config.enable_prefix_caching
-    with pytest.raises(ConfigError, match=r"prompt of 2 tokens and its max_tokens=47 .* than the 48 .*max_model_len"):
+    with pytest.raises(DataError, match=r"prompt of 2 tokens and its max_tokens=47 .* than the 48 .*max_model_len"):
         engine.generate([request(max_tokens=47)])
 
 

@@ -1,0 +1,42 @@
+from dataclasses import replace
+
+import pytest
+from transformers import BloomConfig, GPT2Config, Qwen3Config
+
+from shardwise.config import DataError
+from shardwise.rollout.request_limits import RequestLimits
+from shardwise.types import GenerateRequest
+
+LIMITS = RequestLimits(vocab_size=10, context_tokens=8)
+FITS = GenerateRequest(uid="step 1/0/a.jsonl:7", prompt_ids=[0, 9, 4], max_tokens=5, temperature=1.0)
+
+
+def test_what_fits_to_the_last_token_is_let_through():
+    LIMITS.require([FITS, replace(FITS, begun=[9, 9], max_tokens=3)])
+    replace(LIMITS, context_tokens=None).require([replace(FITS, max_tokens=10**9)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"prompt_ids": []}, "its prompt has no token; give it at least one"),
+        ({"prompt_ids": [], "begun": [4]}, "its prompt has no token"),
+        ({"max_tokens": 0}, "max_tokens=0; a completion has at least 1"),
+        ({"prompt_ids": [1, 10]}, "token 1 of its prompt is 10, but .* begins at 0 and ends at 9; use the model's own"),
+        ({"prompt_ids": [1, -1, 10]}, "token 1 of its prompt is -1, but"),
+        ({"begun": [10], "max_tokens": 1}, "token 3 of its prompt is 10, but"),
+        ({"max_tokens": 6}, "a prompt of 3 tokens and its max_tokens=6 are 9, more than the 8 of max_position_embeddi"),
+        ({"begun": [1]}, "a prompt of 4 tokens and its max_tokens=5 are 9, more than the 8 of max_position_embeddings"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_name_of_its_request(fault, reason):
+    with pytest.raises(DataError, match=f"^request step 1/0/a.jsonl:7: {reason}"):
+        LIMITS.require([FITS, replace(FITS, **fault)])
+
+
+def test_limits_are_those_of_the_config_whatever_a_family_calls_them():
+    assert RequestLimits.of(Qwen3Config(vocab_size=7, max_position_embeddings=5)) == RequestLimits(
+        vocab_size=7, context_tokens=5
+    )
+    assert RequestLimits.of(GPT2Config(vocab_size=7, n_positions=5)).context_tokens == 5
+    assert RequestLimits.of(BloomConfig(vocab_size=7)).context_tokens is None  # positions are distances
