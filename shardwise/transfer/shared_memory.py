@@ -23,8 +23,12 @@ from shardwise.transfer.medium import SENDER, MediumError, Rendezvous, name_of
 
 _NUM_SLOTS = 2
 _PACKET_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 15
+"""Of what is said at a meeting, which grows with the number of receivers: so many bytes fit into a packet anywhere."""
 _GIVES_BACK, _MEETS = b"b", b"m"
 """What a receiver's packet begins with."""
+_GOES_ON, _ENDS = b"+", b"."
+"""What the sender's packets of a meeting begin with."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -96,11 +100,12 @@ class SharedMemoryMedium:
         deadline = time.monotonic() + self._timeout.total_seconds()
         if SENDER in self._peers:
             self._send_packet(phase, SENDER, _MEETS + message.encode())
-            answers: list[str] = json.loads(self._receive_packet(phase, SENDER, deadline)[0])
+            answers: list[str] = json.loads(self._receive_pieces(phase, deadline))
             return answers
         answers = [message] + [self._message_of(phase, rank, deadline) for rank in sorted(self._peers)]
+        said = json.dumps(answers).encode()
         for rank in self._peers:
-            self._send_packet(phase, rank, json.dumps(answers).encode())
+            self._send_pieces(phase, rank, said)
         return answers
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -185,6 +190,17 @@ class SharedMemoryMedium:
         while (packet := self._receive_packet(phase, rank, deadline)[0])[:1] == _GIVES_BACK:
             self._note_given_back(rank, packet)
         return packet[1:].decode()
+
+    def _send_pieces(self, phase: str, rank: int, said: bytes) -> None:
+        for start in range(0, len(said), _PIECE_BYTES):
+            mark = _GOES_ON if start + _PIECE_BYTES < len(said) else _ENDS
+            self._send_packet(phase, rank, mark + said[start : start + _PIECE_BYTES])
+
+    def _receive_pieces(self, phase: str, deadline: float) -> bytes:
+        pieces = [self._receive_packet(phase, SENDER, deadline)[0]]
+        while pieces[-1][:1] == _GOES_ON:
+            pieces.append(self._receive_packet(phase, SENDER, deadline)[0])
+        return b"".join(piece[1:] for piece in pieces)
 
     def _send_packet(self, phase: str, rank: int, packet: bytes, descriptors: Sequence[int] = ()) -> None:
         self._peers[rank].settimeout(self._timeout.total_seconds())

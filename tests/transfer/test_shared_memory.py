@@ -1,8 +1,12 @@
 """What is of shared memory alone."""
 
 import os
+import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -84,3 +88,31 @@ def join_in_vain(join, timeout_seconds=1):
 def test_an_end_that_connects_and_says_nothing_is_named_within_the_timeout(tmp_path):
     at_sender, _ = run_ends([join_in_vain, join_without_a_word], tmp_path)
     assert at_sender == "joining shared memory: receiver 1 did not connect (timed out)"
+
+
+@pytest.mark.parametrize(("num_receivers", "characters"), [(1000, 250), (100, 2000)], ids=["receipts", "failures"])
+def test_a_meeting_takes_as_many_receivers_as_there_are(num_receivers, characters):
+    """Receipts of 1,000 receivers, and failures of 100 (2,000 characters each), are more than a packet holds. Threads
+    stand for processes."""
+    with ExitStack() as stack:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_receivers)]
+        for end in chain.from_iterable(pairs):
+            stack.enter_context(end)
+
+        def end_of(peers):
+            return SharedMemoryMedium(None, peers, timeout=timedelta(seconds=20), device=torch.device("cpu"))
+
+        sender = end_of({rank: ours for rank, (ours, _) in enumerate(pairs, start=1)})
+        receivers = [end_of({0: theirs}) for _, theirs in pairs]
+        messages = [f"{rank} ".ljust(characters, ".") for rank in range(num_receivers + 1)]
+
+        def hears_all(receiver, message):
+            return receiver.meet("x", message) == messages
+
+        threads = stack.enter_context(ThreadPoolExecutor(num_receivers))
+        heard = threads.map(hears_all, receivers, messages[1:])
+        assert sender.meet("x", messages[0]) == messages
+        assert all(heard)
