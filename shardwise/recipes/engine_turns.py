@@ -5,21 +5,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardwise.controller.base import RankSilentError
+
 
 class EngineTurns:
     """Lets new weights in between two calls of the engines, and interrupts the one that goes on."""
 
-    def __init__(self, interrupt: Callable[[], Any]) -> None:
-        """`interrupt` makes the engines return what they have so far; it is called from the thread that brings
-        weights."""
+    def __init__(self, interrupt: Callable[[], Any], *, timeout_seconds: float) -> None:
+        """
+        Args:
+            interrupt: makes the engines return what they have so far; it is called from the thread that brings weights.
+            timeout_seconds: how long they may take for it.
+        """
         self._interrupt = interrupt
+        self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         # What follows is read and written under the condition.
         self._is_sampling = self._are_weights_due = False
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Waits for: new weights that are due. Inside none come."""
+        """Waits for: new weights that are due. Unblocked by: the end of `weights`, in which every wait has a deadline.
+        Inside none come."""
         with self._changed:
             self._changed.wait_for(lambda: not self._are_weights_due)
             self._is_sampling = True
@@ -32,14 +39,23 @@ class EngineTurns:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Waits for: the engines' current call, which is interrupted. Inside nothing is sampled."""
+        """Waits for: the engines' current call, which is interrupted. Unblocked by: the end of the call, the deadline.
+        Inside nothing is sampled.
+
+        Raises:
+            RankSilentError: the call goes on.
+        """
         with self._changed:
             self._are_weights_due, is_sampling = True, self._is_sampling
         try:
             if is_sampling:
                 self._interrupt()
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_sampling)
+                if not self._changed.wait_for(lambda: not self._is_sampling, self._timeout_seconds):
+                    raise RankSilentError(
+                        f"the rollout engines did not return from `generate` within {self._timeout_seconds:g} s after "
+                        "new weights had interrupted it (rollout.placement.timeout_seconds)"
+                    )
             yield
         finally:
             with self._changed:

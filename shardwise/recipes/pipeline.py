@@ -22,6 +22,10 @@ class Pipeline:
     and costs no time, since training needs those rollouts next; so runs repeat bit for bit. With more, new weights wait
     for rollouts that have begun alone, and what samples a step depends on timing, within the bound. With `turns` they
     interrupt rollouts that have begun, which go on under them.
+
+    Training and the thread wait for each other as long as the other one goes on: its calls of ranks, rewards and
+    environments have deadlines of their own, and where it begins nothing new, trainer.stall_timeout_seconds ends the
+    run.
     """
 
     def __init__(

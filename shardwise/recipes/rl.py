@@ -52,7 +52,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
-    turns = EngineTurns(ranks.interrupt_sampling) if config.rollout.partial else None
+    turns: EngineTurns | None = None
+    if config.rollout.partial and config.rollout.apart is not None:
+        turns = EngineTurns(ranks.interrupt_sampling, timeout_seconds=config.rollout.apart.timeout_seconds)
     counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,

@@ -25,9 +25,15 @@ def rl(assets):
     ]
 
 
+def ahead(assets):
+    """A thread samples while training waits for it."""
+    return [*rl(assets), "rollout.placement=split", "rollout.max_staleness=1"]
+
+
 CASES = {
     "alone, in forward": (sft, 1, "phase=forward action=hang", "train, `train policy`", ""),
     "two ranks, in reward": (rl, 2, "rank=0 phase=reward action=hang", "rollout", ""),
+    "sampling ahead, in reward": (ahead, 2, "rank=0 phase=reward action=hang", "rollout", ""),
     "two ranks, stopped": (rl, 2, "rank=0 phase=reward action=stop", "rollout", " and is stopped (SIGSTOP)"),
 }
 

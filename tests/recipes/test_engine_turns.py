@@ -2,6 +2,7 @@ import threading
 
 import pytest
 
+from shardwise.controller.base import RankSilentError
 from shardwise.recipes.engine_turns import EngineTurns
 
 DEADLINE_SECONDS = 20
@@ -9,7 +10,7 @@ DEADLINE_SECONDS = 20
 
 def test_weights_interrupt_a_call_and_come_before_the_next_one():
     interrupted, events = threading.Event(), []
-    turns = EngineTurns(interrupted.set)
+    turns = EngineTurns(interrupted.set, timeout_seconds=DEADLINE_SECONDS)
 
     def sample():
         for call in range(2):
@@ -30,7 +31,7 @@ def test_weights_interrupt_a_call_and_come_before_the_next_one():
 
 
 def test_nothing_is_interrupted_where_nothing_is_sampled():
-    turns = EngineTurns(lambda: pytest.fail("nothing was sampled"))
+    turns = EngineTurns(lambda: pytest.fail("nothing was sampled"), timeout_seconds=DEADLINE_SECONDS)
     with turns.sampling():
         pass
     with turns.weights():
@@ -43,12 +44,32 @@ def test_a_failure_on_either_side_leaves_the_turn_to_the_other():
     def fail():
         raise ValueError("the moon is full")
 
-    turns = EngineTurns(fail)
+    turns = EngineTurns(fail, timeout_seconds=DEADLINE_SECONDS)
     with pytest.raises(KeyError), turns.sampling():
         raise KeyError
     with pytest.raises(KeyError), turns.weights():
         raise KeyError
     with turns.sampling(), pytest.raises(ValueError, match="the moon is full"), turns.weights():
         pytest.fail("the engines were not interrupted")
+    with turns.sampling():
+        pass
+
+
+def test_a_call_that_an_interruption_does_not_end_is_named_and_sampling_goes_on_without_weights():
+    turns, sampled, ends = EngineTurns(lambda: None, timeout_seconds=0.05), threading.Event(), threading.Event()
+
+    def sample():
+        with turns.sampling():
+            sampled.set()
+            assert ends.wait(DEADLINE_SECONDS)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    assert sampled.wait(DEADLINE_SECONDS)
+    named = r"did not return from `generate` within 0\.05 s .* \(rollout\.placement\.timeout_seconds\)"
+    with pytest.raises(RankSilentError, match=named), turns.weights():
+        pytest.fail("weights came under a call")
+    ends.set()
+    thread.join(DEADLINE_SECONDS)
     with turns.sampling():
         pass

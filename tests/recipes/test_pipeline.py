@@ -186,7 +186,7 @@ class InterruptedEngines(Engines):
     def __init__(self, stream):
         super().__init__(stream)
         self.interrupted = threading.Event()
-        self.turns = EngineTurns(self.interrupted.set)
+        self.turns = EngineTurns(self.interrupted.set, timeout_seconds=20)
 
     def collect(self, step):
         begun = self.version

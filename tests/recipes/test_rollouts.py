@@ -214,7 +214,7 @@ class Letters:
 def sampled(fake_group, ranks, *, stop=()):
     """Five prompts, four completions each, of up to 15 tokens."""
     config = RolloutConfig(max_response_tokens=15, stop=list(stop))
-    group, turns = fake_group(2, generate=ranks.generate), EngineTurns(lambda: None)
+    group, turns = fake_group(2, generate=ranks.generate), EngineTurns(lambda: None, timeout_seconds=20)
     rollouter = Rollouter(group, Letters(), config, None, max_prompt_tokens=9, turns=turns)
     examples = [
         Example(uid=f"row {p}", prompt_ids=list(range(10, 10 + p)), prompt="", data_source="s", ground_truth="")
