@@ -1,0 +1,82 @@
+"""The embedded engine on the GPU: tokens of model.generate, logprobs of the trainer, weights that a sync brings."""
+
+import pytest
+import torch
+from gpu_sampling import differences, generated_by_transformers, requests, tokens
+from small_gpu_model import build, train
+
+pytest.importorskip("xxhash")  # which proves weights
+from shardwise.rollout import EmbeddedEngine
+from shardwise.transfer import WeightSyncError, sync_local
+
+TEMPERATURE = 0.8
+MODES = {"eager": False, "compiled": True}
+
+
+def open_engine(folder, device, *, dtype=torch.float32, compile_decode=False, max_rows=4) -> EmbeddedEngine:
+    """Of fewer rows than there are completions, so that places are taken anew."""
+    torch.compiler.reset()
+    return EmbeddedEngine.from_folder(
+        folder, dtype=dtype, max_rows=max_rows, device=device, compile_decode=compile_decode
+    )
+
+
+@pytest.mark.parametrize("compile_decode", MODES.values(), ids=MODES.keys())
+def test_greedy_completions_are_those_of_generate_token_for_token(folder, device, compile_decode):
+    engine = open_engine(folder, device, compile_decode=compile_decode)
+    expected = generated_by_transformers(folder, device)
+    assert tokens(engine.generate(requests())) == expected
+    assert tokens(engine.generate(requests())) == expected  # and once more, with what was compiled
+    assert len({tuple(ids) for (ids,) in expected}) == len(expected)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("compile_decode", MODES.values(), ids=MODES.keys())
+def test_logprobs_of_sampled_tokens_are_the_trainers(folder, device, compile_decode, dtype, bound):
+    """On average, with the bounds of the probe of served weights in bfloat16."""
+    wanted = requests(temperature=TEMPERATURE, num_completions=3)
+    engine = open_engine(folder, device, dtype=getattr(torch, dtype), compile_decode=compile_decode)
+    groups = engine.generate(wanted)
+    apart = differences(build(folder, device, f"param_dtype={dtype}"), wanted, groups)
+    assert len(apart) > 200
+    assert apart.mean() < bound
+
+
+def test_draws_do_not_depend_on_how_many_rows_are_decoded_together(folder, device):
+    """In float32, where rounding does not move a draw across the border between two tokens."""
+    wanted = requests(temperature=TEMPERATURE, num_completions=3)
+    few, many = (tokens(open_engine(folder, device, max_rows=rows).generate(wanted)) for rows in (2, 32))
+    assert few == many
+
+
+@pytest.mark.parametrize("compile_decode", MODES.values(), ids=MODES.keys())
+def test_weights_that_training_changed_are_served_after_a_sync_and_proven(folder, device, compile_decode):
+    """A compiled decode step reads the new weights too."""
+    trainer = build(folder, device, learning_rate=3e-3)
+    engine = open_engine(folder, device, compile_decode=compile_decode)
+    wanted = requests(temperature=TEMPERATURE, num_completions=3)
+    before = engine.generate(wanted)
+    train(trainer, 2)
+    receipt = sync_local(trainer, engine, version=1, dtype=torch.float32)
+    assert receipt.num_proven == receipt.num_tensors == len(dict(engine.served_weights()))
+    after = engine.generate(wanted)
+    assert {completion.policy_version for group in after for completion in group} == {1}
+    assert tokens(after) != tokens(before)
+    assert differences(trainer, wanted, before).mean() > 1e-2
+    assert differences(trainer, wanted, after).mean() < 1e-4
+
+
+def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkeypatch):
+    trainer, engine = build(folder, device), open_engine(folder, device)
+    name = "model.layers.2.mlp.up_proj.weight"
+    load = engine.load_weights
+
+    def load_and_alter(weights):
+        load(weights)
+        dict(engine.served_weights())[name][3, 5] += 1
+
+    monkeypatch.setattr(engine, "load_weights", load_and_alter)
+    with pytest.raises(WeightSyncError, match=f"weight sync 1: the engine serves other values of {name} than were"):
+        sync_local(trainer, engine, version=1, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="holds a part of new weights"):
+        engine.generate(requests())
