@@ -17,7 +17,7 @@ with its own copy of the prompt's keys. The aim is 0.5 at 64 rows.
 Before a model is measured, greedy tokens in float32 have to equal those of model.generate, and logprobs in float32
 those of a forward pass without a cache; in bfloat16 logprobs have to be about as near to those of the same weights in
 float32 as a bfloat16 forward pass is. A cell that runs out of memory is reported as such. Needs torch, transformers,
-pydantic, safetensors, pyyaml and nothing else.
+pydantic, safetensors, pyyaml and xxhash.
 """
 
 import argparse

@@ -177,6 +177,8 @@ class VllmEngine:
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "enable_prefix_caching": config.enable_prefix_caching,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
         }
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
