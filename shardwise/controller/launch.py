@@ -210,14 +210,14 @@ def _run(
             ranks.wait_for_all(_LEAVE_SECONDS)
         if ranks.have_succeeded:
             return _End(0)
-        if asked and all(note.is_lost_peer for note in read_notes(ranks.folder)):
-            how = f" {without_saving()}" if code is None and without_saving is not None else ""
-            print(f"{_STOPS[asked[0]]}; all ranks ended{how}", file=sys.stderr)
-            return _End(code_of_signal(asked[0]))
-        if code in STOPPED:
-            return _End(code)
-        failure = _diagnose(ranks, faults, num_killed=num_killed, memory=memory)
-        return _End(failure.code, failure, _activity(ranks.folder, 0).step)
+        if not asked or any(not note.is_lost_peer for note in read_notes(ranks.folder)):
+            if code in STOPPED:
+                return _End(code)
+            failure = _diagnose(ranks, faults, num_killed=num_killed, memory=memory)
+            return _End(failure.code, failure, _activity(ranks.folder, 0).step)
+    how = f" {without_saving()}" if code is None and without_saving is not None else ""
+    print(f"{_STOPS[asked[0]]}; all ranks ended{how}", file=sys.stderr)
+    return _End(code_of_signal(asked[0]))
 
 
 def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall: StallLimit | None) -> None:

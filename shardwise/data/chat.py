@@ -62,12 +62,21 @@ def _require_readable(config: Path) -> None:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Checks that every token has an embedding. A model with spare rows (a padded vocabulary) is fine.
+    """Checks that every token has an embedding that text, the chat template or the end of a sequence may bring.
+
+    A model with spare rows (a padded vocabulary) is fine, and so is a token that was added for other models: the
+    tokenizer of Gemma 3 has one for images, which its text models have no row for. The engine refuses it in data.
 
     Raises:
-        ModelError: the tokenizer has token ids that the model has not; names both numbers.
+        ModelError: the tokenizer has such token ids that the model has not; names both numbers.
     """
-    largest = max(tokenizer.get_vocab().values())
+    template, added = str(tokenizer.chat_template), tokenizer.get_added_vocab()
+    named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    largest = max(
+        token_id
+        for token, token_id in tokenizer.get_vocab().items()
+        if token not in added or token in named or token in template
+    )
     if largest >= vocab_size:
         raise ModelError(
             f"the tokenizer has token ids up to {largest}, the model's vocabulary ends at {vocab_size - 1}; "

@@ -123,13 +123,13 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
     optimizer.load_numbers(index.numbers)
 
 
-def load_numbers(optimizer: ShardedOptimizer, folder: Path) -> None:
-    """Collective. Takes over what stands beside the tensors of `save_state`, such as the number of steps, on which the
-    learning rate depends. Raises ModelError as `load_state`."""
+def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
+    """Collective. What stands beside the tensors of `save_state`, such as the number of steps, on which the learning
+    rate depends: what `optimizer.load_numbers` takes. Raises ModelError as `load_state`."""
     with raised_on_every_rank(ModelError):
         index = StateIndex.read(folder)
         optimizer.check_numbers(index.numbers)
-    optimizer.load_numbers(index.numbers)
+    return index.numbers
 
 
 def verify_files(index: StateIndex, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.config import ConfigError, DataError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
@@ -428,18 +428,18 @@ class TrainEngine:
         Raises:
             ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
         """
-        from shardwise.engine.checkpoint import load_numbers
+        from shardwise.engine.checkpoint import read_numbers
 
         assert self._optimizer is not None, "a frozen engine has no training state"
         self._copies.wait()
-        model = self._model.hf_model
+        numbers, model = read_numbers(self._optimizer, state), self._model.hf_model
         if has_adapters(model):
             from shardwise.engine.adapters import load_adapter
 
             load_adapter(model, folder / "adapter")
         else:
             load_weights(model, folder / "hf", fresh=None if isinstance(self._model.head, LogprobHead) else {})
-        load_numbers(self._optimizer, state)
+        self._optimizer.load_numbers(numbers)
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.
@@ -518,8 +518,15 @@ class TrainEngine:
         return TokenOutputs(**{name: tokens.assemble(own, self._backend.ulysses) for name, own in found.items()})
 
     def _slice(self, batch: TokenBatch) -> TokenSlice:
-        """This rank's tokens of the batch."""
+        """This rank's tokens of the batch. Raises DataError: one of them has no embedding."""
         ulysses, head = self._backend.ulysses, self._model.head
+        largest, vocab_size = int(batch.input_ids.max()), self._model.hf_model.config.get_text_config().vocab_size
+        if largest >= vocab_size:
+            raise DataError(
+                f"the data have token {largest}, and the model's vocabulary ends at {vocab_size - 1}: the tokenizer "
+                "knows a special token that the model has no embedding for; take its text out of the data, or set "
+                "model.tokenizer_path to the tokenizer that the model was made with"
+            )
         return TokenSlice.of(
             batch,
             head.scored,

@@ -92,8 +92,8 @@ class ShardFile:
         check_size(path, self.num_bytes)
         try:
             reader = SafetensorsReader(path)
-        except ModelError as error:
-            raise ModelError(f"{path} is damaged: its header cannot be read ({error})") from None
+        except ModelError:
+            raise ModelError(f"{path} is damaged: its header is not the one that was written") from None
         with closing(reader) as file:
             if bytes_hash(file.header) != self.header_xxh3:
                 raise ModelError(f"{path} is damaged: its header is not the one that was written")

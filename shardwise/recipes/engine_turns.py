@@ -25,8 +25,8 @@ class EngineTurns:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Waits for: new weights that are due. Unblocked by: the end of `weights`, in which every wait has a deadline.
-        Inside none come."""
+        """Waits for: new weights that are due. Unblocked by: the end of `weights`, whose sync and whose wait for
+        this call have deadlines. Inside none come."""
         with self._changed:
             self._changed.wait_for(lambda: not self._are_weights_due)
             self._is_sampling = True

@@ -1,7 +1,7 @@
 """manifest.json: every file of a checkpoint with its size and hash, of weights tensor by tensor. It is written last, so
 a checkpoint that has one is whole."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -84,16 +84,16 @@ def write_manifest(
     write_sealed_json(checkpoint / MANIFEST, content)
 
 
-def verify_share(checkpoint: Path, *, shards: bool = True) -> None:
+def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
     """Collective. Reads this rank's share of the files.
 
     Args:
-        shards: those of training states among them.
+        shards_of: the training states whose shards are among them, by the names of their folders; None: all.
     Raises:
         ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
     """
     with raised_on_every_rank(ModelError):
-        checks = _checks(checkpoint, shards=shards)
+        checks = _checks(checkpoint, shards_of)
         for name in _share(checks):
             checks[name](checkpoint / name)
 
@@ -110,11 +110,12 @@ def has_whole_weights(checkpoint: Path) -> bool:
     return bool(weights)
 
 
-def _checks(checkpoint: Path, *, shards: bool) -> dict[str, Callable[[Path], None]]:
+def _checks(checkpoint: Path, shards_of: Collection[str] | None) -> dict[str, Callable[[Path], None]]:
     """How each file is compared with what was written, by its path in the checkpoint."""
     files = read_sealed_json(checkpoint / MANIFEST)["files"]
     checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
-    for folder in [Path(name).parent for name in files if shards and Path(name).name == INDEX]:
+    states = [Path(name).parent for name in files if Path(name).name == INDEX]
+    for folder in [state for state in states if shards_of is None or state.name in shards_of]:
         written = StateIndex.read(checkpoint / folder).files
         checks |= {(folder / shard).as_posix(): file.check for shard, file in written.items()}
     return checks

@@ -1,6 +1,6 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from shardwise.config import (
     require_known_keys,
     without_places,
 )
+from shardwise.engine.state_files import INDEX
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.fingerprints import Fingerprints, changed_files, fingerprints
@@ -41,19 +42,21 @@ class Start:
     """What is wrong with the newer ones that were passed over, the newest first."""
     begun_from: str | None = None
     """The path in trainer.resume that the run in this folder began from, if it did."""
-    lost_states: str | None = field(default=None, compare=False)
-    """What is wrong with its training states, where trainer.resume_fallback goes on from its weights alone."""
+    lost_states: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What is wrong with training states, by their folders in STATE, of which trainer.resume_fallback leaves out what
+    is not in the weights."""
 
 
 class Verify(Protocol):
     """Reads a checkpoint."""
 
-    def __call__(self, checkpoint: Path, *, shards: bool = True) -> None:
-        """Raises ModelError: a file is damaged. With shards=False those of training states are left out."""
+    def __call__(self, checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
+        """Raises ModelError: a file is damaged. `shards_of` names the training states whose shards are read, by their
+        folders in STATE; None: all of them."""
         ...
 
 
-def unverified(checkpoint: Path, *, shards: bool = True) -> None:
+def unverified(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
     """Takes every file for whole."""
 
 
@@ -141,7 +144,7 @@ def write_run(
 class _Found:
     checkpoint: Path
     passed_over: list[str]
-    lost_states: str | None
+    lost_states: Mapping[str, str]
     """These two as in Start."""
 
 
@@ -168,16 +171,21 @@ def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, take
     return None
 
 
-def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> str | None:
+def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> dict[str, str]:
     """Raises ModelError: the checkpoint is damaged, and not only in what may be lost."""
+    lost = {}
     try:
         verify(folder)
-    except ModelError as error:
+    except ModelError:
         if not may_be_lost:
             raise
-        verify(folder, shards=False)
-        return str(error)
-    return None
+        verify(folder, shards_of=[])
+        for state in sorted(path.parent.name for path in (folder / STATE).glob(f"*/{INDEX}")):
+            try:
+                verify(folder, shards_of=[state])
+            except ModelError as error:
+                lost[state] = str(error)
+    return lost
 
 
 def _without_states(folders: Collection[Path], verify: Verify) -> str:
@@ -197,7 +205,7 @@ def _is_whole_without_shards(folder: Path, verify: Verify) -> bool:
     try:
         Manifest.read(folder)
         read_sealed_json(folder / STATE / RUN)
-        verify(folder, shards=False)
+        verify(folder, shards_of=[])
     except ModelError:
         return False
     return True

@@ -73,7 +73,6 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             max_staleness=config.rollout.max_staleness if ranks.are_split else None,
             turns=turns,
         ) as pipeline,
-        TokenAccount("rl") as tokens,
         Run(
             "rl",
             config,
@@ -81,6 +80,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             engines=engines.saved,
             total_steps=total_steps,
         ) as run,
+        TokenAccount("rl") as tokens,
     ):
         sample_log = run.sample_log()
         weights = WeightSync(

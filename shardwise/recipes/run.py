@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -214,15 +214,15 @@ class Run:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
         for name, engine in self._engines.items():
-            state = str(self._start.checkpoint / state_subfolder(engine))
-            if self._start.lost_states is None:
-                engine.load_state(state)
+            state = self._start.checkpoint / state_subfolder(engine)
+            if state.name in self._start.lost_states:
+                engine.load_without_states(str(self._start.checkpoint / name), str(state))
             else:
-                engine.load_without_states(str(self._start.checkpoint / name), state)
+                engine.load_state(str(state))
 
-    def _verify(self, checkpoint: Path, *, shards: bool = True) -> None:
+    def _verify(self, checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
         """Raises ModelError: a file of the checkpoint is damaged."""
-        damage, *_ = self._group.call("verify_files", str(checkpoint), shards)
+        damage, *_ = self._group.call("verify_files", str(checkpoint), None if shards_of is None else list(shards_of))
         if damage is not None:
             raise ModelError(damage)
 
@@ -264,10 +264,10 @@ class Run:
         if self._start is not None:
             for damage in self._start.damage:
                 print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
-            if self._start.lost_states is not None:
+            for state, damage in self._start.lost_states.items():
                 print(
-                    f"warning: {self._start.lost_states}; goes on from the weights of {self._start.checkpoint} without "
-                    "the optimizer's states, which begin anew (trainer.resume_fallback=weights)",
+                    f"warning: {damage}; {state} goes on from the weights of {self._start.checkpoint} without the "
+                    "optimizer's states, which begin anew (trainer.resume_fallback=weights)",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,8 @@ from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
 from shardwise.controller.launch import seconds_since_start
 from shardwise.controller.signals import stop_signals
 from shardwise.recipes.checkpoints import step_folders
+
+_LOOK_SECONDS = 1.0
 
 
 class Stopped(Exception):
@@ -106,10 +108,26 @@ def without_saving(trainer: TrainerConfig) -> str:
     """How a run ended that was given no time to save, and what it goes on from."""
     if not trainer.save_state:
         return "without saving; not resumable, for trainer.save_state=false"
-    newest = next(iter(step_folders(Path(trainer.output_dir)).values()), None)
-    if newest is None:
+    run = Path(trainer.output_dir)
+    folders = _checkpoints_at_once(run)
+    if folders == []:
         return "without saving; there is no checkpoint yet, so the same command starts as before"
-    return f"without saving; {_same_command(trainer)} goes on from {newest}"
+    place = f"the newest checkpoint in {run}" if folders is None else folders[0]
+    return f"without saving; {_same_command(trainer)} goes on from {place}"
+
+
+def _checkpoints_at_once(run: Path) -> list[Path] | None:
+    """The newest first; None where the file system does not answer, which may be why the run is late."""
+    found: list[list[Path]] = []
+
+    def look() -> None:
+        with suppress(OSError):
+            found.append(list(step_folders(run).values()))
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(_LOOK_SECONDS)
+    return found[0] if found else None
 
 
 def _same_command(trainer: TrainerConfig) -> str:

@@ -392,11 +392,11 @@ class Worker:
         with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
-    def verify_files(self, checkpoint: str, shards: bool) -> str | None:
-        """Compares this rank's share of a checkpoint's files with what was written, with or without the shards of
-        training states. Returns what is damaged, the same on every rank; None where nothing is."""
+    def verify_files(self, checkpoint: str, shards_of: list[str] | None) -> str | None:
+        """Compares this rank's share of a checkpoint's files with what was written, as `verify_share`. Returns what is
+        damaged, the same on every rank; None where nothing is."""
         try:
-            verify_share(Path(checkpoint), shards=shards)
+            verify_share(Path(checkpoint), shards_of=shards_of)
         except ModelError as error:
             return str(error)
         return None

@@ -192,7 +192,7 @@ struct Lane {
   static Loaded take(const T* from, int64_t count) { return load(from, count); }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 template <>
 struct Lane<c10::BFloat16> {
   static constexpr int64_t width = 2 * kWidth;

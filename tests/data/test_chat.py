@@ -435,6 +435,16 @@ def test_trap_33_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers(
         check_vocabulary(tokenizer, 260)
 
 
+def test_trap_33_a_token_added_for_other_models_is_fine_until_the_chat_template_brings_it(tokenizer):
+    """As Gemma 3's tokenizer has one for images, and its text models no row for it."""
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.chat_template = CHATML
+    check_vocabulary(tokenizer, 261)
+    tokenizer.chat_template = CHATML.replace("<|end|>", "<|end|><image_soft_token>")
+    with pytest.raises(ModelError, match="token ids up to 261, the model's vocabulary ends at 260"):
+        check_vocabulary(tokenizer, 261)
+
+
 def test_trap_33_a_token_id_outside_the_models_vocabulary_is_refused_however_few_tokens_there_are(tokenizer, tmp_path):
     """Ids need not be without gaps: 262 tokens, one of which is number 400."""
     tokenizer.save_pretrained(tmp_path)

@@ -68,13 +68,23 @@ def test_every_way_to_the_reference_gives_the_same_steps(assets, files, command,
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("ulysses_size", [1, 2])
+@pytest.mark.parametrize(
+    ("shared", "layout"),
+    [([], "engine.ulysses_size=1"), ([], "engine.ulysses_size=2"), (["engine.lora.rank=4"], "engine.ulysses_size=1")],
+    ids=["fsdp", "ulysses", "lora"],
+)
 @pytest.mark.parametrize("recipe", ["preference", "reward-model"])
-def test_two_ranks_make_the_same_steps_as_one(assets, files, command, job, metrics_of, tmp_path, recipe, ulysses_size):
-    one = command(recipe, *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"))
+def test_two_ranks_make_the_same_steps_as_one(
+    assets, files, command, job, metrics_of, tmp_path, recipe, shared, layout
+):
+    one = command(recipe, *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"), *shared)
     arguments = options(assets, files.pairs_train, files.pairs_validation, tmp_path / "two")
-    two = job(2, recipe, *arguments, f"engine.ulysses_size={ulysses_size}")
+    two = job(2, recipe, *arguments, *shared, layout)
     assert (one.code, two.code) == (0, 0), one.err + two.err
+    losses = [row["train/loss"] for row in metrics_of(tmp_path / "one")]
+    assert len(set(losses)) > 1
+    if recipe == "preference":  # the policy still is the reference; adapters are those switched off
+        assert losses[0] == pytest.approx(0.6931472, abs=1e-5)
     for left, right in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
         compared = {"train/loss", "train/grad_norm", "preference/margin", "val/accuracy"} & left.keys()
         assert len(compared) >= 2

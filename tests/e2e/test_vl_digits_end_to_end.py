@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 1500
@@ -59,14 +61,34 @@ def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, 
     )
 
 
+def test_adapters_learn_from_pictures_and_peft_reads_them(command, folder, tmp_path, metrics_of):
+    """What is written merged is what peft merges into the model."""
+    small = ["trainer.total_steps=3", "trainer.batch_size=8", "data.validation_files=[]", "engine.lora.rank=8"]
+    done = command(*keys(folder, tmp_path, *small, "trainer.learning_rate=1e-2", "trainer.warmup_steps=0")[1:])
+    assert done.code == 0, done.err
+    steps = metrics_of(tmp_path)
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    written = tmp_path / "checkpoints" / "step_3"
+    base = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = PeftModel.from_pretrained(base, written / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForImageTextToText.from_pretrained(written / "hf", dtype=torch.float32).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0, msg=name)
+    moved = {name for name, tensor in expected.items() if not torch.equal(tensor, before[name])}
+    assert any(".language_model." in name for name in moved)
+
+
 RIGHT_DIGITS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(char in ground_truth for char in solution_str) / 5
 """
 
 
-def test_rewards_for_pictures_raise_those_of_pictures_that_no_step_has_seen(command, folder, tmp_path, metrics_of):
-    """Every row is asked once. Reading itself takes minutes: make test-full."""
+def test_rewards_for_answers_to_pictures_rise(command, folder, tmp_path, metrics_of):
+    """Every row is asked once, so no picture is known. To answer in digits is enough here; reading itself takes
+    minutes: make test-full."""
     (tmp_path / "rules.py").write_text(RIGHT_DIGITS)
     done = command(
         *["rl", "-c", str(ROOT / "examples" / "vl_digits_grpo.yaml"), f"model.path={folder / 'model'}"],

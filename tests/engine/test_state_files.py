@@ -51,7 +51,7 @@ def test_a_header_that_can_no_longer_be_read_is_named(tmp_path):
     written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
     data = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(data[:8] + b"x" + data[9:])
-    with pytest.raises(ModelError, match=r"f is damaged: its header cannot be read \(.*Expecting value"):
+    with pytest.raises(ModelError, match=r"f is damaged: its header is not the one that was written"):
         written.check(tmp_path / "f")
 
 

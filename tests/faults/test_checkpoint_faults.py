@@ -216,7 +216,7 @@ def test_f19_a_run_goes_on_from_weights_alone_and_says_so(run_ranks, run, model_
     (steps, error, said), _ = run_ranks(partial(run_steps, **policy), 2, str(run), str(model_folder))
     assert (steps, error) == ([5, 6], None)
     assert re.fullmatch(
-        rf"warning: (rank [01]: )?{lost} is missing; goes on from the weights of {run / NEWEST} without the "
+        rf"warning: (rank [01]: )?{lost} is missing; policy goes on from the weights of {run / NEWEST} without the "
         r"optimizer's states, which begin anew \(trainer\.resume_fallback=weights\)\n",
         said,
     )

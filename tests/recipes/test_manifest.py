@@ -33,12 +33,12 @@ def checkpoint(tmp_path):
     return tmp_path / "step_1"
 
 
-def verified(folders, shards=True):
+def verified(folders, shards_of=None):
     """By folder the error, or None."""
     errors = []
     for folder in folders:
         try:
-            verify_share(folder, shards=shards)
+            verify_share(folder, shards_of=shards_of)
         except ModelError as error:
             errors.append(str(error))
         else:
@@ -87,7 +87,7 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
     first, second = run_ranks(verified, 2, copies)
     assert first == second
     assert first[0] is None
-    without_shards = run_ranks(verified, 2, copies, False)[0]
+    without_shards = run_ranks(verified, 2, copies, [])[0]
     assert [error is None for error in without_shards] == [True, False, False, False, True, True]
     for error, expected in zip(
         first[1:],

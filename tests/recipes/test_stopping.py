@@ -1,15 +1,18 @@
 """When a run stops between two steps; what Run does then is in test_run.py."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from shardwise.config import TrainerConfig
+from shardwise.recipes import stopping
 from shardwise.recipes.stopping import Stopping, without_saving
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +129,24 @@ def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(
 def test_a_run_that_could_not_save_and_has_nothing_to_go_on_from_says_so(tmp_path, options, how):
     trainer = TrainerConfig(output_dir=str(tmp_path), **options)
     assert without_saving(trainer) == f"without saving; {how}"
+
+
+@pytest.mark.parametrize("fault", ["an error", "no answer"])
+def test_a_file_system_that_fails_keeps_no_run_from_ending(tmp_path, monkeypatch, fault):
+    answers = threading.Event()
+
+    def look(run):
+        if fault == "an error":
+            raise OSError(errno.ESTALE, "stale")
+        answers.wait(30)
+        return {}
+
+    monkeypatch.setattr(stopping, "step_folders", look)
+    began = time.monotonic()
+    said = without_saving(TrainerConfig(output_dir=str(tmp_path)))
+    answers.set()
+    assert said == f"without saving; the same command goes on from the newest checkpoint in {tmp_path}"
+    assert time.monotonic() - began < 10
 
 
 def test_a_run_that_could_not_save_goes_on_from_its_newest_checkpoint_if_it_may_look_for_it(tmp_path):
