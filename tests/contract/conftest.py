@@ -51,7 +51,20 @@ KINDS = [
     "sglang_stub",
     pytest.param("sglang", marks=needs_sglang),
 ]
+IN_PROCESSES = ("embedded in a process", "sglang_stub")
+"""Kinds of which each engine starts a process, seconds of CPU time; what they compute with is that of `embedded`."""
 STUB = Path(__file__).parents[1] / "sglang_stub"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of engines in processes `make test` has one family in float32."""
+    for item in items:
+        drawn = getattr(item, "callspec", None)
+        if drawn is None or drawn.params.get("kind") not in IN_PROCESSES:
+            continue
+        if drawn.params.get("family") == "llama" or drawn.params.get("dtype") in ("bf16", torch.bfloat16):
+            item.add_marker("full")
 
 
 @pytest.fixture(scope="session")

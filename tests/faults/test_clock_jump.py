@@ -144,7 +144,7 @@ def time_of_day_in(run) -> float:
     return datetime.datetime.fromisoformat(since).timestamp()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_clock_that_jumps_a_year_ahead_and_back_changes_nothing(assets, clock, job, start, tmp_path):
     """What goes on from the checkpoints of the year ahead is a year behind: steps count, not times."""
     arguments = ["sft", "--nproc", "2", *options_of(assets, tmp_path / "run")]

@@ -59,6 +59,7 @@ def test_a_save_that_hangs_on_the_rank_that_commands_ends_the_job_with_the_stack
     assert not (run.run / "checkpoints" / "step_2").exists()
 
 
+@pytest.mark.full
 def test_f03_a_rank_that_is_stopped_during_a_save_ends_the_job_by_the_deadline_of_collectives(assets, start, tmp_path):
     """The save in the background waits for the same rank, by a deadline of its own, which is longer than the test."""
     run = start(

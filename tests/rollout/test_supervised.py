@@ -286,6 +286,7 @@ def test_f08_when_the_restarts_are_used_up_the_error_tells_the_history(model_fol
     assert len(history) == 2
 
 
+@pytest.mark.full
 def test_f08_a_process_that_never_gets_there_is_no_endless_loop(model_folders):
     with pytest.raises(EngineLostError, match="was lost 2 times") as caught:
         open_stubborn(model_folders["llama"], max_restarts=1, exits=True)
@@ -300,7 +301,7 @@ def test_f08_a_model_that_cannot_be_loaded_is_no_reason_to_restart(tmp_path):
     assert type(caught.value).__name__ == "ModelError"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_f09_a_row_that_never_finishes_is_asked_once_more_and_then_named(model_folders, capfd):
     engine = open_stubborn(model_folders["llama"], max_restarts=5, request_timeout_seconds=8)
     stuck = GenerateRequest(uid="stuck", prompt_ids=[5], max_tokens=1, temperature=1.0)
