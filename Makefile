@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
 
+# The tests start hundreds of processes: what they import is compiled once, whatever the shell has set.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: install quickstart test test-full test-faults test-vllm test-learning gpu-test models check format docs clean
 
 install: $(VENV)/installed

@@ -103,7 +103,7 @@ def differences_in_drawn_steps(folder):
     return seen, wrong
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_loss_is_one_whatever_is_drawn(run_ranks, tmp_path, world_size):
     folder = str(tiny_folder("qwen3", tmp_path))
     results = run_ranks(differences_in_drawn_steps, world_size, folder, timeout_seconds=300)

@@ -55,6 +55,7 @@ def test_a_run_replays_experts_and_says_how_far_apart_it_was(mixture, assets, jo
     assert 0 < rows[0]["rollout/difference_replayed_experts"] < 0.05
 
 
+@pytest.mark.full
 def test_an_ep_size_that_does_not_divide_the_experts_is_told_once_with_those_that_do(mixture, assets, shell, tmp_path):
     config = Qwen3MoeConfig.from_pretrained(mixture)
     config.num_experts = 3

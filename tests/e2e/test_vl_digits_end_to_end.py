@@ -46,7 +46,7 @@ def accuracy(model: Path, rows: Path) -> float:
     return module.accuracy(model, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, folder, tmp_path, metrics_of):
     lines = (folder / "validation.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(lines[:6]))

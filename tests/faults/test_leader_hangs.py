@@ -38,10 +38,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "two ranks, stopped" else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_f03_rank_0_that_does_not_go_on_ends_the_job_with_its_stacks(assets, start, tmp_path, name):
     recipe, nproc, fault, place, state = CASES[name]
     command, *options = recipe(assets)

@@ -109,6 +109,7 @@ def rank_of(pid):
     return next((one.removeprefix(b"RANK=").decode() for one in variables if one.startswith(b"RANK=")), None)
 
 
+@pytest.mark.full
 def test_a_mistake_found_in_the_recipe_is_one_line_and_the_other_rank_leaves_quietly(assets, shell, tmp_path):
     arguments = [*options(assets, tmp_path / "run"), "data.max_sequence_tokens=2048"]
     done = shell(*TORCHRUN, "-m", "shardwise", "sft", *arguments)
