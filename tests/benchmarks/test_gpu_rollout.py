@@ -94,6 +94,7 @@ def test_turns_that_are_always_disturbed_give_no_figure(monkeypatch):
         measure(CPU, lambda prompts, max_tokens: None, [], 8)
 
 
+@pytest.mark.full
 def test_tiny_runs_end_to_end(tmp_path):
     out = tmp_path / "figures.json"
     small = ["--rows", "4", "--group-size", "2", "--prompt-tokens", "6", "--new-tokens", "17", "--check-tokens", "4"]

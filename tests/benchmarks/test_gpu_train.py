@@ -104,6 +104,7 @@ def test_options_spend_time_on_memory_only_where_memory_is_short():
     assert {"master_dtype=bfloat16", "activation_checkpointing=full", "apply_tiled_mlp=true"} <= set(large)
 
 
+@pytest.mark.full
 def test_tiny_runs_end_to_end(tmp_path):
     out = tmp_path / "figures.json"
     small = ["--device", "cpu", "--models", "tiny", "--tokens", "48", "--steps", "2", "--matmul-seconds", "0.1"]

@@ -52,6 +52,7 @@ def test_a_difference_in_the_first_step_stops_the_benchmark_and_is_named(step, n
         check_agreement(ours, answer(NOTHING_YET, step, (0.2, 2.0, 0.5, 6.0)))
 
 
+@pytest.mark.full
 def test_our_side_counts_the_tokens_and_rewards_of_the_canned_completions(tmp_path):
     folder = tmp_path / "task"
     build_task(folder, TASK, mean_tokens=6.0)

@@ -176,7 +176,8 @@ def test_ranks_that_cannot_be_divided_are_one_line(assets, command, tmp_path, ar
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_of_either_kind_ends_the_run_and_is_named(assets, marked, tmp_path, victim):
     arguments = [*options(assets, tmp_path / "run"), *AHEAD, "trainer.total_steps=100000"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
