@@ -72,8 +72,7 @@ class TrainerConfig(OptimizerConfig):
     """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
     whole, or fails. weights: where all that is damaged are shards of training states (state/*/rank_R.safetensors),
     engines that lost some go on from their weights in hf/ or adapter/ with optimizer states that begin anew; else as
-    previous. A path that is named
-    fails, unless its weights are enough."""
+    previous. A path that is named fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     max_time_seconds: PositiveFloat | None = None

@@ -5,7 +5,7 @@ import pytest
 from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
 from shardwise.recipes.fingerprints import fingerprints
 from shardwise.recipes.manifest import write_manifest
-from shardwise.recipes.resume import Start, find_start, write_run
+from shardwise.recipes.resume import STATE, Start, _lost_states, find_start, write_run
 
 
 def config(output_dir, **trainer) -> SFTConfig:
@@ -157,3 +157,17 @@ def test_a_changed_run_file_is_damage(tmp_path):
     path.write_text(path.read_text().replace('"step": 3', '"step": 1'))
     with pytest.raises(ModelError, match=r"run.json is damaged: "):
         find_start(config(tmp_path))
+
+
+def test_f19_only_the_states_whose_shards_are_lost_are_left_out(tmp_path):
+    for state in ("policy", "critic"):
+        (tmp_path / STATE / state).mkdir(parents=True)
+        (tmp_path / STATE / state / "index.json").touch()
+
+    def verify(checkpoint, *, shards_of=None):
+        if shards_of is None or "critic" in shards_of:
+            raise ModelError("a shard of the critic is missing")
+
+    assert _lost_states(tmp_path, verify, may_be_lost=True) == {"critic": "a shard of the critic is missing"}
+    with pytest.raises(ModelError, match="critic"):
+        _lost_states(tmp_path, verify, may_be_lost=False)
