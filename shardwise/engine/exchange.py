@@ -1,4 +1,5 @@
-"""Plain data between all ranks, as JSON: torch's object collectives unpickle what they receive."""
+"""Between ranks: rows of tensors to those that need them, and plain data, as JSON: torch's object collectives unpickle
+what they receive."""
 
 import json
 from typing import Any
@@ -6,6 +7,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def send_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`. Gradients take the way back.
+
+    Args:
+        rows: [n, ...]; the first `sent[0]` go to rank 0 of the group, the next `sent[1]` to rank 1, and so on.
+        received: how many come from each rank.
+    Returns:
+        [r, ...], those that arrive, by rank.
+    """
+    arrived: Tensor = _Travel.apply(rows, sent, received, group)
+    return arrived
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _travel(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _travel(grad.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _travel(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent, group=group)
+    return arrived
 
 
 def all_gather_json(value: Any) -> list[Any]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from shardwise.config import ConfigError
+from shardwise.engine.exchange import send_rows
 from shardwise.engine.expert_guard import separate_experts
 from shardwise.engine.mesh import any_of, divisors
 from shardwise.ops import EXPERTS
@@ -88,10 +88,10 @@ class SpreadExperts(ActivationWrapper):
         arriving = torch.empty_like(leaving)  # from each rank, for each expert of this one
         dist.all_to_all_single(arriving, leaving, group=self._group)
         sent, received = torch.stack([leaving, arriving]).unflatten(1, (size, num_own)).sum(2).tolist()
-        arrived = _Travel.apply(tokens[order // chosen.shape[1]], sent, received, self._group)
+        arrived = send_rows(tokens[order // chosen.shape[1]], sent, received, self._group)
         own = torch.arange(num_own, device=chosen.device).repeat(size)
         computed = self._compute(arrived, own.repeat_interleave(arriving, output_size=sum(received)), weights.dtype)
-        returned = _Travel.apply(computed, received, sent, self._group)
+        returned = send_rows(computed, received, sent, self._group)
         outputs = torch.empty_like(returned).index_copy(0, order, returned)
         weighted = outputs.unflatten(0, chosen.shape) * weights[..., None]
         return weighted.sum(1).to(tokens.dtype)
@@ -115,24 +115,3 @@ class SpreadExperts(ActivationWrapper):
         for name, parameter in self._checkpoint_wrapped_module.named_parameters():
             assert isinstance(parameter, DTensor)
             yield name, parameter.to_local()
-
-
-class _Travel(torch.autograd.Function):
-    """Rows [n, D] to their ranks; gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _travel(rows, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _travel(grad.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _travel(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Collective. The first `sent[0]` rows go to rank 0 of the group, and so on; -> those that arrive, by rank."""
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows, received, sent, group=group)
-    return arrived
