@@ -304,7 +304,8 @@ class TokenBatch:
     images: Images | None = None
     """Those of all sequences, in their order."""
     pictures: list[Picture] = field(default_factory=list)
-    """Instead of `images`, those that are not read yet."""
+    """Those of all sequences until all are read. Ranks that share the batch each read their own: then `images` are
+    those alone."""
     rewards: Tensor | None = None
     """[S] float32, of each sequence."""
     rollout_logprobs: Tensor | None = None

@@ -1,5 +1,6 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,10 +28,11 @@ from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.token_slice import TokenSlice
+from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
 from shardwise.ops import ModuleTrace, nonfinite_names, traced
-from shardwise.types import Denominators, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
+from shardwise.types import Denominators, Metrics, MetricValue, Picture, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
@@ -49,8 +51,8 @@ class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
     Every method but `nonfinite_tensors` is collective: all ranks of the mesh call it with the same number of
-    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches and return the same
-    results.
+    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches, with all their images or
+    each with its `own_images`, and return the same results.
     """
 
     def __init__(
@@ -178,6 +180,11 @@ class TrainEngine:
             ]
         self._reshard()
         return outputs
+
+    def own_images(self, pictures: Sequence[Picture]) -> range:
+        """Which images of a micro-batch this rank looks at: ranks that share sequences divide them."""
+        rank = 0 if self._backend.ulysses is None else self._backend.ulysses.rank
+        return divide_images([math.prod(picture.grid) for picture in pictures], self._ulysses_size())[rank]
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """Inside it what this rank's modules compute is kept, by the names that they have in transformers."""
@@ -533,7 +540,7 @@ class TrainEngine:
             ulysses=ulysses,
             device=self._device,
             pad_token_id=head.pad_token_id,
-            image_token_id=self._model.image_token_id,
+            tower=self._model.tower,
         )
 
     def _reshard(self) -> None:

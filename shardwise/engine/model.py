@@ -78,12 +78,7 @@ class ScoringModel(nn.Module):
         self._num_mixers = sum(isinstance(part, PackedMixer) for part in hf_model.modules())
         self._rotary_limit = rotary_limit(config)
         self._max_tokens = packed_tokens_limit(config)
-        self._tower = VisionTower.of(hf_model)
-
-    @property
-    def image_token_id(self) -> int | None:
-        """What stands for a part of an image; None for a model that sees none."""
-        return None if self._tower is None else self._tower.image_token_id
+        self.tower = VisionTower.of(hf_model)
 
     def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
         """This rank's tokens -> what the head gives for the scored ones among them, by name.
@@ -101,7 +96,9 @@ class ScoringModel(nn.Module):
                 "lower engine.max_tokens_per_micro_batch"
             )
         call = PackedCall(tokens.layout, backend)
-        seen = {} if self._tower is None else self._tower.look(backbone(self.hf_model), tokens)
+        seen = {}
+        if self.tower is not None and tokens.images is not None:
+            seen = self.tower.look(backbone(self.hf_model), tokens.images, backend.ulysses)
         hidden = backbone(self.hf_model)(
             input_ids=tokens.input_ids[None],
             position_ids=tokens.position_ids.unsqueeze(-2),

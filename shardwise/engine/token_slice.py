@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.ulysses import Ulysses
+from shardwise.engine.vision import ImageShare, VisionTower
 from shardwise.ops import PackedLayout
-from shardwise.types import Images, TokenBatch
+from shardwise.types import TokenBatch
 
 
 class ScoredTokens(Enum):
@@ -56,10 +57,8 @@ class TokenSlice:
     """Where in the padded pack this rank's tokens begin."""
     experts: Tensor | None
     """[t, M, k] int16: which experts routers send these tokens to; -1 and None leave it to them."""
-    images: Images | None
-    """Of the whole pack."""
-    image_tokens: range
-    """Which of the pack's image tokens are among this rank's tokens."""
+    images: ImageShare | None
+    """None for a model that sees none."""
 
     @classmethod
     def of(
@@ -70,15 +69,14 @@ class TokenSlice:
         ulysses: Ulysses | None,
         device: torch.device,
         pad_token_id: int | None = None,
-        image_token_id: int | None = None,
+        tower: VisionTower | None = None,
     ) -> Self:
         """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device.
 
         Args:
             pad_token_id: of `ScoredTokens.LAST`.
-            image_token_id: stands for a part of an image; None for a model that sees none.
+            tower: of a model that sees images.
         """
-        assert not batch.pictures, "images that nobody has read"
         num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
         num_tokens = len(batch.input_ids)
         num_padding = -num_tokens % num_ranks
@@ -106,8 +104,10 @@ class TokenSlice:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        is_image = input_ids == (-1 if image_token_id is None else image_token_id)
-        first_image = int(is_image[:start].sum())
+        images = None
+        if tower is not None:
+            num_image_tokens = (input_ids == tower.image_token_id).view(num_ranks, width).sum(1).tolist()
+            images = tower.share(batch, num_image_tokens, rank=rank, device=device)
 
         return cls(
             input_ids=moved(input_ids[own]),
@@ -120,12 +120,7 @@ class TokenSlice:
             num_tokens=num_tokens,
             first_token=start,
             experts=None if experts is None else moved(experts[own]),
-            images=None
-            if batch.images is None
-            else Images(
-                pixel_values=moved(batch.images.pixel_values), image_grid_thw=moved(batch.images.image_grid_thw)
-            ),
-            image_tokens=range(first_image, first_image + int(is_image[own].sum())),
+            images=images,
         )
 
     def assemble(self, results: Tensor, ulysses: Ulysses | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, ModelError
+from shardwise.engine.exchange import send_rows
 from shardwise.engine.mesh import any_of, divisors
 
 
@@ -56,6 +57,10 @@ class Ulysses:
         """[t] -> [T], the same on every rank. Backward takes this rank's slice: every rank computes the whole loss."""
         gathered: Tensor = _GatherTokens.apply(values, self._group)
         return gathered
+
+    def send_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As `exchange.send_rows`, between the ranks that share a sequence."""
+        return send_rows(rows, sent, received, self._group)
 
     def sum_over_ranks(self, counts: Tensor) -> None:
         """Adds up, in place, what each rank counted of its tokens."""

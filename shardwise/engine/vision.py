@@ -1,18 +1,39 @@
 """Images on their way into a language model: the tower's features, where the tokens of a rank need them.
 
-Shapes: I images, N patches of all of them, F values of a patch, m patches that are merged into one image token.
+Shapes: P ranks that share a pack, I images, N patches of all of them, F values of a patch, m patches that are merged
+into one image token.
 """
 
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.engine.token_slice import TokenSlice
+from shardwise.engine.ulysses import Ulysses
 from shardwise.ops import takes_images
-from shardwise.types import Images
+from shardwise.types import Images, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShare:
+    """What one rank looks at of a pack's images, and whose tokens the features belong to.
+
+    Example: P=2, images of 3 and 5 tokens, of which rank 0 computes the first 4: rank 0 looks at the first image
+    (sent=[3, 0], received=[3, 1]), rank 1 at the second (sent=[1, 4], received=[0, 4]).
+    """
+
+    images: Images
+    """On the device; a black one of a single token, whose features nobody is sent, where a rank has none of its own."""
+    sent: list[int]
+    """How many features of these images each rank's tokens need."""
+    received: list[int]
+    """How many features of each rank's images the tokens of this rank need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +59,92 @@ class VisionTower:
             num_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
         )
 
-    def look(self, backbone: Any, tokens: TokenSlice) -> dict[str, Any]:
-        """Runs the tower on all images of the pack, and hands the language model the features of this rank's tokens.
+    def share(self, batch: TokenBatch, num_tokens: Sequence[int], *, rank: int, device: torch.device) -> ImageShare:
+        """`batch` lies on the host, and has either all images read or those that `divide_images` gives this rank.
 
-        Where nothing of what the tower computed belongs to this rank's tokens, it has run all the same, and so does its
-        backward pass with gradients of 0: its units gather and reduce on every rank. Without images it looks at a
-        black one of a single token.
+        Args:
+            num_tokens: [P], the image tokens of each rank.
+        """
+        num_patches = _num_patches(batch)
+        divided = divide_images(num_patches, len(num_tokens))
+        patches = _consecutive([sum(num_patches[own.start : own.stop]) for own in divided])
+        features = [range(own.start // self._merged, own.stop // self._merged) for own in patches]
+        tokens = _consecutive(num_tokens)
+        return ImageShare(
+            images=self._own_images(batch, divided[rank], patches[rank], device),
+            sent=[_num_common(features[rank], others) for others in tokens],
+            received=[_num_common(others, tokens[rank]) for others in features],
+        )
+
+    def look(self, backbone: Any, share: ImageShare, ulysses: Ulysses | None) -> dict[str, Any]:
+        """Runs the tower on this rank's images, and hands the language model the features of this rank's tokens.
+
+        Where nothing of what the tower computed belongs to anyone's tokens, it has run all the same, and so does its
+        backward pass with gradients of 0: its units gather and reduce on every rank.
 
         Returns:
             Arguments of the backbone's forward.
         """
-        images = self._black(tokens.input_ids.device) if tokens.images is None else tokens.images
+
+        def placed(parts: Any) -> Tensor:
+            """Of features of one image after the other, those of this rank's tokens."""
+            features = torch.cat(list(parts))[: sum(share.sent)]
+            return features if ulysses is None else ulysses.send_rows(features, share.sent, share.received)
+
+        images = share.images
         seen = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
-        own = slice(0, 0)
-        if tokens.images is not None:
-            own = slice(tokens.image_tokens.start, tokens.image_tokens.stop)
-        seen.pooler_output = [_joined(seen.pooler_output)[own]]
+        seen.pooler_output = [placed(seen.pooler_output)]
         if "deepstack_features" in seen:
-            seen.deepstack_features = [[_joined(feature)[own]] for feature in seen.deepstack_features]
+            seen.deepstack_features = [[placed(feature)] for feature in seen.deepstack_features]
         return {"mm_encoder_outputs": {"image": seen}}
 
-    def _black(self, device: torch.device) -> Images:
-        merge = self.merge_size
+    @property
+    def _merged(self) -> int:
+        """m."""
+        return self.merge_size**2
+
+    def _own_images(self, batch: TokenBatch, own: range, patches: range, device: torch.device) -> Images:
+        if not own:
+            return Images(
+                pixel_values=torch.zeros(self._merged, self.num_values, device=device),
+                image_grid_thw=torch.tensor([[1, self.merge_size, self.merge_size]], device=device),
+            )
+        assert batch.images is not None, "images that nobody has read"
+        pixels, grids = batch.images.pixel_values, batch.images.image_grid_thw
+        if not batch.pictures:
+            pixels, grids = pixels[patches.start : patches.stop], grids[own.start : own.stop]
+        assert (len(pixels), len(grids)) == (len(patches), len(own)), "the images of another rank"
         return Images(
-            pixel_values=torch.zeros(merge * merge, self.num_values, device=device),
-            image_grid_thw=torch.tensor([[1, merge, merge]], device=device),
+            pixel_values=pixels.to(device, non_blocking=True), image_grid_thw=grids.to(device, non_blocking=True)
         )
 
 
-def _joined(parts: Any) -> Tensor:
-    """Features of one image after the other."""
-    return torch.cat(list(parts))
+def divide_images(num_patches: Sequence[int], num_ranks: int) -> list[range]:
+    """Which images of a pack each rank looks at: neighbours, with at most an image more than its part of the patches.
+
+    An image goes where its middle is when the row of all patches is cut into equal parts.
+
+    Args:
+        num_patches: [I].
+    Returns:
+        [P] ranges over the images.
+    """
+    total, stops = sum(num_patches), accumulate(num_patches)
+    ranks = [(2 * stop - size) * num_ranks // (2 * total) for size, stop in zip(num_patches, stops, strict=True)]
+    return [range(bisect_left(ranks, rank), bisect_right(ranks, rank)) for rank in range(num_ranks)]
+
+
+def _num_patches(batch: TokenBatch) -> list[int]:
+    """Of each image of the pack, whoever has read it."""
+    if batch.pictures:
+        return [math.prod(picture.grid) for picture in batch.pictures]
+    counts: list[int] = [] if batch.images is None else batch.images.image_grid_thw.prod(1).tolist()
+    return counts
+
+
+def _consecutive(counts: Sequence[int]) -> list[range]:
+    return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+
+
+def _num_common(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))

@@ -80,19 +80,23 @@ class Seat:
             "with_entropy": self.loss.with_entropy,
         }
 
-    def read(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """Collective. The batches with their images read.
+    def read(self, batches: list[TokenBatch], *, whole: bool = False) -> list[TokenBatch]:
+        """Collective. The batches with those of their images read that this rank looks at.
 
+        Args:
+            whole: read the others too.
         Raises:
             DataError: on every rank, where one has an image that cannot be decoded.
         """
         if self.reader is None:
             return batches
         with raised_on_every_rank(DataError):
-            return [
-                replace(batch, images=self.reader.read(batch.pictures), pictures=[]) if batch.pictures else batch
-                for batch in batches
-            ]
+            return [self._read(self.reader, batch, whole) if batch.pictures else batch for batch in batches]
+
+    def _read(self, reader: ImageReader, batch: TokenBatch, whole: bool) -> TokenBatch:
+        own = range(len(batch.pictures)) if whole else self.engine.own_images(batch.pictures)
+        images = reader.read(batch.pictures[own.start : own.stop]) if own else None
+        return replace(batch, images=images, pictures=[] if len(own) == len(batch.pictures) else batch.pictures)
 
     @property
     def parts_to_offload(self) -> list[Part]:
@@ -433,6 +437,7 @@ class Worker:
         self._num_bundles += 1
         seat = self._seats[step.role]
         try:
+            batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
             found = seat.engine.diagnose(
                 batches, seat.loss.function, step.denominators, **seat.options, lessons=lessons
             )

@@ -95,6 +95,59 @@ def test_trap_10_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(r
         assert_same_step(found, alone)
 
 
+def shares(folder: str, samples, max_tokens: int):
+    """How many patches the tower of this rank is given in each micro-batch."""
+    engine, found = build(folder, ulysses_size=2), []
+    engine._model.hf_model.model.visual.register_forward_pre_hook(lambda module, args: found.append(len(args[0])))
+    engine.forward(pack(samples, num_shards=1, max_tokens=max_tokens).shards[0])
+    return found
+
+
+def test_ranks_that_share_a_pack_divide_its_images(run_ranks, family, folder):
+    """Of images of 48, 24 and 4 patches one rank looks at the first, the other at two; of a single one nothing is left
+    for one of them, and of none for both: they look at a black image of 4."""
+    model = tiny_vision_model(family)
+    assert run_ranks(shares, 2, folder, vision_samples(model), 256) == [[48], [28]]
+    assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[4], [48]]
+    assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[4], [4]]
+
+
+@pytest.mark.parametrize(
+    ("grids", "max_tokens"),
+    [
+        pytest.param([[(1, 6, 8)], []], 256, id="one image"),
+        pytest.param([[], []], 256, id="no image"),
+        pytest.param([*GRIDS, []], 24, id="micro-batches with and without images"),
+    ],
+)
+def test_packs_with_few_images_give_what_one_rank_gives(run_ranks, folder, family, grids, max_tokens):
+    """A rank that looks at nobody's image computes tokens of another's, and the tower's units keep in step."""
+    samples = vision_samples(tiny_vision_model(family), grids)
+    (alone,) = run_ranks(step, 1, folder, samples, 256, {})
+    for found in run_ranks(step, 2, folder, samples, max_tokens, {"ulysses_size": 2}):
+        assert_same_step(found, alone)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"freeze_module_prefix": [TOWER]}, id="frozen tower"),
+        pytest.param({"activation_checkpointing": "full", "reduce_gradients": "last_micro_batch"}, id="checkpointing"),
+        pytest.param({"lora": LoraConfig(rank=4)}, id="adapters on the tower"),
+        pytest.param({"lora": LoraConfig(rank=4, quantize_base="nf4")}, id="4 bits", marks=pytest.mark.full),
+    ],
+)
+def test_divided_images_go_with_other_options(run_ranks, tmp_path, keys):
+    """Two groups of two ranks, with images of their own."""
+    model = tiny_vision_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    samples = vision_samples(model, [*GRIDS, *GRIDS[:1]])
+    (alone,) = run_ranks(step, 1, str(tmp_path), samples, 256, keys)
+    assert any(name.startswith(TOWER) for name in alone[1]) == ("freeze_module_prefix" not in keys)
+    for found in run_ranks(step, 4, str(tmp_path), samples, 40, keys | {"ulysses_size": 2}):
+        assert_same_step(found, alone)
+
+
 def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family):
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})

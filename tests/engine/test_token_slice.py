@@ -8,6 +8,7 @@ from tiny_models import random_samples
 from shardwise.data.packing import pack
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
 from shardwise.engine.ulysses import Ulysses
+from shardwise.engine.vision import VisionTower
 from shardwise.types import Images, TokenBatch
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def test_padding_is_one_sequence_that_fills_the_last_ranks(num_tokens, num_ranks
 
 def test_trap_10_positions_and_image_tokens_are_cut_where_the_tokens_are():
     """Two sequences of 4 and 5 tokens, an image of two tokens in each; the border of two ranks goes through the second
-    image, whose features follow those of the first."""
+    image, which the second rank looks at."""
     image = 9
     batch = TokenBatch(
         input_ids=torch.tensor([5, image, image, 2, image, image, 8, 8, 8]),
@@ -116,15 +117,16 @@ def test_trap_10_positions_and_image_tokens_are_cut_where_the_tokens_are():
         sample_index=[0, 1],
         images=Images(pixel_values=torch.arange(4.0)[:, None], image_grid_thw=torch.tensor([[1, 1, 2]] * 2)),
     )
+    tower = VisionTower(image_token_id=image, merge_size=1, num_values=1)
     first, second = (
-        TokenSlice.of(batch, ScoredTokens.TRAINED, ulysses=Place(rank, 2), device=CPU, image_token_id=image)
-        for rank in (0, 1)
+        TokenSlice.of(batch, ScoredTokens.TRAINED, ulysses=Place(rank, 2), device=CPU, tower=tower) for rank in (0, 1)
     )
     assert first.input_ids.tolist() == [5, image, image, 2, image]
     assert second.input_ids.tolist() == [image, 8, 8, 8, 0]
     assert torch.cat([first.position_ids, second.position_ids], dim=1)[:, :9].equal(batch.position_ids)
-    assert (first.image_tokens, second.image_tokens) == (range(3), range(3, 4))
-    assert first.images.pixel_values.equal(second.images.pixel_values)
+    assert (first.images.sent, first.images.received) == ([2, 0], [2, 1])
+    assert (second.images.sent, second.images.received) == ([1, 1], [0, 1])
+    assert [part.images.images.pixel_values[:, 0].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
 
 
 def assemble(batch, scored):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from bad_steps import build, parameters_of
 from PIL import Image
 from ranks import RankError
 from tiny_models import tiny_vision_model
@@ -15,10 +16,11 @@ from vision_samples import vision_samples
 from shardwise.config import EngineConfig, GenerationConfig, ModelConfig
 from shardwise.data import pack
 from shardwise.data.images import ImageReader
-from shardwise.recipes.bundles import MicroBatchRecord, _batch, _named_tensors
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
 from shardwise.recipes.samples import to_samples
 from shardwise.recipes.workers import Worker
-from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample
+from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample, TokenBatch
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tiny_vision_model("qwen3_vl").save_pretrained(path)
     Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(path)
+    train_tokenizer(["2+3=5"], vocab_size=261).save_pretrained(path)
     return path
 
 
@@ -60,6 +63,58 @@ def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
     ]
     found, expected = run_ranks(scored, 2, str(folder), shards), run_ranks(scored, 2, str(folder), read)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+class WatchedReader(ImageReader):
+    """Keeps the names of what it decodes."""
+
+    def read(self, pictures):
+        self.names = [*getattr(self, "names", []), *(picture.name for picture in pictures)]
+        return super().read(pictures)
+
+
+def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
+    """The scores of two ranks that share each pack, and what this one of them has decoded."""
+    worker = Worker(torch.device("cpu"))
+    model, engine = ModelConfig(path=folder).model_dump_json(), EngineConfig(ulysses_size=2).frozen()
+    worker.build_engine("policy", model, engine.model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    seat = worker._seats["policy"]
+    seat.reader = WatchedReader(seat.reader._processor)
+    return worker.score(shards[0], "policy", True), seat.reader.names
+
+
+def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):
+    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=1, max_tokens=256).shards
+    (expected,) = run_ranks(scored, 1, str(folder), shards)
+    ranks = run_ranks(shared, 2, str(folder), shards)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert all(names for _, names in ranks)
+    assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].pictures]
+
+
+def skipped(folder: str, step, bundle: str) -> None:
+    """A step that a NaN in the language model spoils, with each pack on both ranks."""
+    worker = build(folder, engine=EngineConfig(ulysses_size=2))
+    parameters_of(worker)["model.language_model.norm.weight"].data.to_local()[0] = torch.nan
+    worker.train(step.shards[0], step.denominators, "policy", "", bundle)
+
+
+def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, tmp_path):
+    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    step = pack(samples, num_shards=1, max_tokens=256)
+    run_ranks(skipped, 2, str(folder), step, str(tmp_path / "step_1"))
+    (written,) = run_ranks(read_bundle, 1, str(tmp_path / "step_1"))
+    (batch,) = step.shards[0]
+    expected = ImageReader.load(folder).read(batch.pictures)
+    assert torch.equal(written.images.pixel_values, expected.pixel_values)
+    assert torch.equal(written.images.image_grid_thw, expected.image_grid_thw)
+
+
+def read_bundle(path: str) -> TokenBatch:
+    (found,) = Bundle.read(path).micro_batches()
+    return found.tokens
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("process", marks=pytest.mark.full)])
