@@ -40,10 +40,10 @@ from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
+    attention_layers,
     attention_of,
     backbone,
     language_model_class,
-    num_attention_layers,
     packed_tokens_limit,
     rotary_limit,
     routers_of,
@@ -74,7 +74,7 @@ class ScoringModel(nn.Module):
         self.hf_model = hf_model
         self.head = head
         config = hf_model.config.get_text_config()
-        self._num_attentions = num_attention_layers(hf_model)
+        self._num_attentions = len(attention_layers(config))
         self._num_mixers = sum(isinstance(part, PackedMixer) for part in hf_model.modules())
         self._rotary_limit = rotary_limit(config)
         self._max_tokens = packed_tokens_limit(config)
@@ -311,7 +311,7 @@ def build_on_meta(
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{folder} cannot be built as a model for {kind}; look into its config.json. {text}") from None
-    if reason := unsupported_reason(model, has_projection=not has_value_head, is_packed=True):
+    if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
     if model_class is AutoModelForImageTextToText and (reason := vision_reason(model)):
         raise ModelError(f"{folder}: {reason}")

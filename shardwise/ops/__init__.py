@@ -1,17 +1,17 @@
 """Tensor operations that several folders need. Imports torch only."""
 
-from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, varlen_attention
+from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, seen_keys, varlen_attention
 from shardwise.ops.collectives import all_gather_flat
 from shardwise.ops.families import (
     DROPS_KEYWORDS,
     UNREGISTERED_ATTENTION,
     VISION_CONFIG,
+    attention_layers,
     attention_of,
     backbone,
     chunk_size,
     decoder_layers,
     language_model_class,
-    num_attention_layers,
     packed_tokens_limit,
     sequence_mixers,
     takes_images,

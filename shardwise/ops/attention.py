@@ -80,6 +80,7 @@ def attend(
     scaling: float | None,
     causal: bool = False,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -91,6 +92,7 @@ def attend(
         scaling: multiplies the scores; None is d ** -0.5.
         causal: query i sees keys 0..i; needs Q == L.
         window: with causal, query i sees only its last `window` keys, itself included.
+        chunk: with causal, query i sees only keys from the last multiple of `chunk` on.
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2).
         sinks: [H] or [H, Q], one more score of each head (and query) that takes part in the softmax and points at
             nothing (gpt-oss).
@@ -99,10 +101,9 @@ def attend(
         [B, H, Q, dv].
     """
     num_tokens = query.shape[2]
-    if causal and window is not None and num_tokens > window:
+    if causal and any(size is not None and num_tokens > size for size in (window, chunk)):
         position = torch.arange(num_tokens, device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask, causal = (distance >= 0) & (distance < window), False
+        mask, causal = seen_keys(position[:, None], position[None, :], window=window, chunk=chunk), False
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
@@ -121,6 +122,16 @@ def attend(
         return scores.softmax(dim=-1).to(value.dtype) @ value
     scores = torch.cat([scores, sinks.float().view(num_heads, -1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
+
+
+def seen_keys(query: Tensor, key: Tensor, *, window: int | None, chunk: int | None) -> Tensor:
+    """Positions of queries and keys, integers, broadcastable -> bool: whether causal attention sees the key."""
+    seen = key <= query
+    if window is not None:
+        seen &= query - key < window
+    if chunk is not None:
+        seen &= key >= query - query % chunk
+    return seen
 
 
 def packed_attention(

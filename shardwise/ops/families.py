@@ -2,8 +2,8 @@
 
 Both replace a model's attention through transformers' registry and leave everything else as it is. That is exact for
 decoder-only models in which tokens see each other through registered attention and nowhere else; any other model would
-run without an error and give wrong numbers. Packed training also knows attention within chunks, and sequence mixers,
-which carry a state from token to token; the cache of generation knows neither.
+run without an error and give wrong numbers. Both also know attention within chunks, and sequence mixers, which carry a
+state from token to token.
 """
 
 import inspect
@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
+LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
 MIXER_TYPES = {"linear_attention", "conv"}
 """Of layers with a sequence mixer instead of attention; transformers calls a layer with both hybrid."""
 
@@ -21,7 +21,7 @@ UNREGISTERED_ATTENTION = "does not support attention implementations that are re
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
 
 
-def unsupported_reason(model: Any, *, has_projection: bool = True, is_packed: bool = False) -> str | None:
+def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None:
     """What the class and the config of a model (transformers' PreTrainedModel) say against it.
 
     The flags are what a family claims. That every layer really calls the registered attention shows in the forward
@@ -29,19 +29,18 @@ def unsupported_reason(model: Any, *, has_projection: bool = True, is_packed: bo
 
     Args:
         has_projection: False for a model with a value head, which needs no output projection.
-        is_packed: True for training on packs, which knows sequence mixers and chunked attention; False for generation.
     Returns:
         A sentence that names the model and what is not supported about it, or None.
     """
-    if (reason := _reason(model, has_projection, is_packed)) is None:
+    if (reason := _reason(model, has_projection)) is None:
         return None
     return f"{type(model).__name__} (model_type {model.config.model_type}) is not supported: it {reason}"
 
 
-def _reason(model: Any, has_projection: bool, is_packed: bool) -> str | None:
+def _reason(model: Any, has_projection: bool) -> str | None:
     config = model.config.get_text_config()
-    has_mixers = is_packed and bool(sequence_mixers(model))
-    supported = LAYER_TYPES | ({CHUNKED} if is_packed else set()) | (MIXER_TYPES | {"hybrid"} if has_mixers else set())
+    has_mixers = bool(sequence_mixers(model))
+    supported = LAYER_TYPES | (MIXER_TYPES | {"hybrid"} if has_mixers else set())
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - supported)
     parameters = inspect.signature(backbone(model).forward).parameters
     head = model.get_output_embeddings()
@@ -98,12 +97,10 @@ def packed_tokens_limit(config: Any) -> int | None:
     return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
 
 
-def num_attention_layers(model: Any) -> int:
-    """Decoder layers with attention, beside a sequence mixer or without one."""
-    config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ()
-    num_layers: int = config.num_hidden_layers
-    return num_layers - sum(layer_type in MIXER_TYPES for layer_type in layer_types)
+def attention_layers(config: Any) -> list[int]:
+    """The decoder layers with attention, beside a sequence mixer or without one; config of the language model."""
+    layer_types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [layer for layer, layer_type in enumerate(layer_types) if layer_type not in MIXER_TYPES]
 
 
 def backbone(model: Any) -> Any:

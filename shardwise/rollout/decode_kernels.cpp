@@ -142,12 +142,14 @@ struct Shape {
 
 template <typename T>
 void attend_all(T* out, const T* query, const T* key, const T* value, T* keys, T* values, const int64_t* positions,
-                const float* sinks, const Shape& shape, float scaling, float softcap, int64_t window, int threads) {
+                const float* sinks, const Shape& shape, float scaling, float softcap, int64_t window, int64_t chunk,
+                int threads) {
 #pragma omp parallel for collapse(2) schedule(dynamic, 4) num_threads(threads)
   for (int64_t row = 0; row < shape.rows; row++)
     for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
       const int64_t last = positions[row], at = row * shape.kv_heads + kv_head;
-      const Head head{shape.d, shape.dv, window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, last, softcap};
+      const int64_t first = std::max<int64_t>(window > 0 ? last - window + 1 : 0, chunk > 0 ? last - last % chunk : 0);
+      const Head head{shape.d, shape.dv, std::max<int64_t>(0, first), last, softcap};
       T* const own_keys = keys + at * shape.capacity * shape.d;
       T* const own_values = values + at * shape.capacity * shape.dv;
       std::memcpy(own_keys + last * shape.d, key + at * shape.d, shape.d * sizeof(T));
@@ -247,8 +249,9 @@ void project_all(float* out, const T* states, const T* weight, int64_t rows, int
 #define ENTRY(NAME, T)                                                                                              \
   extern "C" void attend_##NAME(T* out, const T* query, const T* key, const T* value, T* keys, T* values,           \
                                 const int64_t* positions, const float* sinks, const Shape* shape, float scaling,    \
-                                float softcap, int64_t window, int threads) {                                       \
-    attend_all(out, query, key, value, keys, values, positions, sinks, *shape, scaling, softcap, window, threads);  \
+                                float softcap, int64_t window, int64_t chunk, int threads) {                        \
+    attend_all(out, query, key, value, keys, values, positions, sinks, *shape, scaling, softcap, window, chunk,     \
+               threads);                                                                                            \
   }                                                                                                                 \
   extern "C" void project_##NAME(float* out, const T* states, const T* weight, int64_t rows, int64_t d,         \
                                  int64_t words, int threads) {                                                      \

@@ -51,7 +51,7 @@ class DecodeKernels:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
             attend, project = library[f"attend_{name}"], library[f"project_{name}"]
-            attend.argtypes = [*[pointer] * 8, ctypes.POINTER(_Shape), number, number, integer, threads]
+            attend.argtypes = [*[pointer] * 8, ctypes.POINTER(_Shape), number, number, integer, integer, threads]
             project.argtypes = [*[pointer] * 3, *[integer] * 3, threads]
             attend.restype = project.restype = None
             self._attend[dtype], self._project[dtype] = attend, project
@@ -67,6 +67,7 @@ class DecodeKernels:
         *,
         scaling: float | None,
         window: int | None,
+        chunk: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -76,7 +77,7 @@ class DecodeKernels:
             query: [B, H, 1, d]. key, value: [B, K, 1, d]; the value's head dim may differ.
             keys, values: [B or more, K, C, d], contiguous.
             positions: [B] int64, below C.
-            scaling, window, softcap: as in `ops.attend`.
+            scaling, window, chunk, softcap: as in `ops.attend`.
             sinks: [H].
         Returns:
             [B, H, 1, dv].
@@ -96,6 +97,7 @@ class DecodeKernels:
             head_dim**-0.5 if scaling is None else scaling,
             softcap or 0.0,
             window or 0,
+            chunk or 0,
             torch.get_num_threads(),
         )
         return out

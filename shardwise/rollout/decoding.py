@@ -131,7 +131,7 @@ class Decoding:
         device = self._engine.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self._cache.begin_prefill(torch.tensor(slots, device=device))
+        self._cache.begin_prefill(torch.tensor(slots, device=device), [len(prompt) for prompt in prompts])
         positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
         ahead = torch.zeros_like(lengths)
         images = [request.images for request in of_prompts]

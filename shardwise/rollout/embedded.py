@@ -19,9 +19,11 @@ from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     LogitTransform,
     ModuleTrace,
+    attention_layers,
     attention_of,
     backbone,
     language_model_class,
+    packed_tokens_limit,
     project_float32,
     repeated_projection,
     rotary_limit,
@@ -32,7 +34,7 @@ from shardwise.ops import (
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.decoding import Decoding, Row, longest
 from shardwise.rollout.expert_record import ExpertRecord
-from shardwise.rollout.kv_cache import CACHED_ATTENTION, KVCache, register_cached_attention
+from shardwise.rollout.kv_cache import CACHED_ATTENTION, CachedMixer, KVCache, cache_mixers, register_cached_attention
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
@@ -75,8 +77,10 @@ class EmbeddedEngine:
         self._device = device
         text_config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(text_config)
-        self._layers = list(range(text_config.num_hidden_layers))
+        self._attention_layers = attention_layers(text_config)
+        self._mixer_layers = [part.layer for part in model.modules() if isinstance(part, CachedMixer)]
         self._rotary_limit = rotary_limit(text_config)
+        self._max_tokens = packed_tokens_limit(text_config)
         self._limits = RequestLimits.of(model.config)
         ends = end_of_sequence_ids(model.generation_config, model.config)
         self._stop_ids = frozenset([*ends, *stop_token_ids])
@@ -137,6 +141,7 @@ class EmbeddedEngine:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
         adapter = None if attach_adapter is None else attach_adapter(model)
+        cache_mixers(model)
         return cls(model.to(device).eval(), adapter=adapter, max_rows=max_rows, device=device, **options)
 
     @torch.inference_mode()
@@ -157,6 +162,12 @@ class EmbeddedEngine:
         version = self._require_version()
         if self._rotary_limit and (reason := self._rotary_limit.refusal(longest(requests))):
             raise ModelError(f"{type(self._model).__name__}: a prompt and its max_tokens: {reason}")
+        if self._max_tokens is not None and longest(requests) > self._max_tokens:
+            raise ModelError(
+                f"{type(self._model).__name__}: a prompt and its max_tokens are {longest(requests)} tokens, more than "
+                f"the {self._max_tokens} up to which attn_temperature_tuning does not depend on a token's place; lower "
+                "rollout.max_response_tokens or data.max_prompt_tokens"
+            )
         self._limits.require(requests)
         self._require_seen(requests)
         results = [
@@ -183,7 +194,7 @@ class EmbeddedEngine:
         for sequence in sequences:
             tokens = torch.tensor([sequence], device=self._device)
             cache = KVCache(num_rows=1, capacity_tokens=len(sequence), device=self._device)
-            cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device))
+            cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device), [len(sequence)])
             positions = torch.arange(len(sequence), device=self._device)[None]
             hidden = self.hidden_states(tokens, positions, cache)[0, :-1]
             scored = self.logits(hidden, projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
@@ -249,7 +260,7 @@ class EmbeddedEngine:
             images: those that input_ids have tokens for, in their order.
 
         Raises:
-            ModelError: not every layer computed its attention through the cache.
+            ModelError: not every layer computed its attention, or what it carries on, through the cache.
         """
         # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
         forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else backbone(self._model)
@@ -258,11 +269,15 @@ class EmbeddedEngine:
         with cache.in_use():
             seen = {} if self._sight is None else self._sight.look(images)
             output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache, **seen)
-        if cache.layers_seen != self._layers:
-            raise ModelError(
-                f"{type(self._model).__name__} is not supported: its {len(self._layers)} layers called the cached "
-                f"attention {len(cache.layers_seen)} times instead of once each, in order"
-            )
+        for what, seen_layers, layers in (
+            ("attention", cache.layers_seen, self._attention_layers),
+            ("sequence mixer", cache.mixers_seen, self._mixer_layers),
+        ):
+            if seen_layers != layers:
+                raise ModelError(
+                    f"{type(self._model).__name__} is not supported: its {len(layers)} layers called the cached {what} "
+                    f"{len(seen_layers)} times instead of once each, in order"
+                )
         return output.last_hidden_state
 
     def expert_record(self) -> ExpertRecord:

@@ -1,22 +1,27 @@
-"""The key/value cache of the embedded engine, and the attention that reads and writes it.
+"""The key/value cache of the embedded engine, and the attention and the sequence mixers that read and write it.
 
 Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d head dim.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import DROPS_KEYWORDS, attend
+from shardwise.ops import DROPS_KEYWORDS, attend, chunk_size, seen_keys, sequence_mixers
 from shardwise.rollout.decode_kernels import DecodeKernels
+from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
 CACHED_ATTENTION = "shardwise_cached"
+_CACHE_PARAMETERS = ("cache_params", "past_key_values")
+"""What families call the cache that a sequence mixer takes."""
 
 _cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
 
@@ -28,8 +33,8 @@ def register_cached_attention() -> None:
 
 
 class KVCache:
-    """One row of keys and values for each sequence that is being decoded. Active rows are 0 .. B - 1, without gaps;
-    behind the room for them lie prompts whose completions have not all begun.
+    """One row of keys and values, and of what mixers carry on, for each sequence that is being decoded. Active rows are
+    0 .. B - 1, without gaps; behind the room for them lie prompts whose completions have not all begun.
 
     A forward pass is either a prefill (set by `begin_prefill`) or a decode step (`begin_decode`).
     """
@@ -46,34 +51,42 @@ class KVCache:
         self._capacity_tokens = capacity_tokens
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._mixers: dict[int, MixerStates] = {}
         self._prefill: Tensor | None = None
+        self._prompts_by_length: dict[int, list[int]] = {}
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows = torch.zeros_like(self._positions)
         self._span = 0
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
         self._layers_seen: list[int] = []
+        self._mixers_seen: list[int] = []
 
-    def begin_prefill(self, rows: Tensor) -> None:
-        """The next forward pass reads right-padded prompts; row rows[i] gets the keys of prompt i."""
+    def begin_prefill(self, rows: Tensor, lengths: Sequence[int]) -> None:
+        """The next forward pass reads right-padded prompts of `lengths`; row rows[i] gets the keys of prompt i."""
         self._prefill = rows
-        self._layers_seen = []
+        self._prompts_by_length = places_by_length(lengths)
+        self._layers_seen, self._mixers_seen = [], []
 
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
         self._rows = torch.arange(len(positions), device=self._device)
-        self._layers_seen = []
+        self._layers_seen, self._mixers_seen = [], []
 
     def copy_prompt(self, source: int, targets: slice, num_tokens: int) -> None:
-        """The first tokens of a row to others."""
+        """The first tokens of a row to others, which nothing has been appended to."""
         for stored in (tensor for pair in self._layers.values() for tensor in pair):
             stored[targets, :, :num_tokens] = stored[source, :, :num_tokens]
+        for stored in self._carried():
+            stored[targets] = stored[source]
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows, to close the gaps that finished rows leave."""
         for keys, values in self._layers.values():
             keys[target], values[target] = keys[source], values[source]
+        for stored in self._carried():
+            stored[target] = stored[source]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -88,6 +101,24 @@ class KVCache:
     def layers_seen(self) -> list[int]:
         """The layers whose attention has run in this forward pass, in their order."""
         return self._layers_seen
+
+    @property
+    def mixers_seen(self) -> list[int]:
+        """The layers whose sequence mixer has run in this forward pass, in their order."""
+        return self._mixers_seen
+
+    def mix(self, mixer: "CachedMixer", hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """What a mixer computes of hidden_states [B or P, L, D], and what it carries on from the last token of each."""
+        self._mixers_seen.append(mixer.layer)
+        states = self._mixers.setdefault(mixer.layer, MixerStates(self._num_rows))
+        if self._prefill is None:
+            states.go_on(len(hidden_states))
+            return mixer.compute(hidden_states, states, **kwargs)
+        out = torch.zeros_like(hidden_states)
+        for length, places in self._prompts_by_length.items():
+            states.begin(self._prefill[places])
+            out[places, :length] = mixer.compute(hidden_states[places, :length], states, **kwargs)
+        return out
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value."""
@@ -105,11 +136,12 @@ class KVCache:
         values[self._rows, :, self._positions] = value[:, :, 0]
         grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # heads that share keys become a query dim
         sinks = options.pop("sinks", None)
+        mask = self._mask(options.pop("window"), options.pop("chunk"))
         out = attend(
             grouped,
             keys[:num_rows, :, : self._span],
             values[:num_rows, :, : self._span],
-            mask=self._mask(options.pop("window")),
+            mask=mask,
             sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
             **options,
         )
@@ -126,13 +158,57 @@ class KVCache:
             self._layers[layer] = (keys, values)
         return self._layers[layer]
 
-    def _mask(self, window: int | None) -> Tensor:
-        """[B, 1, 1, span], the same for every layer of one window size."""
-        if window not in self._masks:
-            distance = self._positions[:, None] - torch.arange(self._span, device=self._device)
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
+    def _carried(self) -> Iterator[Tensor]:
+        """[rows, ...] each: what mixers carry on."""
+        for states in self._mixers.values():
+            yield from states.tensors()
+
+    def _mask(self, window: int | None, chunk: int | None) -> Tensor:
+        """[B, 1, 1, span], the same for every layer of one window and chunk size."""
+        if (window, chunk) not in self._masks:
+            keys = torch.arange(self._span, device=self._device)
+            seen = seen_keys(self._positions[:, None], keys, window=window, chunk=chunk)
+            self._masks[window, chunk] = seen[:, None, None]
+        return self._masks[window, chunk]
+
+
+class CachedMixer(ActivationWrapper):
+    """A sequence mixer whose states lie in the cache of the forward pass."""
+
+    def __init__(self, mixer: nn.Module, cache_parameter: str) -> None:
+        """`cache_parameter`: the name that the mixer's forward has for its cache."""
+        super().__init__(mixer)
+        self._cache_parameter = cache_parameter
+
+    @property
+    def layer(self) -> int:
+        """Its number."""
+        layer: int = self._checkpoint_wrapped_module.layer_idx
+        return layer
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, *, kv_cache: KVCache | None = None, **kwargs: Any) -> Tensor:
+        """[B or P, L, D] -> the same shape."""
+        if kv_cache is None:
+            kind = type(self._checkpoint_wrapped_module).__name__
+            raise ModelError(f"The family of {kind} is not supported: it {DROPS_KEYWORDS}")
+        return kv_cache.mix(self, hidden_states, **kwargs)
+
+    def compute(self, hidden_states: Tensor, states: MixerStates, **kwargs: Any) -> Tensor:
+        """[rows, L, D] -> the same shape, with these states."""
+        out: Tensor = self._checkpoint_wrapped_module(
+            hidden_states=hidden_states, **kwargs | {self._cache_parameter: states}
+        )
+        return out
+
+
+def cache_mixers(model: PreTrainedModel) -> None:
+    """Puts the sequence mixers of a model into CachedMixer, in place. Raises ModelError: one takes no cache."""
+    for path, mixer in sequence_mixers(model).items():
+        names = [name for name in _CACHE_PARAMETERS if name in inspect.signature(mixer.forward).parameters]
+        if not names:
+            raise ModelError(f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache")
+        model.set_submodule(path, CachedMixer(mixer, names[0]))
 
 
 def _cached_attention(
@@ -156,7 +232,17 @@ def _cached_attention(
         raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
     layer: int = module.layer_idx  # type: ignore[assignment]
     attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
-    out = attention(layer, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    out = attention(
+        layer,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        window=sliding_window,
+        chunk=chunk_size(module),
+        softcap=softcap,
+        sinks=s_aux,
+    )
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
 
 
@@ -168,12 +254,15 @@ def _attend_in_graph(
     value: Tensor,
     scaling: float | None,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """What a compiled forward pass calls: a graph cannot hold the cache, so the one in use is looked up."""
     cache = _cache_in_use.get()
-    return cache.attend(layer, query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return cache.attend(
+        layer, query, key, value, scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+    )
 
 
 @_attend_in_graph.register_fake

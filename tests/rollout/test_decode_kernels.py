@@ -8,7 +8,7 @@ from shardwise.ops import attend
 from shardwise.rollout.decode_kernels import DecodeKernels
 
 ROWS, CAPACITY = 6, 40
-PLAIN = {"scaling": None, "window": None, "softcap": None, "sinks": None}
+PLAIN = {"scaling": None, "window": None, "chunk": None, "softcap": None, "sinks": None}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of numbers near 1, whose last bits are 1.2e-7, 8e-3 and 1e-3."""
 
@@ -37,14 +37,17 @@ def step(
     return new, keys, values, torch.tensor([0, CAPACITY - 1, 15, 16, 7, 33])
 
 
-def expected(new, keys, values, positions, *, window, sinks, **options) -> torch.Tensor:
+def expected(new, keys, values, positions, *, window, chunk, sinks, **options) -> torch.Tensor:
     """[B, H, 1, dv] float64."""
     rows = torch.arange(ROWS)
     keys, values = keys[:ROWS].double(), values[:ROWS].double()
     keys[rows, :, positions] = new["key"][:, :, 0].double()
     values[rows, :, positions] = new["value"][:, :, 0].double()
-    distance = positions[:, None] - torch.arange(CAPACITY)
+    places = torch.arange(CAPACITY)
+    distance = positions[:, None] - places
     seen = (distance >= 0) & (distance < (window or CAPACITY))
+    if chunk is not None:
+        seen &= places // chunk == positions[:, None] // chunk
     heads, kv_heads = new["query"].shape[1], keys.shape[1]
     out = attend(
         new["query"].double().view(ROWS, kv_heads, heads // kv_heads, -1),
@@ -73,6 +76,8 @@ def test_every_row_attends_over_its_own_tokens(kernels, dtype, queries, dim, val
         {"scaling": 0.3},
         {"window": 1},
         {"window": 9},
+        {"chunk": 8},
+        {"chunk": 8, "window": 3},
         {"softcap": 1.5},
         {"sinks": torch.linspace(-2, 3, 6)},
         {"scaling": 0.7, "window": 17, "softcap": 2.0, "sinks": torch.linspace(3, -2, 6)},

@@ -11,13 +11,15 @@ from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import KVCache, _cached_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 3
-OPTIONS = {"scaling": 0.7, "softcap": None}
+OPTIONS = {"scaling": 0.7, "softcap": None, "window": None, "chunk": None}
 
 
-def attention_by_hand(query, keys, values, *, window, softcap):
+def attention_by_hand(query, keys, values, *, window, softcap, chunk=None):
     """query [H, d] of the last position, keys and values [L, K, d] -> [H, d], in Python loops."""
     length = len(keys)
     first = 0 if window is None else max(0, length - window)
+    if chunk is not None:
+        first = max(first, (length - 1) // chunk * chunk)
     out = torch.zeros(HEADS, DIM)
     for head in range(HEADS):
         kv = head // (HEADS // KV_HEADS)
@@ -40,9 +42,9 @@ class Sequence:
         self.value = torch.randn(20, KV_HEADS, DIM, generator=generator)
         self.length = length
 
-    def expected(self, position: int, window, softcap):
+    def expected(self, position: int, **options):
         seen = slice(0, position + 1)
-        return attention_by_hand(self.query[position], self.key[seen], self.value[seen], window=window, softcap=softcap)
+        return attention_by_hand(self.query[position], self.key[seen], self.value[seen], **options)
 
 
 NUM_ROWS = 4
@@ -61,7 +63,8 @@ def prefill(cache, sequences, rows_of, first_row, options):
         )
         for name, n in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
     ]
-    cache.begin_prefill(torch.arange(NUM_ROWS, NUM_ROWS + len(sequences)))
+    lengths = [sequence.length for sequence in sequences]
+    cache.begin_prefill(torch.arange(NUM_ROWS, NUM_ROWS + len(sequences)), lengths)
     out = cache.attend(0, *padded, **options)
     for row, prompt in enumerate(rows_of, start=first_row):
         cache.copy_prompt(NUM_ROWS + prompt, slice(row, row + 1), sequences[prompt].length)
@@ -78,23 +81,24 @@ def decode(cache, rows, options):
 
 @pytest.mark.parametrize("kernels", [lambda: None, DecodeKernels], ids=["torch", "own"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 3])
-def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, softcap, kernels):
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
+def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, chunk, softcap, kernels):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
-    options = {"scaling": 0.7, "softcap": softcap, "window": window, "sinks": None}
+    seen = {"softcap": softcap, "window": window, "chunk": chunk}
+    options = {"scaling": 0.7, "sinks": None, **seen}
     cache = KVCache(num_rows=NUM_ROWS + 2, capacity_tokens=16, device=torch.device("cpu"), kernels=kernels())
     a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
 
     out = prefill(cache, [a, b], [0, 0, 1], 0, options)
     for prompt, sequence in enumerate((a, b)):
         for position in range(sequence.length):
-            torch.testing.assert_close(out[prompt, :, position], sequence.expected(position, window, softcap))
+            torch.testing.assert_close(out[prompt, :, position], sequence.expected(position, **seen))
 
     rows = [(a, 5), (a, 5), (b, 2)]
     for _ in range(3):
         found = decode(cache, rows, options)
         for row, (sequence, position) in enumerate(rows):
-            torch.testing.assert_close(found[row], sequence.expected(position, window, softcap))
+            torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
 
     # Row 0 ends; the last row takes its place, and a new prompt the free one.
@@ -105,38 +109,38 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, s
     for _ in range(3):
         found = decode(cache, rows, options)
         for row, (sequence, position) in enumerate(rows):
-            torch.testing.assert_close(found[row], sequence.expected(position, window, softcap))
+            torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
 
 
 def test_layers_do_not_share_keys():
     cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu"))
-    options = {**OPTIONS, "window": None}
     first, second = Sequence(3, 0), Sequence(3, 1)
-    cache.begin_prefill(torch.tensor([0]))
+    cache.begin_prefill(torch.tensor([0]), [3])
     for layer, sequence in enumerate((first, second)):
         cache.attend(
-            layer, *(x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)), **options
+            layer, *(x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)), **OPTIONS
         )
     cache.begin_decode(torch.tensor([3]), span=4)
     for layer, sequence in enumerate((first, second)):
         parts = (x[None, 3][:, :, None] for x in (sequence.query, sequence.key, sequence.value))
-        torch.testing.assert_close(cache.attend(layer, *parts, **options)[0, :, 0], sequence.expected(3, None, None))
+        torch.testing.assert_close(
+            cache.attend(layer, *parts, **OPTIONS)[0, :, 0], sequence.expected(3, window=None, softcap=None)
+        )
 
 
 def test_cache_tells_the_layers_of_the_forward_pass_that_began_last():
     cache = KVCache(num_rows=1, capacity_tokens=8, device=torch.device("cpu"))
-    options = {**OPTIONS, "window": None}
     sequence = Sequence(3, 0)
     assert cache.layers_seen == []
-    cache.begin_prefill(torch.tensor([0]))
+    cache.begin_prefill(torch.tensor([0]), [3])
     prompt = [x[None, :3].transpose(1, 2) for x in (sequence.query, sequence.key, sequence.value)]
     for layer in (0, 1, 1):
-        cache.attend(layer, *prompt, **options)
+        cache.attend(layer, *prompt, **OPTIONS)
     assert cache.layers_seen == [0, 1, 1]
     cache.begin_decode(torch.tensor([3]), span=4)
     assert cache.layers_seen == []
-    cache.attend(1, *(x[None, 3][:, :, None] for x in (sequence.query, sequence.key, sequence.value)), **options)
+    cache.attend(1, *(x[None, 3][:, :, None] for x in (sequence.query, sequence.key, sequence.value)), **OPTIONS)
     assert cache.layers_seen == [1]
 
 
