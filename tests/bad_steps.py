@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.data import pack
-from shardwise.engine.names import plain_name
+from shardwise.ops import plain_name
 from shardwise.recipes.workers import Worker
 from shardwise.types import Sample
 

@@ -18,8 +18,7 @@ from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.lora import fused_experts
 from shardwise.engine.model import build_on_meta
-from shardwise.engine.names import plain_name
-from shardwise.ops import PROVEN, language_model_class
+from shardwise.ops import PROVEN, language_model_class, plain_name
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 

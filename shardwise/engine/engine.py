@@ -20,7 +20,6 @@ from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
-from shardwise.engine.names import plain_name
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
@@ -31,7 +30,7 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
-from shardwise.ops import ModuleTrace, nonfinite_names, traced
+from shardwise.ops import ModuleTrace, nonfinite_names, plain_name, traced
 from shardwise.types import Denominators, Metrics, MetricValue, Picture, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.freeze import require_routers
-from shardwise.engine.names import CONTAINERS, plain_name
-from shardwise.ops import EXPERTS
+from shardwise.engine.names import CONTAINERS
+from shardwise.ops import EXPERTS, plain_name
 
 KEY = "engine.apply_expert_patch"
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.heads import HeadName
-from shardwise.engine.names import is_within, outermost, plain_name
+from shardwise.engine.names import is_within, outermost
 from shardwise.engine.quantized import quantize_layers
+from shardwise.ops import plain_name
 
 ADAPTER = "default"
 """peft's name for an adapter that has no name; part of module paths, absent from files."""

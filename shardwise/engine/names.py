@@ -4,18 +4,13 @@ import difflib
 
 from torch import nn
 
+from shardwise.ops import plain_name
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward: nothing can be gathered for them."""
-_WRAPPER = "_checkpoint_wrapped_module."
-"""What torch's activation wrappers insert into the paths of the modules they wrap."""
 _ADAPTED = ".base_layer"
 """What peft inserts into the paths of the modules it puts adapters around."""
 NUM_SHOWN = 5
-
-
-def plain_name(path: str) -> str:
-    """The path of a module or parameter without the wrappers around it."""
-    return path.replace(_WRAPPER, "")
 
 
 def outermost(path: str) -> str:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.model import ScoringModel
-from shardwise.engine.names import CONTAINERS, plain_name
+from shardwise.engine.names import CONTAINERS
 from shardwise.engine.shards import local_shard
 from shardwise.engine.token_slice import TokenSlice
+from shardwise.ops import plain_name
 
 Phase = Literal["forward", "loss", "backward", "gradient"]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "gradient")

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
-from shardwise.engine.names import is_within, plain_name
+from shardwise.engine.names import is_within
 from shardwise.engine.runtime_state import has_adapters
+from shardwise.ops import plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

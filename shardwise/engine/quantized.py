@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
 from shardwise.config import ConfigError
-from shardwise.engine.names import plain_name
 from shardwise.engine.shards import local_shard
+from shardwise.ops import plain_name
 
 BLOCK = 64
 """Numbers that share a scale."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.engine.names import plain_name
 from shardwise.engine.quantized import quantized_weights
+from shardwise.ops import plain_name
 
 
 def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:

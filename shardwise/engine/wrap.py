@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
 from shardwise.engine.mesh import EngineMesh, divisors
-from shardwise.engine.names import CONTAINERS, closest_classes, is_within, outermost, plain_name
+from shardwise.engine.names import CONTAINERS, closest_classes, is_within, outermost
 from shardwise.engine.precision import Precision
-from shardwise.ops import decoder_layers, vision_path
+from shardwise.ops import decoder_layers, plain_name, vision_path
 
 
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:

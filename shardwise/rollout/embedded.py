@@ -24,6 +24,7 @@ from shardwise.ops import (
     backbone,
     language_model_class,
     packed_tokens_limit,
+    plain_name,
     project_float32,
     repeated_projection,
     rotary_limit,
@@ -203,7 +204,7 @@ class EmbeddedEngine:
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """See RolloutEngine.trace."""
-        return traced(self._model.named_modules())
+        return traced((plain_name(path), module) for path, module in self._model.named_modules())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by Hugging Face name."""

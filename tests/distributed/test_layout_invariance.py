@@ -24,9 +24,9 @@ from tiny_models import FAMILIES, random_samples, tiny_model
 from shardwise.config import AlgorithmConfig, EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
-from shardwise.engine.names import plain_name
 from shardwise.engine.quantized import SHARDS_INTEGERS
 from shardwise.engine.shards import local_box
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import policy_loss, sft_loss
 
 TEMPERATURE = 0.7

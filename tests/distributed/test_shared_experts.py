@@ -16,8 +16,8 @@ from shardwise.data.packing import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.gathering import gathered
-from shardwise.engine.names import plain_name
 from shardwise.engine.weights import full_weights, hub_weights
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")

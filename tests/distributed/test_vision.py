@@ -13,7 +13,7 @@ from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModulePrecis
 from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
-from shardwise.engine.names import plain_name
+from shardwise.ops import plain_name
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen3_vl", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_5_vl", "qwen3_vl_moe")))

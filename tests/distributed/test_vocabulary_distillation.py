@@ -15,7 +15,7 @@ from tiny_models import random_samples, tiny_folder, tiny_model
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import Divergence, TrainEngine, vocabulary
-from shardwise.engine.names import plain_name
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import distill_loss
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from shardwise.engine import TrainEngine, activations
 from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers
-from shardwise.engine.names import plain_name
-from shardwise.ops import PackedLayout
+from shardwise.ops import PackedLayout, plain_name
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")

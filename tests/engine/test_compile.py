@@ -13,7 +13,7 @@ from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.compile import compile_layers, use_liger_kernels
-from shardwise.engine.names import plain_name
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
-from shardwise.engine.names import plain_name
 from shardwise.engine.nonfinite import LOSS
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")

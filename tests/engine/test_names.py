@@ -2,8 +2,7 @@ import pytest
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.engine.names import closest_classes, closest_modules, outermost, plain_name
-from shardwise.engine.tiled_mlp import TiledMLP
+from shardwise.engine.names import closest_classes, closest_modules, outermost
 
 
 class Block(nn.Module):
@@ -26,23 +25,6 @@ class Model(nn.Module):
 def test_the_outermost_of_nested_adapters_is_at_the_path_of_what_it_adapts():
     assert outermost("layers.0.experts.base_layer.base_layer") == "layers.0.experts"
     assert outermost("layers.0.experts") == "layers.0.experts"
-
-
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda module: TiledMLP(module, 2)])
-def test_plain_names_are_those_before_anything_was_wrapped(wrap):
-    model = Model()
-    before = [name for name, _ in model.named_parameters()]
-    model.layers[1].mlp = wrap(model.layers[1].mlp)
-    model.layers[1] = checkpoint_wrapper(model.layers[1])
-    modules = dict(model.named_modules())
-    assert "layers.1._checkpoint_wrapped_module.mlp._checkpoint_wrapped_module.0" in modules
-    assert [plain_name(name) for name in modules if name.endswith(".0")] == [
-        "layers.0",
-        "layers.0.mlp.0",
-        "layers.1.mlp.0",
-    ]
-    # The wrappers leave themselves out of the names of parameters in a state dict, but not of named_parameters.
-    assert [plain_name(name) for name, _ in model.named_parameters()] == before
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from shardwise.config import ConfigError, LoraConfig, OptimizerConfig
 from shardwise.engine.lora import inject_lora
-from shardwise.engine.names import plain_name
 from shardwise.engine.parameter_groups import group_parameters, trained_parameters
+from shardwise.ops import plain_name
 
 
 def wrapped(family):

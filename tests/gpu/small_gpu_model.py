@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.config import AlgorithmConfig, CriticConfig, EngineConfig, OptimizerConfig
 from shardwise.data.packing import PackedStep, pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.engine.names import plain_name
+from shardwise.ops import plain_name
 from shardwise.recipes.losses import SFT_LOSS, Loss, policy_loss, value_loss
 from shardwise.types import Sample
 

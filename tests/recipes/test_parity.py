@@ -37,6 +37,12 @@ HEADS_FIRST = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_atte
     [
         ("gemma3_text", HEADS_FIRST),  # calls its rotary embedding twice
         ("exaone4", HEADS_FIRST),  # has norms whose outputs have heads before positions
+        (
+            "qwen3_5_text",
+            {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+            | dict.fromkeys(["linear_num_value_heads", "linear_num_key_heads"], 2)
+            | dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8),
+        ),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
     ],
 )
