@@ -7,7 +7,7 @@ partial positions) and in what lies around them (head scales, norms after the la
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from shardwise.ops import language_model_class
 
@@ -146,6 +146,12 @@ FAMILIES |= {
         "image_token_id": 2,
     },
     "qwen3_vl": {"text_config": TEXT | {"head_dim": 8}, "vision_config": DEEP, "image_token_id": 2},
+    "qwen3_5": {
+        "text_config": TEXT | LINEAR,
+        "vision_config": TOWER | {"num_position_embeddings": 16},
+        "image_token_id": 2,
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+    },
     "qwen3_vl_moe": {
         "text_config": TEXT | EXPERTS | {"num_experts": 4},
         "vision_config": DEEP,
@@ -190,7 +196,9 @@ def save_model(family: str, options: dict, folder: Path, model_class=None):
     torch.manual_seed(0)
     common = {} if "text_config" in options else COMMON
     config = AutoConfig.for_model(family.split()[0], **common | options)
-    model_class = model_class or language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText)
+    model_class = model_class or language_model_class(
+        config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
+    )
     model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -130,11 +130,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
 
     qwen2_5_vl: attention in windows of 2 x 2 tokens in the first block, over whole images in the second; untied.
     qwen3_vl: features of both blocks also go into the decoder's layers (deep-stack); tied. qwen3_vl_moe: likewise, 4
-    fused experts in each decoder layer; untied.
+    fused experts in each decoder layer; untied. qwen3_5: linear attention in the first decoder layer; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
         Qwen2_5_VLConfig,
+        Qwen3_5Config,
         Qwen3VLConfig,
         Qwen3VLMoeConfig,
     )
@@ -170,6 +171,9 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "vision_end_token_id": VISION_END,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    linear = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    linear |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
     config = {
         "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
             text_config=text | overrides,
@@ -179,6 +183,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         ),
         "qwen3_vl": lambda: Qwen3VLConfig(
             text_config=text | {"head_dim": 8} | overrides, vision_config=deep, tie_word_embeddings=True, **words
+        ),
+        "qwen3_5": lambda: Qwen3_5Config(
+            text_config=text | linear | overrides,
+            vision_config=vision | {"num_position_embeddings": 16},
+            tie_word_embeddings=False,
+            **words,
         ),
         "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
             text_config=text | {"head_dim": 8} | experts | overrides,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -301,7 +302,7 @@ def build_on_meta(
             raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
         model_class = MODEL_CLASSES[head_name]
         if not has_value_head:
-            model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText)
+            model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
         with torch.device("meta"):
             model = model_class.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_of(config, PACKED_ATTENTION)

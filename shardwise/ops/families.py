@@ -121,12 +121,25 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 VISION_CONFIG = "vision_config"
+_FINDS_POSITIONS = "get_rope_index"
+"""The method of a model that gives tokens of an image their positions."""
 _VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
 
 
-def language_model_class(config: Any, causal: Any, with_images: Any) -> Any:
-    """Of two auto classes of transformers the one that builds a model with a language model's head from this config."""
-    return causal if type(config) in causal._model_mapping else with_images
+def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
+    """Of two auto classes of transformers the one that builds a model with a language model's head from this config.
+
+    Where both do (Qwen 3.5), a checkpoint with a vision tower that training knows keeps its tower.
+
+    Args:
+        bare: the auto class of models without a head.
+    """
+    kind = type(config)
+    if kind not in causal._model_mapping:
+        return with_images
+    seeing = with_images._model_mapping.get(kind, None)
+    has_tower = seeing is not None and seeing.__name__ in (config.architectures or ())
+    return with_images if has_tower and hasattr(bare._model_mapping[kind], _FINDS_POSITIONS) else causal
 
 
 def attention_of(config: Any, implementation: str) -> dict[str, str]:
@@ -145,7 +158,7 @@ def vision_reason(model: Any) -> str | None:
     """What speaks against showing images to a model: Qwen's families name things so, others write placeholders, masks
     or positions of another kind."""
     whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
-    missing = [name for name in ("get_image_features", "get_rope_index") if not hasattr(whole, name)]
+    missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
     missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]
     if "mm_encoder_outputs" not in inspect.signature(whole.forward).parameters:
         missing.append("mm_encoder_outputs")

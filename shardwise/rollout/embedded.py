@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
@@ -117,7 +117,7 @@ class EmbeddedEngine:
         try:
             config = AutoConfig.from_pretrained(folder)
             model, report = language_model_class(
-                config, AutoModelForCausalLM, AutoModelForImageTextToText
+                config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
             ).from_pretrained(
                 folder,
                 dtype=dtype,

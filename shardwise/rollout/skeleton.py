@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -24,9 +25,9 @@ def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText).from_config(
-                config, dtype=dtype
-            )
+            model = language_model_class(
+                config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
+            ).from_config(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:

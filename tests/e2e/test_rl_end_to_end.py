@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from family_table import COMMON, FAMILIES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 STEPS, TEMPERATURE = 3, 0.8
 
@@ -176,3 +177,24 @@ def test_accuracy_of_the_held_out_rows_is_measured_during_the_run(assets, comman
     assert row["val/accuracy"] == pytest.approx(3 / 7)
     assert row["val/accuracy/sums"] == 1.0
     assert row["val/accuracy/products"] == 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "lora", [[], ["engine.lora.rank=4", "rollout.sync_adapter_only=true"]], ids=["whole", "adapter"]
+)
+def test_a_model_with_linear_attention_is_sampled_and_trained_alike(assets, job, tmp_path, metrics_of, lora):
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5_text", **COMMON | FAMILIES["qwen3_5_text"] | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = [*options(assets, tmp_path / "run"), f"model.path={tmp_path / 'model'}", *lora]
+    done = job(2, "rl", *asked)
+    assert done.code == 0, done.err
+    metrics = metrics_of(tmp_path / "run")
+    assert len(metrics) == STEPS
+    for row in metrics:
+        assert row["rollout/logprob_abs_diff_max"] < 1e-4
+        assert row["train/grad_norm"] > 0

@@ -12,7 +12,7 @@ from shardwise.config import ModelError
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 9
 
