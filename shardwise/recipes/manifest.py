@@ -1,7 +1,8 @@
-"""manifest.json: every file of a checkpoint with its size and hash, of weights tensor by tensor. It is written last, so
-a checkpoint that has one is whole."""
+"""manifest.json: every file of a checkpoint with its size and hash, of weights dtype, shape and hash of each tensor. It
+is written last, so a checkpoint that has one is whole."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
+from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
@@ -45,11 +47,41 @@ class Manifest:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """What a safetensors file of weights is known by: what is in it, and the hashes of a ShardFile.
+
+    Example: `WeightsFile(72, "5d41402abc4b2a76", {"norm.weight": "b9719d911017c592"}, {"norm.weight": "bfloat16 [4]"})`
+    """
+
+    num_bytes: int
+    header_xxh3: str
+    tensor_xxh3: dict[str, str]
+    tensors: dict[str, str]
+    """By name, dtype and shape."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
+        return cls(**asdict(ShardFile.of(path)), tensors=_tensors_in(path))
+
+    def check(self, path: Path) -> None:
+        """Reads all of it. Raises ModelError: missing, cut or changed, or with other tensors; names the tensor."""
+        ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path)
+        if problems := differences(self.tensors, _tensors_in(path)):
+            raise ModelError(f"{path} holds other tensors than {MANIFEST} says: {problems}")
+
+
+def _tensors_in(path: Path) -> dict[str, str]:
+    with closing(SafetensorsReader(path)) as file:
+        return {name: str(spec) for name, spec in file.specs.items()}
+
+
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
 
-    Shards of a training state are left out: the index beside them holds the hashes of their tensors. Raises OSError,
-    ModelError: a file cannot be read.
+    Shards of a training state are left out: the index beside them holds dtypes, shapes and hashes of their tensors.
+    Raises OSError, ModelError: a file cannot be read.
     """
     return {name: asdict(_record_of(checkpoint / name)) for name in _share(_files(checkpoint))}
 
@@ -121,13 +153,14 @@ def _checks(checkpoint: Path, shards_of: Collection[str] | None) -> dict[str, Ca
     return checks
 
 
-def _record_of(path: Path) -> FileRecord | ShardFile:
-    """Of tensors one that tells which of them was changed."""
-    return ShardFile.of(path) if path.suffix == ".safetensors" else FileRecord.of(path)
+def _record_of(path: Path) -> FileRecord | WeightsFile:
+    return WeightsFile.of(path) if path.suffix == ".safetensors" else FileRecord.of(path)
 
 
-def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile:
-    """Manifests of earlier versions have a FileRecord of every file."""
+def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile | WeightsFile:
+    """Manifests of earlier versions have a ShardFile of weights, or a FileRecord of every file."""
+    if "tensors" in tree:
+        return WeightsFile(**tree)
     return ShardFile(**tree) if "tensor_xxh3" in tree else FileRecord(**tree)
 
 

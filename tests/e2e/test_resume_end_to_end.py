@@ -374,3 +374,11 @@ def test_a_checkpoint_is_what_its_manifest_says(sft_run):
     assert set(manifest["files"]) == files - shards - {"manifest.json"}
     names = {name for shard in shards for name in load_file(checkpoint / shard)}
     assert {name.partition("/")[0] for name in names} == {"master", "exp_avg", "exp_avg_sq", "step"}
+    weights = load_file(checkpoint / "hf" / "model.safetensors")
+    listed = manifest["files"]["hf/model.safetensors"]["tensors"]
+    assert listed == {name: f"float32 {list(tensor.shape)}" for name, tensor in weights.items()}
+    index = json.loads((checkpoint / "state" / "policy" / "index.json").read_text())["content"]["tensors"]
+    masters = {name: index[f"master/{name}"] for name in weights}
+    assert {name: ("F32", list(weights[name].shape)) for name in weights} == {
+        name: (tree["dtype"], tree["shape"]) for name, tree in masters.items()
+    }

@@ -53,7 +53,10 @@ def test_every_file_is_hashed_by_one_rank_but_shards_by_none(run_ranks, checkpoi
     assert first.keys() | second.keys() == {*TEXTS, *WEIGHTS, "state/policy/index.json"}
     assert abs(len(first) - len(second)) == 1
     assert all((first | second)[name]["num_bytes"] == len(text) for name, text in TEXTS.items())
-    assert all(sorted((first | second)[name]["tensor_xxh3"]) == tensors for name, tensors in WEIGHTS.items())
+    for name, tensors in WEIGHTS.items():
+        record = (first | second)[name]
+        assert sorted(record["tensor_xxh3"]) == tensors
+        assert record["tensors"] == dict.fromkeys(tensors, "float32 [2]")
 
 
 def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
@@ -103,10 +106,29 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
         assert expected in error
 
 
-def test_a_manifest_of_a_version_that_hashed_weights_as_other_files_is_still_read(run_ranks, checkpoint):
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"a": "float32 [2]"}, "1 not part of the model: b"),
+        ({"a": "bfloat16 [2]", "b": "float32 [1, 2]"}, "2 of the wrong shape or dtype: a is float32 [2], expected bf"),
+    ],
+)
+def test_weights_of_another_dtype_or_shape_than_the_manifest_says_are_named(run_ranks, checkpoint, tensors, expected):
     [share] = run_ranks(hash_share, 1, checkpoint)
-    write_manifest(checkpoint, [share | {name: asdict(FileRecord.of(checkpoint / name)) for name in WEIGHTS}], step=1)
+    name = "hf/model.safetensors"
+    write_manifest(checkpoint, [share | {name: share[name] | {"tensors": tensors}}], step=1)
+    [[error]] = run_ranks(verified, 1, [checkpoint])
+    assert error.startswith(f"{checkpoint / name} holds other tensors than manifest.json says: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [(FileRecord, "its xxh3 hash"), (ShardFile, "b is not what was written")],
+)
+def test_a_manifest_of_a_version_that_knew_less_of_weights_is_still_read(run_ranks, checkpoint, record, expected):
+    [share] = run_ranks(hash_share, 1, checkpoint)
+    write_manifest(checkpoint, [share | {name: asdict(record.of(checkpoint / name)) for name in WEIGHTS}], step=1)
     assert run_ranks(verified, 1, [checkpoint]) == [[None]]
     weights = checkpoint / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    assert "hf/model.safetensors is damaged: its xxh3 hash" in run_ranks(verified, 1, [checkpoint])[0][0]
+    assert f"hf/model.safetensors is damaged: {expected}" in run_ranks(verified, 1, [checkpoint])[0][0]
