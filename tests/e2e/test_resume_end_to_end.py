@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from shardwise.engine.state_files import StateIndex
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 2
@@ -155,6 +158,73 @@ def test_f24_trap_15_another_layout_goes_on_with_the_same_losses(sft_run, assets
     for one, two in zip(metrics_of(run), metrics_of(sft_run), strict=True):
         assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
         assert one["train/learning_rate"] == two["train/learning_rate"]
+
+
+LAYOUTS = {
+    "1 to 2": (1, 2, []),
+    "2 to 4": (2, 4, []),
+    "4 to 1": (4, 1, []),
+    "4 to replicas of 2": (4, 4, ["engine.fsdp_size=2"]),
+    "2 to ulysses": (2, 2, ["engine.ulysses_size=2"]),
+}
+SKIPPED = ["trainer.faults=[step=3 phase=backward action=nan]", "trainer.save_every_steps=1"]
+"""Step 3 has a loss that is NaN, so what is saved after it is what it began with."""
+
+
+def state_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the policy's training state, whole."""
+    folder, found = checkpoint / "state" / "policy", {}
+    index = StateIndex.read(folder)
+    files = {name: load_file(folder / name) for name in index.files}
+    for name, spec in index.specs.items():
+        found[name] = torch.full(spec.shape, torch.nan, dtype=spec.dtype)
+        for part in index.parts[name]:
+            box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
+            found[name][box] = files[part.file][name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sft_run_on(sft_run, assets, job, tmp_path_factory):
+    """`sft_run_on(4)`: as `sft_run`, on so many ranks."""
+    runs = {2: sft_run}
+
+    def run_on(nproc: int) -> Path:
+        if nproc not in runs:
+            runs[nproc] = tmp_path_factory.mktemp("sft") / "run"
+            done = job(nproc, "sft", *rows_options(assets, runs[nproc]), timeout=240)
+            assert done.code == 0, done.err
+        return runs[nproc]
+
+    return run_on
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_f24_trap_15_the_command_goes_on_on_another_layout_with_the_same_state(
+    sft_run_on, assets, job, metrics_of, tmp_path, name
+):
+    before, after, layout = LAYOUTS[name]
+    whole = sft_run_on(before)
+    skipped = stop_after(whole, 2, tmp_path / "skipped")
+    done = job(after, "sft", *rows_options(assets, skipped), *layout, *SKIPPED, timeout=240)
+    assert done.code == 0, done.err
+    assert metrics_of(skipped)[2]["train/nonfinite_fraction"] == 1
+    saved, again = (skipped / "checkpoints" / f"step_{step}" for step in (2, 3))
+    found, expected = state_in(again), state_in(saved)
+    assert found.keys() == expected.keys()
+    assert {name.partition("/")[0] for name in found} == {"master", "exp_avg", "exp_avg_sq", "step"}
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert (again / "hf" / "model.safetensors").read_bytes() == (saved / "hf" / "model.safetensors").read_bytes()
+
+    run = stop_after(whole, 2, tmp_path / "run")
+    done = job(after, "sft", *rows_options(assets, run), *layout, timeout=240)
+    assert done.code == 0, done.err
+    rows, others = metrics_of(run), metrics_of(whole)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row, other in zip(rows, others, strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], abs=1e-5)
+        assert row.get("val/loss") == pytest.approx(other.get("val/loss"), abs=1e-5)
 
 
 def other_recipes(assets) -> dict[str, tuple[str, list[str]]]:
