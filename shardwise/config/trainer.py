@@ -71,8 +71,8 @@ class TrainerConfig(OptimizerConfig):
     resume_fallback: Literal["previous", "weights", "fail"] = "previous"
     """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
     whole, or fails. weights: where all that is damaged are shards of training states (state/*/rank_R.safetensors),
-    engines that lost some go on from their weights in hf/ or adapter/ with optimizer states that begin anew; else as
-    previous. A path that is named fails, unless its weights are enough."""
+    engines that lost some go on from their trained weights in hf/ (rounded to engine.param_dtype) or adapter/ with
+    optimizer states that begin anew; else as previous. A path that is named fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     max_time_seconds: PositiveFloat | None = None

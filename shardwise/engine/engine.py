@@ -426,7 +426,7 @@ class TrainEngine:
         load_state(self._optimizer, folder, verify=verify)
 
     def load_without_states(self, folder: Path, state: Path) -> None:
-        """Goes on from weights alone, with the optimizer states of a new engine.
+        """Goes on from weights alone, with the optimizer states of a new engine. Frozen weights stay as they are.
 
         Args:
             folder: has them in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
@@ -444,7 +444,10 @@ class TrainEngine:
 
             load_adapter(model, folder / "adapter")
         else:
-            load_weights(model, folder / "hf", fresh=None if isinstance(self._model.head, LogprobHead) else {})
+            parameters = model.named_parameters(remove_duplicate=False)
+            trained = {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
+            fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
+            load_weights(model, folder / "hf", fresh=fresh, only=trained)
         self._optimizer.load_numbers(numbers)
 
     def offload(self, *parts: Part) -> None:

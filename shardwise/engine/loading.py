@@ -1,7 +1,7 @@
 """Weights from a model folder into a sharded model: every rank reads what its own shards need."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +35,12 @@ class TensorFolder(Protocol):
 
 @torch.no_grad()
 def load_weights(
-    model: PreTrainedModel, folder: Path, *, fresh: Mapping[str, Tensor] | None = None, require_finite: bool = True
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    fresh: Mapping[str, Tensor] | None = None,
+    require_finite: bool = True,
+    only: Collection[str] | None = None,
 ) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
@@ -47,6 +52,7 @@ def load_weights(
         fresh: of a model with a value head: whole tensors for those of the head that the folder may lack, by name; the
             language model's projection that it may have instead is left out. None for a language model.
         require_finite: False also takes weights that hold NaN or infinities.
+        only: the names of what is filled, in the transformers class; the rest stays as it is. None: everything.
     Returns:
         The bytes this rank read.
     Raises:
@@ -54,12 +60,13 @@ def load_weights(
             no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
-        targets = _Targets(runtime_state(model), quantized_weights(model))
-        blocks = checked_blocks(model, targets.runtime, source, fresh)
+        runtime = runtime_state(model)
+        targets = _Targets(runtime, quantized_weights(model), set(runtime if only is None else only))
+        blocks = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
-                targets.fill(name, whole[tuple(local_box(targets.runtime[name]))])
+                targets.fill(name, whole[tuple(local_box(runtime[name]))])
         return sum(_load_block(block, source, targets) for block in blocks)
 
 
@@ -69,9 +76,12 @@ class _Targets:
 
     runtime: dict[str, Tensor]
     quantized: Mapping[str, QuantizedLinear]
+    filled: Collection[str]
 
     def fill(self, name: str, part: Tensor) -> None:
         """`part` is what this rank holds of it."""
+        if name not in self.filled:
+            return
         if name in self.quantized:
             self.quantized[name].fill(part)
         else:
@@ -81,8 +91,9 @@ class _Targets:
 def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> int:
     """Returns the bytes read."""
     first = targets.runtime[block.first_target]
-    box = local_box(first)
-    if block.has_one_target and local_shard(first).numel() == 0:  # a dimension has fewer rows than there are ranks
+    box, is_filled = local_box(first), block.first_target in targets.filled
+    # A shard is empty where a dimension has fewer rows than there are ranks.
+    if block.has_one_target and (not is_filled or local_shard(first).numel() == 0):
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()

@@ -94,6 +94,29 @@ def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, 
     assert_same_run(run, ahead)
 
 
+@pytest.mark.full
+def test_f19_rollouts_that_were_ahead_are_trained_on_by_weights_that_lost_their_states(ahead, assets, job, tmp_path):
+    """Step 3 trains what was ahead, step 4 what the weights of step 2 sampled: both as in the run that lost nothing."""
+    run = tmp_path / "run"
+    shutil.copytree(ahead, run)
+    for step in (4, 5):
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+    lost = run / "checkpoints" / "step_2" / "state" / "policy" / "rank_0.safetensors"
+    lost.unlink()
+    done = job(2, "rl", *options(assets, run), *AHEAD, "trainer.resume_fallback=weights", timeout=240)
+    assert done.code == 0, done.err
+    assert f"{lost} is missing; policy goes on from the weights of {run / 'checkpoints' / 'step_2'}" in done.err
+    rows, others = (lines(folder / "metrics.jsonl") for folder in (run, ahead))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[:3] == others[:3]
+    samples, expected = (
+        [row for row in lines(folder / "samples.jsonl") if row["step"] <= 4] for folder in (run, ahead)
+    )
+    assert samples == expected
+    assert {(row["step"], row["policy_version"]) for row in samples} == {(1, 0), (2, 0), (3, 1), (4, 2)}
+    assert rows[3]["train/grad_norm"] != others[3]["train/grad_norm"], "the optimizer began anew"
+
+
 def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tmp_path):
     """Of frozen weights nothing travels again. What resumes begins with all of them."""
     frozen = "engine.freeze_module_prefix=[model.embed_tokens, model.layers.0]"

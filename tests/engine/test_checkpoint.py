@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankError
 from safetensors.torch import load_file
-from sharded_lora import full
+from sharded_lora import full, needs_integer_shards
 from tiny_models import random_samples, tiny_folder
 
 from shardwise.config import EngineConfig, ModelError, OptimizerConfig
@@ -133,7 +133,7 @@ def without_states(folder, out, engine, optimizer):
         trained.export_hf(Path(out) / "hf", train_tokenizer(["2+3=5"], vocab_size=261))
     trained.save_state(Path(out) / "state")
     dist.barrier()
-    (Path(out) / "state" / f"rank_{dist.get_rank()}.safetensors").unlink()
+    (Path(out) / "state" / f"rank_{dist.get_rank()}.safetensors").unlink(missing_ok=True)  # a replica has none
     for torch_optimizer in trained._optimizer.optimizers:
         torch_optimizer.state.clear()
     fresh = build(folder, engine, optimizer)
@@ -142,17 +142,49 @@ def without_states(folder, out, engine, optimizer):
     return state_of(trained), state_of(fresh), steps(trained, rest), steps(fresh, rest)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "bf16 masters", "muon", "lora", "frozen"])
+FROZEN_IN_FLOAT32 = {
+    "param_dtype": "bfloat16",
+    "master_dtype": "bfloat16",
+    "freeze_module_prefix": ["model.layers.0.mlp"],
+    "module_precision": [{"module": "model.layers.0.mlp", "param_dtype": "float32"}],
+}
+"""In hf/ these weights are rounded to bfloat16, in the model's folder they are not."""
+FROM_WEIGHTS = {
+    **{kind: (2, "llama", {}, *KINDS[kind]) for kind in ("adamw", "bf16 masters", "muon", "lora", "frozen")},
+    "frozen in float32": (2, "llama", {}, FROZEN_IN_FLOAT32, {}),
+    "float16": (2, "llama", {}, *KINDS["float16"]),
+    "replicas": (4, "llama", {}, {"fsdp_size": 2}, {}),
+    "shared experts": (2, "qwen3_moe", {"num_experts": 4}, {"ep_size": 2}, {}),
+    "shared experts of replicas": (4, "qwen3_moe", {"num_experts": 4}, {"ep_size": 2, "fsdp_size": 2}, {}),
+    "nf4": (2, "llama", {}, {"lora": LORA | {"quantize_base": "nf4"}}, {}),
+}
+"""Ranks, model, engine and optimizer."""
+OF_LAYOUTS = {
+    **dict.fromkeys(("float16", "replicas", "shared experts", "shared experts of replicas"), pytest.mark.full),
+    "nf4": [pytest.mark.full, needs_integer_shards],
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=OF_LAYOUTS.get(kind, ())) for kind in FROM_WEIGHTS])
 def test_training_goes_on_from_weights_alone_as_if_the_optimizer_had_forgotten_its_states(run_ranks, tmp_path, kind):
-    """With the learning rate of the step that comes. In float32 and for bfloat16 masters nothing is rounded."""
-    engine, optimizer = KINDS[kind]
-    folder, out = str(tiny_folder("llama", tmp_path / "model")), tmp_path / "out"
+    """With the learning rate of the step that comes, and the loss scale. Rounded are float32 masters to float16: the
+    step that comes computes with that anyway."""
+    num_ranks, family, size, engine, optimizer = FROM_WEIGHTS[kind]
+    folder, out = str(tiny_folder(family, tmp_path / "model", **size)), tmp_path / "out"
     engine = {"param_dtype": "float32"} | engine
-    for trained, fresh, rest, again in run_ranks(without_states, 2, folder, str(out), engine, optimizer):
-        assert_same(fresh, trained)
+    for trained, fresh, rest, again in run_ranks(without_states, num_ranks, folder, str(out), engine, optimizer):
+        rounded = {
+            name: tensor.to(getattr(torch, engine["param_dtype"])).to(tensor.dtype)
+            for name, tensor in trained[0].items()
+        }
+        assert_same(fresh, (rounded, trained[1]))
         assert {name.partition("/")[0] for name in fresh[0]} == {"master"}
         assert fresh[1]["num_steps"] == BEFORE
-        assert again == rest
+        if kind == "float16":
+            assert fresh[1]["loss_scaler"] == {"scale": 2.0**15, "num_finite_in_a_row": 1}
+            assert again[0]["loss"] == rest[0]["loss"]
+        else:
+            assert again == rest
 
 
 def test_a_state_that_was_saved_before_the_first_step_is_loaded_too(run_ranks, tmp_path):
