@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from shardwise.config import Gdpo, Gigpo, RLConfig
+from shardwise.config import Gdpo, Gigpo, ModelError, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.rollouts import Rollouter, is_correct
 from shardwise.recipes.sampled_tokens import num_spanned
 from shardwise.recipes.samples import reward_columns, to_samples
 from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, SampledSpan
+
+FORMAT = 2
+"""Of rollouts in checkpoints: raised when those that were written before can no longer be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +37,18 @@ class Rollout:
         tree = asdict(self)
         for group in tree["groups"]:
             group["example"] = group["example"]["uid"]
-        return tree
+        return {"format": FORMAT, **tree}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:
-        """What `to_json` was called on; `examples` holds its rows."""
+        """What `to_json` was called on; `examples` holds its rows. Raises ModelError: it is of another FORMAT."""
+        written = tree.get("format", 1)  # versions that did not say it
+        if written != FORMAT:
+            raise ModelError(
+                f"the checkpoint holds rollouts that were sampled ahead, in format {written}, and this version of "
+                f"Shardwise reads {FORMAT}; go on with the version that wrote it, or begin a new run from its weights "
+                "(model.path=CHECKPOINT/hf, trainer.resume=never)"
+            )
         by_uid = {example.uid: example for example in examples}
 
         def group_of(group: dict[str, Any]) -> RolloutGroup:
@@ -49,7 +59,8 @@ class Rollout:
             return RolloutGroup(**{**group, "example": by_uid[group["example"]], "completions": completions})
 
         metrics = {name: MetricValue(**value) for name, value in tree["metrics"].items()}
-        return cls(**{**tree, "groups": [group_of(group) for group in tree["groups"]], "metrics": metrics})
+        groups = [group_of(group) for group in tree["groups"]]
+        return cls(groups=groups, greedy_rewards=tree["greedy_rewards"], metrics=metrics)
 
     @property
     def num_tokens(self) -> int:

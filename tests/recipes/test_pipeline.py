@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shardwise.config import PromptDataConfig, TrainingError
+from shardwise.config import ModelError, PromptDataConfig, TrainingError
 from shardwise.data import PromptStream
 from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.pipeline import Pipeline
@@ -144,6 +144,34 @@ def test_rollouts_that_were_sampled_ahead_are_used_where_they_are_sampled_in_tur
 def test_a_rollout_comes_back_from_json_as_it_was():
     rollout = Engines(new_stream()).collect(1)
     assert Rollout.from_json(json.loads(json.dumps(rollout.to_json())), EXAMPLES) == rollout
+
+
+FORMAT_2 = """{
+    "format": 2, "greedy_rewards": null,
+    "groups": [{
+        "example": "row 2", "texts": ["x"], "rewards": [0.5], "reward_parts": [{}], "failed": [false],
+        "completions": [{
+            "token_ids": [1], "logprobs": [-0.1], "finish_reason": "stop", "policy_version": 0, "token_versions": null,
+            "is_sampled": null, "num_turns": 1, "prompt_ids": null, "experts": null,
+            "spans": [{"start": 1, "end": 2, "digest": 7}]
+        }]
+    }],
+    "metrics": {
+        "tokens/sampled": {"kind": "sum", "total": 1.0, "count": 1},
+        "tokens/dropped": {"kind": "sum", "total": 0.0, "count": 1}
+    }
+}"""
+
+
+def test_a_rollout_of_a_checkpoint_is_read_in_the_format_that_it_names_and_in_no_other():
+    """What a checkpoint of this format holds. Once it cannot be read any more, raise the format and write it anew."""
+    written = json.loads(FORMAT_2)
+    again = Rollout.from_json(written, EXAMPLES).to_json()
+    assert json.loads(json.dumps(again)) == written
+    del written["format"]  # as the versions before wrote it, without spans
+    del written["groups"][0]["completions"][0]["spans"]
+    with pytest.raises(ModelError, match=r"in format 1, and this version of Shardwise reads 2; go on with the version"):
+        Rollout.from_json(written, EXAMPLES)
 
 
 def test_what_ends_sampling_ends_training():
