@@ -87,6 +87,11 @@ def stop_after(run: Path, step: int, target: Path) -> Path:
     return target
 
 
+def parts_in(checkpoint: Path) -> dict:
+    """Position in the data, pass rates, KL coefficient and what else the recipe keeps from step to step."""
+    return json.loads((checkpoint / "state" / "run.json").read_text())["content"]["parts"]
+
+
 def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
     for name in LOGS:
         if (expected / name).exists():
@@ -97,8 +102,9 @@ def assert_same_run(found: Path, expected: Path, *, subfolders=("hf",)) -> None:
     for subfolder in subfolders:
         files = sorted((expected / last / subfolder).glob("*.safetensors"))
         assert files
-        for file in files:
+        for file in [*files, *(expected / last / subfolder).glob("index.json")]:
             assert (found / file.relative_to(expected)).read_bytes() == file.read_bytes(), file.name
+    assert parts_in(found / last) == parts_in(expected / last)
     assert {path.name for path in (found / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6", "latest"}
 
 
@@ -139,7 +145,7 @@ def test_f25_trap_14_sft_goes_on_where_an_epoch_ends(assets, command, tmp_path):
 
 def test_f25_trap_14_ppo_goes_on_with_its_critic_controller_mixture_and_difficulty(ppo_run, assets, job, tmp_path):
     """The kl coefficient has moved, a row sits out, and stage 2 of the mixture begins after the checkpoint."""
-    state = json.loads((ppo_run / "checkpoints" / "step_2" / "state" / "run.json").read_text())["content"]["parts"]
+    state = parts_in(ppo_run / "checkpoints" / "step_2")
     assert state["learner"]["kl_coef"] != 0.1
     assert state["pipeline"]["prompts"]["pass_rates"]
     assert state["pipeline"]["prompts"]["taken"] == {"sums": 6, "products": 2}
@@ -413,6 +419,21 @@ def test_checkpoints_without_a_state_are_smaller_and_not_resumed(assets, command
     assert {path.name for path in (tmp_path / "run/checkpoints/step_1").iterdir()} == {"hf", "manifest.json"}
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
     assert (tmp_path / "run" / "metrics.jsonl.1").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_f25_a_run_that_is_killed_in_any_step_ends_as_one_that_was_not(ppo_run, assets, job, tmp_path, step):
+    """A rank dies between the minibatches of the step; in the first two steps there is no checkpoint yet."""
+    run, arguments = tmp_path / "run", ["rl", *rl_options(assets, tmp_path / "run"), *PPO]
+    done = job(2, *arguments, f"trainer.faults=[rank={step % 2} step={step} phase=optim nth=2 action=kill]")
+    assert done.code == -signal.SIGKILL, done.err
+    saved = {int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")}
+    assert saved <= {kept for kept in range(SAVED, STEPS, SAVED) if kept < step}
+    done = job(2, *arguments)
+    assert done.code == 0, done.err
+    assert ("goes on from" in done.out) == bool(saved)
+    assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf", "state/policy", "state/critic"))
 
 
 @pytest.mark.full
