@@ -25,6 +25,23 @@ def test_checksum_sees_every_single_bit(dtype):
     assert len(seen) == 1 + raw.numel() * (1 if dtype == torch.bool else 8)
 
 
+def test_many_tensors_keep_their_order_and_few_are_held_at_a_time():
+    """Some engines make a tensor for every name that they are asked for."""
+    num_made = 0
+
+    def made():
+        nonlocal num_made
+        for index in range(50):
+            num_made += 1
+            yield f"{index}", torch.full((1 + 1000 * (index % 7),), index)
+
+    found = []
+    for name, digest in checksums(made()):
+        found.append((name, digest))
+        assert num_made <= len(found) + 4
+    assert found == [(name, checksum(tensor)) for name, tensor in made()]
+
+
 def test_what_cannot_be_read_has_a_name_and_no_checksum():
     tensor = torch.arange(4.0)
     assert dict(checksums([("a", tensor), ("b", tensor.to("meta"))])) == {"a": checksum(tensor), "b": None}

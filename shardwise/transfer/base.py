@@ -1,6 +1,7 @@
 """The receipt of a weight sync: what was sent and what is served must be the same bytes."""
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,17 +57,19 @@ class Manifest:
         self._num_bytes = 0
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes the tensors on and notes them.
+        """Passes the tensors on; each is hashed while it is used, and noted when the next one is asked for.
 
         Raises:
             WeightSyncError: a tensor that the engine has no place for, or that is not finite, before it is passed on.
         """
-        for name, tensor in weights:
-            self.require_place(name, tensor.dtype, tuple(tensor.shape))
-            if not is_finite(tensor):
-                raise self._error(f"{name} holds values that are not finite")
-            self.note(name, checksum(tensor), tensor.nbytes)
-            yield name, tensor
+        with ThreadPoolExecutor(1) as pool:
+            for name, tensor in weights:
+                self.require_place(name, tensor.dtype, tuple(tensor.shape))
+                if not is_finite(tensor):
+                    raise self._error(f"{name} holds values that are not finite")
+                digest = pool.submit(checksum, tensor)
+                yield name, tensor
+                self.note(name, digest.result(), tensor.nbytes)
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""

@@ -59,7 +59,7 @@ def push_weights(
 
         def send() -> SyncReceipt:
             placed = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
-            for name, tensor in manifest.record(placed):
+            for name, tensor in _noted(manifest.record(placed)):
                 encoding, payload = encode(name, tensor)
                 entry = Entry.of(name, tensor, manifest.checksums[name], encoding, payload.numel())
                 writer.write(entry, payload)
@@ -117,6 +117,15 @@ def load_verified(
         raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
     num_proven = manifest.verify(receiver.served_checksums())
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
+
+
+def _noted(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor when the one after it is being hashed: by then it is in the manifest itself."""
+    before = next(weights, None)
+    while before is not None:
+        after = next(weights, None)
+        yield before
+        before = after
 
 
 def _arrived(

@@ -137,7 +137,7 @@ def fail() -> None:
 def push_and_fail(medium, folder, join):
     """The sender's own error goes on as it is."""
     with pytest.raises(OSError, match="no such shard"):
-        push(medium, folder, join, before=on("scalar", fail))
+        push(medium, folder, join, before=on("empty", fail))
 
 
 def test_a_sender_that_fails_says_so_to_its_receivers(run, medium):
@@ -164,7 +164,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, medium, ac
 
 @pytest.mark.parametrize("act", [kill_self, stop_self], ids=["killed", "stopped"])
 def test_a_sender_lost_in_mid_sync_is_named_and_no_receiver_commits(run, medium, act):
-    ends = [partial(push, before=on("scalar", act), timeout_seconds=TIMEOUT_SECONDS)]
+    ends = [partial(push, before=on("empty", act), timeout_seconds=TIMEOUT_SECONDS)]
     gone, *received = run(*ends, *2 * [partial(pull, timeout_seconds=TIMEOUT_SECONDS)])
     assert isinstance(gone, Died)
     for error, version in received:
