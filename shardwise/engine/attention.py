@@ -11,7 +11,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.ulysses import Ulysses
-from shardwise.ops import DROPS_KEYWORDS, PackedKernel, PackedLayout, chunk_size, packed_attention, varlen_attention
+from shardwise.ops import (
+    DROPS_KEYWORDS,
+    PackedKernel,
+    PackedLayout,
+    chunk_size,
+    packed_attention,
+    varlen_attention,
+    varlen_problem,
+)
 
 PACKED_ATTENTION = "shardwise_packed"
 FLASH_PACKAGES = {
@@ -45,22 +53,15 @@ class AttentionBackend:
         """
         if self._implementation == "loop":
             return None
-        problems = {
-            "tensors on the CPU": not query.is_cuda,
-            "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
-            "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
-            "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
-            "attention sinks": sinks is not None,
-            "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
-            "soft-capped scores": softcap is not None and self._implementation in ("auto", "varlen"),
-        }
-        found = [problem for problem, is_present in problems.items() if is_present]
-        if not found:
+        problem = varlen_problem(query, value, sinks=sinks)
+        if problem is None and softcap is not None and self._implementation in ("auto", "varlen"):
+            problem = "soft-capped scores"
+        if problem is None:
             return self._kernel
         if self._implementation == "auto":
             return None
         raise ModelError(
-            f"engine.attention_implementation={self._implementation} cannot compute {found[0]}; set it to auto or loop"
+            f"engine.attention_implementation={self._implementation} cannot compute {problem}; set it to auto or loop"
         )
 
 

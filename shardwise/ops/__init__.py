@@ -1,6 +1,16 @@
 """Tensor operations that several folders need. Imports torch only."""
 
-from shardwise.ops.attention import PackedKernel, PackedLayout, attend, packed_attention, seen_keys, varlen_attention
+from shardwise.ops.attention import (
+    VARLEN_READS_CACHES,
+    PackedKernel,
+    PackedLayout,
+    attend,
+    packed_attention,
+    seen_keys,
+    varlen_attention,
+    varlen_decode_attention,
+    varlen_problem,
+)
 from shardwise.ops.collectives import all_gather_flat
 from shardwise.ops.families import (
     DROPS_KEYWORDS,

@@ -18,6 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 """From torch 2.12 on; before, keys and values are repeated."""
+VARLEN_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
+"""Whether it takes how many of a row's keys are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,19 @@ def packed_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
+def varlen_problem(query: Tensor, value: Tensor, *, sinks: Tensor | None) -> str | None:
+    """What about these tensors a variable-length FlashAttention cannot compute; None: it can."""
+    problems = {
+        "tensors on the CPU": not query.is_cuda,
+        "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
+        "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
+        "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
+        "attention sinks": sinks is not None,
+        "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
+    }
+    return next((problem for problem, is_present in problems.items() if is_present), None)
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -201,3 +216,43 @@ def varlen_attention(
         window_size=(-1, 0) if window is None else (window - 1, 0),  # the kernel does not count the token itself
     )
     return out.transpose(0, 1)
+
+
+def varlen_decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """One new token of every row over what the cache holds of it, and nothing else: torch's own variable-length
+    FlashAttention where VARLEN_READS_CACHES.
+
+    Args:
+        query: [B, H, 1, d].
+        keys, values: [B, K, C, d], with the heads of a token beside each other in memory ([B, C, K, d] contiguous).
+        lengths: [B] int32, tokens of each row, the new one the last; none more than `longest`.
+        scaling, window: as in `attend`.
+    Returns:
+        [B, H, 1, d].
+    """
+    num_rows, num_kv_heads, capacity, _ = keys.shape
+    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device)
+    kernel: Callable[..., Any] = varlen_attn
+    out: Tensor = kernel(
+        query[:, :, 0],
+        keys.transpose(1, 2).flatten(0, 1),
+        values.transpose(1, 2).flatten(0, 1),
+        rows,
+        rows * capacity,
+        1,
+        longest,
+        scale=scaling,
+        window_size=(-1, -1) if window is None else (window - 1, 0),  # the kernel does not count the token itself
+        enable_gqa=query.shape[1] != num_kv_heads,
+        seqused_k=lengths,
+    )
+    return out[:, :, None]

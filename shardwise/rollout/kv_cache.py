@@ -15,7 +15,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import DROPS_KEYWORDS, attend, chunk_size, seen_keys, sequence_mixers
+from shardwise.ops import (
+    DROPS_KEYWORDS,
+    VARLEN_READS_CACHES,
+    attend,
+    chunk_size,
+    seen_keys,
+    sequence_mixers,
+    varlen_decode_attention,
+    varlen_problem,
+)
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
@@ -56,6 +65,7 @@ class KVCache:
         self._prompts_by_length: dict[int, list[int]] = {}
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows = torch.zeros_like(self._positions)
+        self._lengths = self._positions.int()
         self._span = 0
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
         self._layers_seen: list[int] = []
@@ -71,6 +81,7 @@ class KVCache:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
         self._positions, self._span, self._masks = positions, span, {}
+        self._lengths = positions.int() + 1
         self._rows = torch.arange(len(positions), device=self._device)
         self._layers_seen, self._mixers_seen = [], []
 
@@ -120,43 +131,62 @@ class KVCache:
             out[places, :length] = mixer.compute(hidden_states[places, :length], states, **kwargs)
         return out
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        chunk: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value. Options as in `ops.attend`."""
         self._layers_seen.append(layer)
-        keys, values = self._storage(layer, key, value)
+        fits = VARLEN_READS_CACHES and chunk is None and softcap is None
+        is_varlen = fits and varlen_problem(query, value, sinks=sinks) is None
+        keys, values = self._storage(layer, key, value, heads_inside=is_varlen)
+        options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap}
         if self._prefill is not None:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
             keys[self._prefill, :, : key.shape[2]] = key
             values[self._prefill, :, : value.shape[2]] = value
-            return attend(query, key, value, causal=True, **options)
+            return attend(query, key, value, causal=True, sinks=sinks, **options)
         if self._kernels is not None:
-            return self._kernels.attend(query, key, value, keys, values, self._positions, **options)
-        num_rows, num_kv_heads, _, head_dim = key.shape
+            return self._kernels.attend(query, key, value, keys, values, self._positions, sinks=sinks, **options)
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]
-        grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # heads that share keys become a query dim
-        sinks = options.pop("sinks", None)
-        mask = self._mask(options.pop("window"), options.pop("chunk"))
+        keys, values = keys[: len(key)], values[: len(key)]
+        if is_varlen:
+            return varlen_decode_attention(
+                query, keys, values, self._lengths, longest=self._span, scaling=scaling, window=window
+            )
+        num_rows, num_kv_heads, _, head_dim = key.shape
         out = attend(
-            grouped,
-            keys[:num_rows, :, : self._span],
-            values[:num_rows, :, : self._span],
-            mask=mask,
+            query.view(num_rows, num_kv_heads, -1, head_dim),  # heads that share keys become a query dim
+            keys[:, :, : self._span],
+            values[:, :, : self._span],
+            scaling=scaling,
+            softcap=softcap,
             sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
-            **options,
+            mask=self._mask(window, chunk),
         )
         return out.reshape(num_rows, query.shape[1], 1, value.shape[-1])
 
-    def _storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _storage(self, layer: int, key: Tensor, value: Tensor, *, heads_inside: bool) -> tuple[Tensor, Tensor]:
+        """[rows, K, capacity, d] each; in memory a row's heads one after the other, with `heads_inside` its tokens."""
         if layer not in self._layers:
-            keys, values = (
-                torch.zeros(
-                    self._num_rows, x.shape[1], self._capacity_tokens, x.shape[3], dtype=x.dtype, device=x.device
-                )
-                for x in (key, value)
-            )
-            self._layers[layer] = (keys, values)
+            self._layers[layer] = (self._zeros(key, heads_inside), self._zeros(value, heads_inside))
         return self._layers[layer]
+
+    def _zeros(self, like: Tensor, heads_inside: bool) -> Tensor:
+        _, num_heads, _, dim = like.shape
+        if heads_inside:
+            return like.new_zeros(self._num_rows, self._capacity_tokens, num_heads, dim).transpose(1, 2)
+        return like.new_zeros(self._num_rows, num_heads, self._capacity_tokens, dim)
 
     def _carried(self) -> Iterator[Tensor]:
         """[rows, ...] each: what mixers carry on."""

@@ -1,9 +1,11 @@
 """Attention kernels in bfloat16 against the loop over sequences in float32: losses and gradients of packed batches."""
 
 import pytest
+import torch
 from small_gpu_model import LOSSES, loss_and_gradient, relative_error, save_model
 
 from shardwise.engine.attention import FLASH_PACKAGES
+from shardwise.ops import VARLEN_READS_CACHES, attend, varlen_decode_attention
 
 BFLOAT16 = "param_dtype=bfloat16"
 WINDOW = {
@@ -37,3 +39,19 @@ def test_kernels_are_as_close_to_float32_as_the_loop_is(tmp_path, device, implem
     assert kernel_loss == pytest.approx(exact_loss, rel=2e-3)
     assert loop_loss == pytest.approx(exact_loss, rel=2e-3)
     assert relative_error(kernel, exact) < max(1.5 * relative_error(loop, exact), 0.01) < 0.1
+
+
+@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
+@pytest.mark.parametrize("window", [None, 1, 32])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 64), (2, 128)])
+def test_a_decode_step_reads_the_tokens_of_each_row(device, window, kv_heads, dim):
+    torch.manual_seed(0)
+    query = torch.randn(5, 8, 1, dim, device=device)
+    keys, values = (torch.randn(5, 300, kv_heads, dim, device=device).transpose(1, 2) for _ in range(2))
+    lengths = torch.tensor([1, 300, 17, 64, 257], dtype=torch.int32, device=device)
+    places = torch.arange(300, device=device)
+    seen = (places < lengths[:, None]) & (places >= lengths[:, None] - (window or 300))
+    expected = attend(query, keys, values, scaling=0.1, mask=seen[:, None, None])
+    half = [tensor.bfloat16() for tensor in (query, keys, values)]
+    found = varlen_decode_attention(*half, lengths, longest=300, scaling=0.1, window=window)
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from stand_in_kernels import varlen_over_caches
 
 from shardwise.ops import PackedLayout, attend, attention, packed_attention
 
@@ -129,6 +130,21 @@ def stand_in_kernel(
                 keys, values = key[first : token + 1, head // group], value[first : token + 1, head // group]
                 out[token, head] = ((keys @ query[token, head]) * scale).softmax(0) @ values
     return out
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_flash_call_of_a_decode_step_reads_the_tokens_of_each_row(monkeypatch, window, kv_heads):
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 1, 6, dtype=torch.float64)
+    keys, values = (torch.randn(3, 9, kv_heads, 6, dtype=torch.float64).transpose(1, 2) for _ in range(2))
+    lengths = torch.tensor([1, 9, 4], dtype=torch.int32)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_over_caches)
+    found = attention.varlen_decode_attention(query, keys, values, lengths, longest=9, scaling=0.3, window=window)
+    places = torch.arange(9)
+    mask = (places < lengths[:, None]) & (places >= lengths[:, None] - (window or 9))
+    expected = attend(query, keys, values, scaling=0.3, mask=mask[:, None, None])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("groups_queries", [True, False], ids=["torch 2.12 and newer", "torch 2.11"])

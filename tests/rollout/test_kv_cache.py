@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from stand_in_kernels import varlen_over_caches
 from torch import nn
 
 from shardwise.config import ModelError
+from shardwise.ops import attention
+from shardwise.rollout import kv_cache
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import KVCache, _cached_attention
 
@@ -79,14 +82,19 @@ def decode(cache, rows, options):
     return cache.attend(0, *parts, **options)[:, :, 0]
 
 
-@pytest.mark.parametrize("kernels", [lambda: None, DecodeKernels], ids=["torch", "own"])
+@pytest.mark.parametrize("kernels", ["torch", "own", "varlen"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
-def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, chunk, softcap, kernels):
+def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypatch, window, chunk, softcap, kernels):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
+    calls = []
+    if kernels == "varlen":
+        monkeypatch.setattr(kv_cache, "varlen_problem", lambda *_tensors, **_options: None)
+        monkeypatch.setattr(attention, "varlen_attn", lambda *a, **b: calls.append(a) or varlen_over_caches(*a, **b))
     seen = {"softcap": softcap, "window": window, "chunk": chunk}
     options = {"scaling": 0.7, "sinks": None, **seen}
-    cache = KVCache(num_rows=NUM_ROWS + 2, capacity_tokens=16, device=torch.device("cpu"), kernels=kernels())
+    own = DecodeKernels() if kernels == "own" else None
+    cache = KVCache(num_rows=NUM_ROWS + 2, capacity_tokens=16, device=torch.device("cpu"), kernels=own)
     a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
 
     out = prefill(cache, [a, b], [0, 0, 1], 0, options)
@@ -111,6 +119,7 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(window, c
         for row, (sequence, position) in enumerate(rows):
             torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
+    assert bool(calls) == (kernels == "varlen" and softcap is None and chunk is None)
 
 
 def test_layers_do_not_share_keys():
