@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from shardwise.config import ModelError
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder
+from shardwise.engine.heads import VALUE_PROJECTIONS
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import take_generation_config
 
@@ -40,7 +41,7 @@ def convert_folder(
         from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
 
         lora = stored_lora(adapter)
-        if "score" in lora.modules_to_save and model.get_output_embeddings() is not None:
+        if not set(VALUE_PROJECTIONS).isdisjoint(lora.modules_to_save) and model.get_output_embeddings() is not None:
             raise ModelError(
                 f"{adapter} is the adapter of a critic or reward model, and {source} is a language model, which has no "
                 "head to merge its head into; train with engine.lora.save_merged=true"

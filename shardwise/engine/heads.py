@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.config import ModelError
 from shardwise.engine.lesson import Lesson
 from shardwise.engine.logprobs import selected_logprobs
 from shardwise.engine.token_slice import ScoredTokens
@@ -23,8 +24,10 @@ it. sequence_scores: a reward model, one score for each sequence, from the state
 LANGUAGE_MODEL_PROJECTIONS = frozenset({"lm_head", "embed_out"})
 """What transformers' models call the layer that maps the last hidden state to logits."""
 
-OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | {"score"}
-"""Those, and what it calls the layer that maps it to scores."""
+VALUE_PROJECTIONS = ("score", "classifier")
+"""What it calls the layer that maps it to values; the second is that of GPT-2's and GPT-NeoX's token classifiers."""
+
+OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | set(VALUE_PROJECTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class LogprobHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """A projection to one number (transformers' `score`)."""
+    """A projection to one number (see VALUE_PROJECTIONS)."""
 
     def __init__(self, projection: nn.Linear, scored: ScoredTokens, pad_token_id: int | None = None) -> None:
         super().__init__()
@@ -91,15 +94,24 @@ class ValueHead(nn.Module):
         return {"values": values if self.projection.bias is None else values + self.projection.bias.float()}
 
 
+def value_projection_name(model: PreTrainedModel) -> str:
+    """Which of VALUE_PROJECTIONS a model with a value head has. Raises ModelError: none, or it is not one layer."""
+    for name in VALUE_PROJECTIONS:
+        if hasattr(getattr(model, name, None), "weight"):
+            return name
+    raise ModelError(
+        f"{type(model).__name__} is not supported: it has no layer called {' or '.join(VALUE_PROJECTIONS)} as its head"
+    )
+
+
 def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead:
     """The head of a transformers model of the class that goes with `name`."""
-    match name:
-        case "logprobs":
-            return LogprobHead(model)
-        case "token_values":
-            return ValueHead(model.score, ScoredTokens.TRAINED)
-        case "sequence_scores":
-            return ValueHead(model.score, ScoredTokens.LAST, model.config.get_text_config().pad_token_id)
+    if name == "logprobs":
+        return LogprobHead(model)
+    projection = getattr(model, value_projection_name(model))
+    if name == "token_values":
+        return ValueHead(projection, ScoredTokens.TRAINED)
+    return ValueHead(projection, ScoredTokens.LAST, model.config.get_text_config().pad_token_id)
 
 
 def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | None:
@@ -107,9 +119,11 @@ def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | No
     every layout. None for a language model, whose head is part of it."""
     if name == "logprobs":
         return None
+    path = value_projection_name(model)
+    projection = getattr(model, path)
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)  # as transformers draws it: OPT has none
-    weight = torch.empty(model.score.weight.shape, device="cpu")
-    fresh = {"score.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
-    if model.score.bias is not None:
-        fresh["score.bias"] = torch.zeros(model.score.bias.shape, device="cpu")
+    weight = torch.empty(projection.weight.shape, device="cpu")
+    fresh = {f"{path}.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
+    if projection.bias is not None:
+        fresh[f"{path}.bias"] = torch.zeros(projection.bias.shape, device="cpu")
     return fresh

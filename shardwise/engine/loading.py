@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.config import ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
-from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS
+from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS, value_projection_name
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.quantized import QuantizedLinear, quantized_weights
 from shardwise.engine.runtime_state import buffer_names, runtime_state
@@ -154,7 +154,7 @@ def checked_blocks(
 ) -> list[ImportBlock]:
     """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
     if fresh is not None:
-        _check_value_head(source, fresh)
+        _check_value_head(f"{value_projection_name(model)}.weight", source, fresh)
     blocks, unused = import_blocks(model, runtime, source.specs)
     tied = set(model.get_expanded_tied_weights_keys())
     missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
@@ -177,16 +177,16 @@ def checked_blocks(
     return [block for block in blocks if block.first_target not in tied]
 
 
-def _check_value_head(source: TensorFolder, fresh: Mapping[str, Tensor]) -> None:
-    stored = source.specs.get("score.weight")
+def _check_value_head(name: str, source: TensorFolder, fresh: Mapping[str, Tensor]) -> None:
+    stored = source.specs.get(name)
     if stored is None and not fresh:
         raise ModelError(
-            f"{source.folder} has no value head (score.weight), and one that starts at random would never be trained "
+            f"{source.folder} has no value head ({name}), and one that starts at random would never be trained "
             "in a frozen engine; give the folder of a trained critic or reward model"
         )
     if stored is not None and stored.shape[0] != 1:
         raise ModelError(
-            f"{source.folder} has a head for {stored.shape[0]} labels (score.weight is {list(stored.shape)}), and a "
+            f"{source.folder} has a head for {stored.shape[0]} labels ({name} is {list(stored.shape)}), and a "
             "critic or reward model has one; give a model with num_labels=1"
         )
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
-from shardwise.engine.heads import HeadName
+from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import is_within, outermost
 from shardwise.engine.quantized import quantize_layers
 from shardwise.ops import plain_name
@@ -149,7 +149,7 @@ def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 def _value_heads(model: PreTrainedModel) -> list[str]:
     """A critic's or reward model's head starts at random, so it is trained whole, as peft does for classifiers."""
-    return [] if model.get_output_embeddings() is not None else ["score"]
+    return [] if model.get_output_embeddings() is not None else [value_projection_name(model)]
 
 
 def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[str]) -> list[str]:

@@ -27,7 +27,15 @@ from shardwise.engine.expert_guard import check_experts, guard_experts
 from shardwise.engine.expert_loads import ExpertLoads
 from shardwise.engine.expert_parallel import spread_experts, spread_paths
 from shardwise.engine.freeze import freeze, require_routers
-from shardwise.engine.heads import HeadName, LogprobHead, ValueHead, Wanted, fresh_head, make_head
+from shardwise.engine.heads import (
+    HeadName,
+    LogprobHead,
+    ValueHead,
+    Wanted,
+    fresh_head,
+    make_head,
+    value_projection_name,
+)
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
@@ -316,8 +324,8 @@ def build_on_meta(
         raise ModelError(f"{folder}: {reason}")
     if model_class is AutoModelForImageTextToText and (reason := vision_reason(model)):
         raise ModelError(f"{folder}: {reason}")
-    if has_value_head and not hasattr(model, "score"):
-        raise ModelError(f"{folder}: {type(model).__name__} is not supported: its head is not called score")
+    if has_value_head:
+        value_projection_name(model)  # or it is refused
     _refuse_dropout(model)
     if not has_value_head:
         take_generation_config(model, folder)

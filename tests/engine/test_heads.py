@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, OPTConfig
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, GPTNeoXConfig, OPTConfig
 
 from shardwise.engine.heads import LogprobHead, ValueHead, Wanted, fresh_head, make_head
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
@@ -125,6 +125,21 @@ def test_a_fresh_head_is_drawn_the_same_whatever_was_drawn_before():
     assert not first["score.bias"].any()
     assert fresh_head(value_model("llama", "sequence_scores"), "sequence_scores").keys() == {"score.weight"}
     assert fresh_head(tiny_model("llama"), "logprobs") is None
+
+
+def test_a_head_may_be_called_classifier():
+    """In GPT-2's and GPT-NeoX's token classifiers."""
+    torch.manual_seed(3)
+    config = GPTNeoXConfig(
+        vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=1
+    )
+    model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager").eval()
+    assert fresh_head(model, "token_values").keys() == {"classifier.weight", "classifier.bias"}
+    for tokens in sequences():
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
+        expected = torch.cat([torch.zeros(1), logits[:-1]])
+        torch.testing.assert_close(values_of(model, "token_values", tokens), expected, rtol=0, atol=1e-5)
+        assert logits.abs().max() > 0.01
 
 
 def test_only_the_head_of_a_reward_model_knows_the_padding():
