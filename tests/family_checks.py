@@ -16,9 +16,11 @@ from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, 
 from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
+from shardwise.engine.heads import value_projection_name
 from shardwise.engine.lora import fused_experts
 from shardwise.engine.model import build_on_meta
-from shardwise.ops import PROVEN, language_model_class, plain_name
+from shardwise.engine.model_classes import AUTO_CLASSES
+from shardwise.ops import PROVEN, backbone, language_model_class, plain_name
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 
@@ -143,14 +145,28 @@ def quantised(folder: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
     return outputs(engine), outputs(engine, with_adapters=False)
 
 
-def headed(folder: str, head: str, out: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Values of a saved head, and after a step those of what is written."""
+@dataclass(frozen=True)
+class HeadedValues:
+    new: list[Tensor]
+    """Of a head on the language model."""
+    new_weight: Tensor
+    """Of that head."""
+    saved: list[Tensor]
+    trained: list[Tensor]
+    """Of the saved head, after a step: of what is written."""
+
+
+def headed(folder: str, head: str, out: str, language_model: str) -> HeadedValues:
+    started = build(Path(language_model), head)
+    new = outputs(started)
+    weights = {name: tensor.clone() for name, tensor in started.named_weights(torch.float32)}
+    new_weight = weights[f"{value_projection_name(started._model.hf_model)}.weight"]
     engine = build(Path(folder), head)
     before = outputs(engine)
     accumulate(engine)
     engine.optim_step()
     engine.export_hf(Path(out), tokenizer())
-    return before, outputs(engine)
+    return HeadedValues(new, new_weight, before, outputs(engine))
 
 
 def exported(folder: str, out: str) -> None:
@@ -204,8 +220,8 @@ def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
     }
     for check, kind in RECOMPUTED.items():
         found[check] = attempt(recomputed, folders["logprobs"], activation_checkpointing=kind)
-    for head in HEADS:
-        found[head] = attempt(headed, folders[head], head, f"{out}/{head}")
+    for head in AUTO_CLASSES:
+        found[head] = attempt(headed, folders[head], head, f"{out}/{head}", folders["logprobs"])
     return found
 
 
@@ -227,7 +243,6 @@ def on_two_ranks(folders: dict[str, str], out: str) -> dict[str, Any]:
     }
 
 
-HEADS = {"token_values": "AutoModelForTokenClassification", "sequence_scores": "AutoModelForSequenceClassification"}
 RECOMPUTED = {"checkpointing_full": "full", "checkpointing_selective": "selective"}
 """Check -> engine.activation_checkpointing."""
 
@@ -236,23 +251,15 @@ class Proof:
     """A family's model, saved, and transformers' answers about it."""
 
     def __init__(self, family: str, scratch: Path) -> None:
-        import transformers
-
         options = FAMILIES[family] if family in FAMILIES else REFUSED[family][0]
         self._scratch = scratch
         self._model = save_model(family, options, scratch / "model")
         self._folders = {"logprobs": str(scratch / "model")}
         self._classifiers = {}
-        for head, name in HEADS.items():
-            self._folders[head] = str(scratch / "model")
-            try:
-                classifier = save_model(
-                    family, options | {"num_labels": 1}, scratch / f"saved {head}", getattr(transformers, name)
-                )
-            except ValueError:  # transformers has none of this family
-                continue
-            self._classifiers[head] = classifier
-            self._folders[head] = str(scratch / f"saved {head}")
+        for head in AUTO_CLASSES:
+            folder = scratch / f"saved {head}"
+            self._classifiers[head] = save_model(family, options | {"num_labels": 1}, folder, head)
+            self._folders[head] = str(folder)
 
     def on_one_rank(self, run_ranks) -> dict[str, str]:
         """Check -> PROVEN, or why not."""
@@ -345,28 +352,36 @@ class Proof:
         return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def _token_values(self, found) -> None:
+        for own, expected in zip(found.new, self._of_new_head(found), strict=True):
+            torch.testing.assert_close(own[1:], expected[:-1], atol=2e-5, rtol=1e-4)
         for values, model in self._before_and_after("token_values", found):
             for tokens, own in zip(sequences(), values, strict=True):
                 expected = model(input_ids=tokens[None], use_cache=False).logits[0, :-1, 0]
                 torch.testing.assert_close(own[1:], expected, atol=2e-5, rtol=1e-4)
 
     def _sequence_scores(self, found) -> None:
+        expected = [values[-1] for values in self._of_new_head(found)]
+        torch.testing.assert_close([own[-1] for own in found.new], expected, atol=2e-5, rtol=1e-4)
         for values, model in self._before_and_after("sequence_scores", found):
             expected = [model(input_ids=tokens[None], use_cache=False).logits[0, 0] for tokens in sequences()]
             assert len(set(torch.stack(expected).tolist())) == len(expected)
             torch.testing.assert_close([own[-1] for own in values], expected, atol=2e-5, rtol=1e-4)
 
-    def _before_and_after(self, head, found):
-        import transformers
+    @torch.no_grad()
+    def _of_new_head(self, found: HeadedValues) -> list[Tensor]:
+        """[L] of every sequence, from the language model's states."""
+        model = backbone(self._model)
+        states = [model(input_ids=tokens[None], use_cache=False).last_hidden_state[0] for tokens in sequences()]
+        return [each @ found.new_weight[0] for each in states]
 
-        reloaded = getattr(transformers, HEADS[head]).from_pretrained(
-            self._scratch / head, dtype=torch.float32, attn_implementation="eager"
+    def _before_and_after(self, head, found: HeadedValues):
+        reloaded = AUTO_CLASSES[head].from_pretrained(
+            self._scratch / head, dtype=torch.float32, attn_implementation="eager", trust_remote_code=True
         )
-        before, after = found
         with torch.no_grad():
-            yield before, self._classifiers[head]
-            yield after, reloaded.eval()
-        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), "a step changed nothing"
+            yield found.saved, self._classifiers[head]
+            yield found.trained, reloaded.eval()
+        assert not all(map(torch.equal, found.saved, found.trained)), "a step changed nothing"
 
     def _embedded(self, found) -> None:
         for tokens, logprobs, trainer in found:

@@ -7,9 +7,9 @@ partial positions) and in what lies around them (head scales, norms after the la
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
-from shardwise.ops import language_model_class
+from shardwise.engine.model_classes import model_from_config
 
 COMMON = {
     "vocab_size": 97,
@@ -191,15 +191,12 @@ REFUSED = {
 }
 
 
-def save_model(family: str, options: dict, folder: Path, model_class=None):
+def save_model(family: str, options: dict, folder: Path, head="logprobs"):
     """A random model with no two parameters alike, saved; returned as transformers computes it."""
     torch.manual_seed(0)
     common = {} if "text_config" in options else COMMON
     config = AutoConfig.for_model(family.split()[0], **common | options)
-    model_class = model_class or language_model_class(
-        config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
-    )
-    model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_from_config(config, head, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if parameter.dim() > 1 else 0.1)

@@ -64,8 +64,9 @@ MEANING = {
     "lora_experts": "the same on two ranks with an adapter for every fused expert beside them; logprobs after a step, "
     "and the gradients of the next, are those of one process",
     "qlora": "an adapter on linear layers in 4 bits: the merged model that is written gives the engine's logprobs",
-    "token_values": "a saved value head gives the values of `AutoModelForTokenClassification`, and after a step "
-    "transformers those of the engine",
+    "token_values": "a new value head gives values of the language model's states, a saved one those of "
+    "`AutoModelForTokenClassification`, and after a step transformers those of the engine; with the code beside the "
+    "weights where transformers has no class",
     "sequence_scores": "likewise a score head and `AutoModelForSequenceClassification`",
     "embedded": "greedy tokens are those of `model.generate`, and logprobs the trainer's",
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import fork_server
+from tiny_models import tiny_folder
 
 from shardwise.cli import main
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
@@ -75,6 +76,15 @@ def keep_first_rows(file: Path, num_rows: int = 256) -> None:
     """Of a jsonl file: no run of a test sees more of them, and rendering ten thousand takes seconds."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join(lines[:num_rows]), encoding="utf-8")
+
+
+def granite_folder(assets: Assets, folder: Path) -> str:
+    """A model of another family, of which transformers has no class with a value head; the same tokenizer."""
+    from transformers import AutoTokenizer
+
+    tiny_folder("granite", folder, vocab_size=261, max_position_embeddings=96)
+    AutoTokenizer.from_pretrained(assets.model).save_pretrained(folder)
+    return str(folder)
 
 
 def _write_verl_parquet(path: Path) -> None:

@@ -16,12 +16,14 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
 
     qwen3: tied, grouped queries, query and key norms. llama: untied, and no dimension divides by 4 (k and v even have
     fewer rows than 4 ranks). gemma2: tied, sliding window of 4, both softcaps low enough to bend scores and logits.
+    granite: tied; transformers has no class with a value head for it.
     qwen3_moe and mixtral: untied, 6 fused experts in each layer, which 4 ranks do not share evenly; mixtral has other
     names in its hub checkpoints.
     """
     from transformers import (
         AutoModelForCausalLM,
         Gemma2Config,
+        GraniteConfig,
         LlamaConfig,
         MixtralConfig,
         Qwen3Config,
@@ -76,6 +78,20 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
                 "sliding_window": 4,
                 "attn_logit_softcapping": 1.5,
                 "final_logit_softcapping": 2.0,
+                "tie_word_embeddings": True,
+            }
+            | overrides
+        ),
+        "granite": lambda: GraniteConfig(
+            **common
+            | {
+                "vocab_size": 127,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "residual_multiplier": 0.5,
+                "embedding_multiplier": 2.0,
                 "tie_word_embeddings": True,
             }
             | overrides

@@ -44,8 +44,8 @@ def vision_samples(model, grids=GRIDS) -> list[Sample]:
     return [vision_sample(model, str(index), own, seed=index) for index, own in enumerate(grids)]
 
 
-def reference_logprobs(model, sample: Sample) -> Tensor:
-    """[L] of one sample alone by transformers' own forward, which finds positions itself; 0 where not trained."""
+def reference_logits(model, sample: Sample) -> Tensor:
+    """[L, V] of one sample alone by transformers' own forward, which finds positions itself; of a score head [1]."""
     seen = {}
     if sample.images is not None:
         seen = {
@@ -54,7 +54,13 @@ def reference_logprobs(model, sample: Sample) -> Tensor:
             "mm_token_type_ids": (sample.token_ids == IMAGE).int()[None],
         }
     model.base_model.rope_deltas = None
-    scores = model(input_ids=sample.token_ids[None], use_cache=False, **seen).logits[0, :-1].log_softmax(-1)
+    logits: Tensor = model(input_ids=sample.token_ids[None], use_cache=False, **seen).logits[0]
+    return logits
+
+
+def reference_logprobs(model, sample: Sample) -> Tensor:
+    """[L] of one sample alone; 0 where not trained."""
+    scores = reference_logits(model, sample)[:-1].log_softmax(-1)
     logprobs = scores.gather(1, sample.token_ids[1:, None])[:, 0]
     return torch.cat([logprobs.new_zeros(1), logprobs]) * sample.loss_mask
 

@@ -28,6 +28,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from shardwise.engine.model_classes import language_model_rules
+
 _NUM_PIECES = 8
 """In which the fused experts of a layer are taken apart."""
 
@@ -232,7 +234,7 @@ def import_blocks(
     """
     targets = dict(runtime)
     prefix = model.base_model_prefix
-    rules = get_model_conversion_mapping(model)
+    rules = [*language_model_rules(model), *get_model_conversion_mapping(model)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     shapes = _Shapes(model.config, runtime)

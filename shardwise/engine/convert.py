@@ -9,13 +9,14 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder
 from shardwise.engine.heads import VALUE_PROJECTIONS
 from shardwise.engine.loading import load_weights
+from shardwise.engine.model_classes import class_named
 from shardwise.engine.model_folder import take_generation_config
 
 
@@ -62,11 +63,11 @@ def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model that config.json names, every parameter in the dtype it will be stored in.
 
     Raises:
-        ModelError: its class is none of transformers.
+        ModelError: its class is none of transformers, and none that an export made.
     """
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = _model_class(folder, config.architectures)._from_config(config, dtype=dtype)
+        model = _model_class(folder, config)._from_config(config, dtype=dtype)
     take_generation_config(model, folder)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():
@@ -74,12 +75,12 @@ def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _model_class(folder: Path, architectures: list[str] | None) -> type[PreTrainedModel]:
-    for name in architectures or []:
-        if hasattr(transformers, name):
-            found: type[PreTrainedModel] = getattr(transformers, name)
+def _model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    for name in config.architectures or []:
+        found: type[PreTrainedModel] | None = getattr(transformers, name, None) or class_named(name, config)
+        if found is not None:
             return found
     raise ModelError(
-        f"{folder / 'config.json'} names the architectures {architectures}, none of which transformers "
+        f"{folder / 'config.json'} names the architectures {config.architectures}, none of which transformers "
         f"{transformers.__version__} knows; models with code of their own cannot be exported"
     )

@@ -20,6 +20,7 @@ from shardwise.config import ExportError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.gathering import gathered_blocks
+from shardwise.engine.model_classes import CODE_NAME, auto_map, class_code
 from shardwise.engine.model_folder import INDEX_NAME, copy_processor_files
 from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
@@ -219,6 +220,9 @@ class ExportPlan:
         content = {**model.config.to_dict(), "dtype": str(self.dtype).removeprefix("torch.")}
         config = model.config.__class__.from_dict(content)
         config.architectures = [type(model).__name__]
+        if made := auto_map(model):
+            config.auto_map = made
+            (folder / CODE_NAME).write_text(class_code(model), encoding="utf-8")
         text = config.get_text_config()
         if _is_classifier(model) and text.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
             text.pad_token_id = tokenizer.pad_token_id  # without one transformers scores no batches

@@ -8,16 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
@@ -39,6 +30,7 @@ from shardwise.engine.heads import (
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
+from shardwise.engine.model_classes import kind_of, model_from_config, sees_images
 from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.precision import Precision
 from shardwise.engine.router_replay import RouterReplay
@@ -52,7 +44,6 @@ from shardwise.ops import (
     attention_layers,
     attention_of,
     backbone,
-    language_model_class,
     packed_tokens_limit,
     rotary_limit,
     routers_of,
@@ -62,13 +53,6 @@ from shardwise.ops import (
     vision_path,
     vision_reason,
 )
-
-MODEL_CLASSES = {
-    "logprobs": AutoModelForCausalLM,
-    "token_values": AutoModelForTokenClassification,
-    "sequence_scores": AutoModelForSequenceClassification,
-}
-"""What transformers calls the model that goes with each head."""
 
 
 class ScoringModel(nn.Module):
@@ -301,28 +285,22 @@ def build_on_meta(
     """
     register_packed_attention()
     has_value_head = head_name != "logprobs"
-    kind = MODEL_CLASSES[head_name].__name__.removeprefix("AutoModelFor")
     options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         _check_groups_of_heads(folder, config)
-        if has_value_head and type(config) not in MODEL_CLASSES[head_name]._model_mapping:
-            raise ModelError(f"{folder}: transformers has no model for {kind} of the family {config.model_type}")
-        model_class = MODEL_CLASSES[head_name]
-        if not has_value_head:
-            model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+        attention = attention_of(config, PACKED_ATTENTION)
         with torch.device("meta"):
-            model = model_class.from_config(
-                config, dtype=torch.float32, attn_implementation=attention_of(config, PACKED_ATTENTION)
-            )
+            model = model_from_config(config, head_name, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, OSError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
         text = " ".join(f"{type(error).__name__}: {error}".split())
+        kind = kind_of(head_name)
         raise ModelError(f"{folder} cannot be built as a model for {kind}; look into its config.json. {text}") from None
     if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
-    if model_class is AutoModelForImageTextToText and (reason := vision_reason(model)):
+    if sees_images(config) and (reason := vision_reason(model)):
         raise ModelError(f"{folder}: {reason}")
     if has_value_head:
         value_projection_name(model)  # or it is refused

@@ -1,5 +1,5 @@
 """Reward models and critics that were trained and exported: transformers loads the folder as its own classifier, which
-gives the values that the engine gave, and so does a frozen engine."""
+gives the values that the engine gave, and so does a frozen engine. Of a family without such a class (granite) too."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, random_samples, tiny_folder
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from shardwise.config import EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -20,6 +21,7 @@ from shardwise.engine import TrainEngine
 CPU = torch.device("cpu")
 PAD = 0
 CLASSES = {"token_values": AutoModelForTokenClassification, "sequence_scores": AutoModelForSequenceClassification}
+HEADED = (*FAMILIES, "granite")
 
 
 def samples():
@@ -70,8 +72,13 @@ def freeze_and_score(folder, head):
 
 def classified(folder, head, dtype=torch.float32):
     """[L] of every sample by transformers, all of them in one batch padded at the right, laid out as the engine's."""
-    model = CLASSES[head].from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    return values_by(model, head)
+    model = CLASSES[head].from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=(Path(folder) / "modeling_head.py").is_file(),
+    )
+    return values_by(model.eval(), head)
 
 
 @torch.no_grad()
@@ -104,7 +111,7 @@ def assert_values(found, expected, *, atol, rtol=0.0):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("head", CLASSES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEADED)
 def test_an_exported_head_gives_transformers_the_values_of_the_engine(run_ranks, tmp_path, family, head, world_size):
     folder, out = tiny_folder(family, tmp_path / "in"), tmp_path / "out"
     expected = None
@@ -150,18 +157,41 @@ def test_peft_puts_an_exported_adapter_with_its_head_onto_the_base_model(run_ran
     assert_values(found, values_by(model, head), atol=1e-5)
 
 
+def test_peft_puts_an_adapter_onto_a_base_with_the_class_beside_the_merged_model(run_ranks, tmp_path):
+    folder, out = tiny_folder("granite", tmp_path / "in"), tmp_path / "out"
+    (found,) = run_ranks(train_and_export, 1, str(folder), str(out), "token_values", {"lora": {"rank": 4}})
+    made = get_class_from_dynamic_module("modeling_head.GraniteForTokenClassification", out)
+    base = made.from_pretrained(folder, num_labels=1, attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, out / "adapter").eval()
+    assert_values(found, values_by(model, "token_values"), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
 @pytest.mark.parametrize("head", CLASSES)
-def test_the_exported_folder_is_one_that_transformers_would_write(run_ranks, tmp_path, head):
-    folder, out, again = tiny_folder("llama", tmp_path / "in", pad_token_id=None), tmp_path / "out", tmp_path / "again"
+def test_the_exported_folder_is_one_that_transformers_would_write(run_ranks, tmp_path, head, family):
+    folder, out, again = tiny_folder(family, tmp_path / "in", pad_token_id=None), tmp_path / "out", tmp_path / "again"
     assert AutoConfig.from_pretrained(folder).pad_token_id is None
     run_ranks(train_and_export, 2, str(folder), str(out), head, {})
-    model = CLASSES[head].from_pretrained(out)
+    model = CLASSES[head].from_pretrained(out, trust_remote_code=True)
     assert (model.config.num_labels, model.config.pad_token_id) == (1, PAD)
     assert AutoTokenizer.from_pretrained(out).pad_token_id == PAD
     model.save_pretrained(again)
     for path in again.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (again / "modeling_head.py").exists() == (family == "granite")
     assert not (out / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("head", CLASSES)
+def test_no_code_of_a_folder_is_run_when_an_engine_loads_it_or_writes_it_again(run_ranks, tmp_path, head):
+    """The family itself says which class it takes."""
+    folder, middle, out = tiny_folder("granite", tmp_path / "in"), tmp_path / "middle", tmp_path / "out"
+    run_ranks(train_and_export, 1, str(folder), str(middle), head, {})
+    code = (middle / "modeling_head.py").read_text()
+    (middle / "modeling_head.py").write_text("raise RuntimeError")
+    (found,) = run_ranks(train_and_export, 1, str(middle), str(out), head, {})
+    assert (out / "modeling_head.py").read_text() == code
+    assert_values(found, classified(out, head), atol=1e-5)
 
 
 def test_training_goes_on_from_the_saved_head(run_ranks, tmp_path):

@@ -7,12 +7,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_models import tiny_vision_model
-from vision_samples import GRIDS, negative_logprob, reference_gradients, reference_logprobs, vision_samples
+from vision_samples import (
+    GRIDS,
+    negative_logprob,
+    reference_gradients,
+    reference_logits,
+    reference_logprobs,
+    vision_samples,
+)
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModulePrecisionConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
+from shardwise.engine.model_classes import AUTO_CLASSES
 from shardwise.ops import plain_name
 
 CPU = torch.device("cpu")
@@ -190,6 +198,39 @@ def test_options_of_memory_change_no_number(run_ranks, tmp_path, keys):
         assert len(has_images) == 2
         torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
+
+
+def headed_step(folder: str, out: str, samples, head: str):
+    """Values by sample after a step, which is exported."""
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=optimizer, head=head)
+    packed = pack(samples, num_shards=dist.get_world_size(), max_tokens=64)
+    batches = packed.shards[dist.get_rank()]
+    engine.forward_backward(batches, negative_value, packed.denominators)
+    engine.optim_step()
+    engine.export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, [found.values for found in engine.forward(batches)])
+    return unpack(packed, shards)
+
+
+def negative_value(outputs, batch, denominators):
+    return -outputs.values.sum() / denominators.num_sequences, {}
+
+
+@pytest.mark.parametrize("head", AUTO_CLASSES)
+def test_critics_and_reward_models_see_images_as_their_exported_class_does(run_ranks, tmp_path, family, folder, head):
+    """Of Qwen 3.5 it is transformers' own; of the others its code is beside the weights."""
+    samples = vision_samples(tiny_vision_model(family))
+    found, _ = run_ranks(headed_step, 2, folder, str(tmp_path / "out"), samples, head)
+    model = AUTO_CLASSES[head].from_pretrained(tmp_path / "out", trust_remote_code=True, attn_implementation="eager")
+    for values, sample in zip(found, samples, strict=True):
+        with torch.no_grad():
+            logits = reference_logits(model.eval(), sample)
+        own = values[-1:] if head == "sequence_scores" else values[1:][sample.loss_mask[1:]]
+        expected = logits if head == "sequence_scores" else logits[:-1, 0][sample.loss_mask[1:]]
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_trap_10_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):

@@ -4,6 +4,9 @@ import json
 import math
 
 import pytest
+import torch
+from runs import granite_folder
+from tiny_models import tiny_model
 from transformers import AutoModelForTokenClassification
 
 ADVANTAGE, LOSS = "examples/custom_advantage/median.py:above_median", "examples/custom_loss/asymmetric.py:asymmetric"
@@ -98,6 +101,18 @@ def test_a_run_may_start_from_a_trained_critic(two_ranks, rl):
     critic = {"model": {"path": str(two_ranks / "checkpoints" / "step_3" / "critic" / "hf")}}
     first, _ = rl(**{"algorithm.advantage": "gae", "critic": critic})
     assert first["critic/grad_norm"] > 0
+
+
+def test_a_critic_of_a_family_without_such_a_class_trains_and_brings_its_code(assets, rl, tmp_path):
+    critic = {"model": {"path": granite_folder(assets, tmp_path / "granite")}, "optimizer": {"learning_rate": 0.01}}
+    first, *_, last = rl(**{"algorithm.advantage": "gae", "critic": critic, "trainer.total_steps": 3})
+    assert last["critic/loss"] < first["critic/loss"]
+    saved = tmp_path / "run" / "checkpoints" / "step_3" / "critic" / "hf"
+    found = AutoModelForTokenClassification.from_pretrained(saved, trust_remote_code=True)
+    assert type(found).__name__ == "GraniteForTokenClassification"
+    assert not torch.equal(found.base_model.norm.weight, tiny_model("granite").base_model.norm.weight)
+    (again, _) = rl("again", **{"algorithm.advantage": "gae", "critic": critic | {"model": {"path": str(saved)}}})
+    assert again["critic/loss"] < first["critic/loss"]
 
 
 def cells(in_default: str, others: str) -> list:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from runs import keep_first_rows
+from runs import granite_folder, keep_first_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shardwise.data.synthetic import preference_problems
@@ -121,6 +121,11 @@ def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(reward_model, 
 
 @pytest.mark.parametrize("ulysses_size", [1, 2])
 def test_a_reward_model_judges_completions(assets, reward_model, job, metrics_of, tmp_path, ulysses_size):
+    judge_completions(assets, reward_model, job, metrics_of, tmp_path, ulysses_size)
+
+
+def judge_completions(assets, reward_model, job, metrics_of, tmp_path, ulysses_size):
+    """In reinforcement learning, with the scores that transformers gives."""
     layout = {"ulysses_size": ulysses_size}
     model = {"type": "model", "classifier": {"path": str(reward_model)}, "engine": layout, "weight": 2.0}
     entries = [model, assets.reward]
@@ -142,7 +147,8 @@ def test_a_reward_model_judges_completions(assets, reward_model, job, metrics_of
     parts = 2 * row["reward_part/reward_model"] + row["reward_part/compute_score"]
     assert row["reward/mean"] == pytest.approx(parts, abs=1e-5)
     folder = reward_model / "checkpoints" / "step_6" / "hf"
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     for sample in map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines()):
         number = int(sample["uid"].rsplit(" ", 1)[1])
         messages = [
@@ -154,6 +160,21 @@ def test_a_reward_model_judges_completions(assets, reward_model, job, metrics_of
         with torch.no_grad():
             expected = float(model(ids).logits)
         assert sample["reward_parts"]["reward_model"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_reward_model_of_a_family_without_such_a_class_learns_and_judges(
+    assets, files, command, job, metrics_of, tmp_path
+):
+    one_batch = tmp_path / "pairs.jsonl"
+    one_batch.write_text("\n".join(files.pairs_train.read_text().splitlines()[:16]))
+    arguments = options(assets, one_batch, files.pairs_validation, tmp_path / "reward_model")
+    done = command("reward-model", *arguments, f"model.path={granite_folder(assets, tmp_path / 'granite')}")
+    assert done.code == 0, done.err
+    first, *_, last = metrics_of(tmp_path / "reward_model")
+    assert last["train/loss"] < 0.8 * first["train/loss"]
+    config = json.loads((tmp_path / "reward_model/checkpoints/step_6/hf/config.json").read_text())
+    assert config["architectures"] == ["GraniteForSequenceClassification"]
+    judge_completions(assets, tmp_path / "reward_model", job, metrics_of, tmp_path, 1)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jensen_shannon"])

@@ -7,9 +7,10 @@ import pytest
 import torch
 from ranks import RankError
 from tiny_models import tiny_folder, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from shardwise.engine.convert import convert_folder
+from shardwise.engine.model_classes import model_from_config
 
 
 class NoTokenizer:
@@ -39,6 +40,17 @@ def test_a_converted_folder_is_what_transformers_saves_in_the_other_dtype(run_ra
     assert len(names) > 2
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+
+
+def test_a_critic_of_a_family_without_such_a_class_is_converted_with_its_code(run_ranks, tmp_path):
+    config = tiny_model("granite").config
+    config.num_labels = 1
+    critic = model_from_config(config, "token_values", dtype=torch.float32)
+    critic.save_pretrained(tmp_path / "source")
+    run_ranks(convert, 1, str(tmp_path / "source"), str(tmp_path / "out"), "bfloat16", "8KB", None)
+    found = AutoModelForTokenClassification.from_pretrained(tmp_path / "out", trust_remote_code=True, dtype="auto")
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.state_dict(), critic.to(torch.bfloat16).state_dict(), rtol=0, atol=0)
 
 
 @pytest.fixture
