@@ -109,7 +109,8 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     if validates and config.reward is not None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-                    incidents = ranks.take_restarts() | {"sync/share_of_limit": weights.share_of_limit}
+                    shares = {"limit": weights.share_of_limit, "proof": weights.share_of_proof}
+                    incidents = ranks.take_restarts() | {f"sync/share_of_{what}": x for what, x in shares.items()}
             with named_failures(run.output_dir):
                 sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
             metrics |= rollout_metrics(rollout.groups) | counts

@@ -46,6 +46,8 @@ class WeightSync:
         self._seconds_per_byte: float | None = None
         self.share_of_limit = 0.0
         """Of the last sync: the seconds that its bytes take with nothing else to do, as a share of what it took."""
+        self.share_of_proof = 0.0
+        """Of the last sync: the seconds in which nothing was done but proving it, of the rank that spent most."""
 
     def sync(self, version: int) -> Metrics:
         """Returns only once every rollout engine serves this version, proven.
@@ -59,6 +61,7 @@ class WeightSync:
         receipts = self._ranks.sync_weights(version)
         seconds = time.perf_counter() - start
         self.share_of_limit = receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds
+        self.share_of_proof = max(receipt["seconds_of_proof"] for receipt in receipts) / seconds
         require_same_receipts(version, dict(zip(self._ranks.rollouts.ranks, receipts, strict=True)))
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 

@@ -1,5 +1,6 @@
 """The receipt of a weight sync: what was sent and what is served must be the same bytes."""
 
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ class SyncReceipt:
     """What travelled: fewer bytes than the weights have, where only changes do."""
     num_proven: int = field(default=0, compare=False)
     """Tensors that the engine could read back; of the others it is proven that they arrived."""
+    seconds_of_proof: float = field(default=0.0, compare=False)
+    """Of `seconds`: in which nothing was done but looking for NaN, waiting for hashes, and comparing them."""
 
 
 @contextmanager
@@ -55,6 +58,7 @@ class Manifest:
         self.checksums: dict[str, int] = {}
         """Of what was noted so far, by name."""
         self._num_bytes = 0
+        self._seconds_of_proof = 0.0
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes the tensors on; each is hashed while it is used, and noted when the next one is asked for.
@@ -65,11 +69,14 @@ class Manifest:
         with ThreadPoolExecutor(1) as pool:
             for name, tensor in weights:
                 self.require_place(name, tensor.dtype, tuple(tensor.shape))
-                if not is_finite(tensor):
-                    raise self._error(f"{name} holds values that are not finite")
-                digest = pool.submit(checksum, tensor)
+                with self._proving():
+                    if not is_finite(tensor):
+                        raise self._error(f"{name} holds values that are not finite")
+                    hashing = pool.submit(checksum, tensor)
                 yield name, tensor
-                self.note(name, digest.result(), tensor.nbytes)
+                with self._proving():
+                    digest = hashing.result()
+                self.note(name, digest, tensor.nbytes)
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
@@ -101,6 +108,7 @@ class Manifest:
             seconds=seconds,
             num_bytes_moved=num_bytes_moved,
             num_proven=num_proven,
+            seconds_of_proof=self._seconds_of_proof,
         )
 
     def verify(self, served: Iterable[tuple[str, int | None]]) -> int:
@@ -114,18 +122,25 @@ class Manifest:
             WeightSyncError: names the first tensor that was lost, altered, or never sent.
         """
         missing, num_proven = dict(self.checksums), 0
-        for name, found in served:
-            if name not in missing:
-                raise self._error(f"the engine serves {name}, which was not sent")
-            sent = missing.pop(name)
-            if found is None:
-                continue
-            if found != sent:
-                raise self._error(f"the engine serves other values of {name} than were sent")
-            num_proven += 1
+        with self._proving():
+            for name, found in served:
+                if name not in missing:
+                    raise self._error(f"the engine serves {name}, which was not sent")
+                sent = missing.pop(name)
+                if found is None:
+                    continue
+                if found != sent:
+                    raise self._error(f"the engine serves other values of {name} than were sent")
+                num_proven += 1
         if missing:
             raise self._error(f"the engine does not serve {', '.join(sorted(missing))}")
         return num_proven
+
+    @contextmanager
+    def _proving(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds_of_proof += time.perf_counter() - started
 
     def _error(self, message: str) -> WeightSyncError:
         return WeightSyncError(f"weight sync {self._version}: {message}")

@@ -169,7 +169,7 @@ def _concluded(
     Args:
         on_failure: what keeps the others going until they meet again.
     Returns:
-        The receipt, which is that of all ends.
+        The receipt, which is that of all ends; `seconds_of_proof` of the end that spent most.
     Raises:
         WeightSyncError: some end failed, this one or another. The error of this end itself is raised as it is.
     """
@@ -182,6 +182,7 @@ def _concluded(
         _report(medium, phase, error, on_failure)
         raise
     answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
+    seconds_of_proof = receipt.seconds_of_proof
     for rank, answer in enumerate(map(json.loads, answers)):
         if "failure" in answer:
             raise WeightSyncError(f"weight sync {receipt.version} failed at {name_of(rank)}: {answer['failure']}")
@@ -191,7 +192,8 @@ def _concluded(
                 f"weight sync {receipt.version}: {name_of(rank)} has {other}, this end has {receipt}; both should be "
                 "of the same weights"
             )
-    return receipt
+        seconds_of_proof = max(seconds_of_proof, other.seconds_of_proof)
+    return replace(receipt, seconds_of_proof=seconds_of_proof)
 
 
 def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]) -> None:

@@ -10,7 +10,14 @@ from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.sync import WeightSync, compare_logprobs, probe_sequences
 from shardwise.transfer import WeightSyncError
 
-RECEIPT = {"version": 3, "num_tensors": 2, "num_bytes": 10, "digest": "ab", "num_bytes_moved": 7}
+RECEIPT = {
+    "version": 3,
+    "num_tensors": 2,
+    "num_bytes": 10,
+    "digest": "ab",
+    "num_bytes_moved": 7,
+    "seconds_of_proof": 0.005,
+}
 PROMPTS = [[5], [6, 7, 8], list(range(20)), [9, 9]]
 EXAMPLES = [SimpleNamespace(prompt_ids=prompt) for prompt in PROMPTS]
 
@@ -63,6 +70,7 @@ def test_of_every_sync_it_is_known_what_share_of_its_time_the_bytes_need(fake_gr
     for version in (3, 4):
         sync.sync(version)
         assert 0.1 < sync.share_of_limit <= 0.28
+        assert 0 < sync.share_of_proof <= 0.2
     assert group.methods == ["measure_sync", "sync_weights", "sync_weights"]
 
 

@@ -1,0 +1,53 @@
+"""The ratios in README.md are those of the runs whose results are stored."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CPU_RATIO = re.compile(r" \([^)]*\)")
+ROLLOUT = "{}/4M/bfloat16/{}", "{}/30M/bfloat16/{}"
+STEP = ("step_full", "step_selective", "step_tiled_mlp", "step_full_and_tiled_mlp")
+ROWS = [
+    ("sft_throughput", ["trl"]),
+    ("sft_throughput", ["trl_packed", "trl_padding_free"]),
+    ("sft_throughput", ["bare", "bare_no_mask"]),
+    ("sft_throughput", ["memory:trl"]),
+    ("rollout_throughput", [name.format("generate", "groups_of_8") for name in ROLLOUT]),
+    ("rollout_throughput", [name.format("vllm", "groups_of_8") for name in ROLLOUT]),
+    ("rollout_throughput", [name.format(peer, "equal") for peer in ("generate", "vllm") for name in ROLLOUT]),
+    ("rollout_throughput", ["linear_bound/30M/bfloat16/groups_of_8", "linear_bound/30M/bfloat16/equal"]),
+    ("grpo_step", ["trl"]),
+    ("grpo_step", ["trl_train"]),
+    ("fsdp_overhead", ["bare_fully_shard", "bare_fully_shard_bfloat16"]),
+    ("memory", ["memory:full_logits_4096x64", "memory:full_logits_1024x256"]),
+    ("memory", [f"memory:{name}" for name in STEP]),
+    ("checkpoint", [f"{peer}_{ranks}" for peer in ("torch_save", "dcp", "raw_write") for ranks in (1, 2)]),
+    ("checkpoint", ["pause_1", "pause_2"]),
+    ("checkpoint", ["verified_load_1", "verified_load_2"]),
+    ("weight_sync", ["memcpy", "gloo_broadcast"]),
+    ("loading", ["memory:load/dense/4_ranks"]),
+]
+"""Of every line of the table: the stored result, and its ratios in their order."""
+
+
+def measured() -> list[str]:
+    """The middle cells of the table under "Measured", without what stands in parentheses."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [CPU_RATIO.sub("", line.split(" | ")[1]) for line in lines]
+
+
+def test_every_line_has_its_result():
+    assert len(measured()) == len(ROWS)
+
+
+@pytest.mark.parametrize(("line", "row"), enumerate(ROWS), ids=[f"{name} {keys[0]}" for name, keys in ROWS])
+def test_figures_are_those_of_the_stored_run(line, row):
+    name, keys = row
+    stored = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    ratios = stored["ratios"] | {f"memory:{key}": ratio for key, ratio in stored["memory_ratios"].items()}
+    found = re.findall(r"\d+\.\d+", measured()[line])
+    assert found[: len(keys)] == [f"{ratios[key]:.2f}" for key in keys]
