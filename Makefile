@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
+AGENTS_VENV := .venv-agents
 
 # The tests start hundreds of processes: what they import is compiled once, whatever the shell has set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install quickstart test test-full test-faults test-vllm test-learning gpu-test models check format docs clean
+.PHONY: install quickstart test test-full test-faults test-vllm test-agents test-learning gpu-test models check format docs clean
 
 install: $(VENV)/installed
 
@@ -49,6 +50,18 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement requirements-vllm.txt --editable '.[dev]'
 	touch $@
 
+# Tasks of reasoning-gym, harnesses of verifiers, agents with OpenAI's own client. They bring fifty packages, so they have an
+# environment of their own.
+test-agents: $(AGENTS_VENV)/installed
+	$(AGENTS_VENV)/bin/python -m pytest -m '' tests/rollout/test_verifiers.py tests/recipes/test_agents.py \
+	  tests/data/test_data_reasoning_gym.py tests/rewards/test_rewards_reasoning_gym.py tests/e2e/test_reasoning_gym_end_to_end.py
+
+$(AGENTS_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,reasoning-gym,verifiers]' openai
+	touch $@
+
 # Whether every algorithm learns, over three seeds: an hour on two cores. Writes docs/results.md.
 test-learning: install
 	$(BIN)/python -m benchmarks.learning
@@ -75,4 +88,4 @@ docs: install
 	  $(BIN)/shardwise schema --markdown ) > docs/config.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(AGENTS_VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,8 +1,9 @@
 """Which ranks train and which sample."""
 
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from shardwise.config.base import Choice, by_type
 
@@ -27,12 +28,23 @@ class Split(Choice):
     """So many ranks sample."""
     timeout_seconds: PositiveInt = 3600
     """How long a sampling rank may take for one batch of requests."""
-    medium: Literal["process_group", "shared_memory"] = "process_group"
-    """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), or host memory that all of
-    them have mapped, which needs them on the host of rank 0."""
+    medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
+    """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them
+    have mapped, which needs them on the host of rank 0, or safetensors files in `folder`."""
+    folder: Path | None = None
+    """With medium=disk: a folder that rank 0 and the ranks that sample share, and nothing else uses. The newest version
+    stays in it when the run ends."""
     delta: bool = False
     """Send only the elements whose value in engine.param_dtype a step has changed. Rank 0 keeps a copy of the weights
     in that dtype. Changes no number; sync/bytes tells what it saves."""
+
+    @model_validator(mode="after")
+    def _require_folder_of_disk(self) -> Self:
+        if self.medium == "disk" and self.folder is None:
+            raise ValueError("medium=disk needs `folder`: one that rank 0 and the ranks that sample share")
+        if self.medium != "disk" and self.folder is not None:
+            raise ValueError(f"folder={self.folder} would change nothing with medium={self.medium}; set medium=disk")
+        return self
 
 
 Placement = Annotated[Colocated | Split, Field(discriminator="type"), by_type("split")]

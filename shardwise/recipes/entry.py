@@ -49,7 +49,7 @@ from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
 from shardwise.recipes.stopping import Stopped
 from shardwise.recipes.workers import Worker
-from shardwise.transfer import Medium, ProcessGroupMedium, SharedMemoryMedium
+from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
 
 
 def run_recipe(config: RecipeConfig) -> int:
@@ -272,9 +272,15 @@ def _medium_of(
     num_together = rank.world_size - apart.num_ranks
     if 0 < rank.rank < num_together:
         return None
-    join: Callable[..., Medium] = SharedMemoryMedium.join
-    if apart.medium == "process_group":
-        join = partial(ProcessGroupMedium.join, backend="gloo" if device.type == "cpu" else "nccl", device=device)
+    join: Callable[..., Medium]
+    match apart.medium:
+        case "process_group":
+            join = partial(ProcessGroupMedium.join, backend="gloo" if device.type == "cpu" else "nccl", device=device)
+        case "shared_memory":
+            join = SharedMemoryMedium.join
+        case "disk":
+            assert apart.folder is not None  # as the config says
+            join = partial(DiskMedium.join, folder=apart.folder)
     return partial(
         join,
         dist.PrefixStore("weights", store),

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from shardwise.config import AlgorithmConfig, Colocated, ConfigError, RolloutConfig, Split
@@ -61,3 +63,11 @@ def test_an_override_adds_a_key_to_what_the_file_names_alone(tmp_path):
     assert AlgorithmConfig.load(path, ["policy_loss.clip_low=0.1"]).policy_loss.clip_low == 0.1
     with pytest.raises(ConfigError, match="num_rank"):
         RolloutConfig.load(None, ["placement=split", "placement.num_rank=2"])
+
+
+def test_a_folder_goes_with_the_disk():
+    assert rollout(placement={"num_ranks": 1, "medium": "disk", "folder": "/shared"}).apart.folder == Path("/shared")
+    with pytest.raises(ConfigError, match=r"medium=disk needs `folder`: one that rank 0 and the ranks"):
+        rollout(placement={"medium": "disk"})
+    with pytest.raises(ConfigError, match=r"folder=/shared would change nothing with medium=process_group; set"):
+        rollout(placement={"folder": "/shared"})

@@ -117,10 +117,12 @@ def test_f19_rollouts_that_were_ahead_are_trained_on_by_weights_that_lost_their_
     assert rows[3]["train/grad_norm"] != others[3]["train/grad_norm"], "the optimizer began anew"
 
 
-def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tmp_path):
+@pytest.mark.parametrize("medium", ["shared_memory", pytest.param("disk", marks=pytest.mark.full)])
+def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tmp_path, medium):
     """Of frozen weights nothing travels again. What resumes begins with all of them."""
+    folder = f", folder: {tmp_path / 'weights'}" if medium == "disk" else ""
     frozen = "engine.freeze_module_prefix=[model.embed_tokens, model.layers.0]"
-    placements = {"whole": "{num_ranks: 1}", "changes": "{num_ranks: 1, medium: shared_memory, delta: true}"}
+    placements = {"whole": "{num_ranks: 1}", "changes": f"{{num_ranks: 1, medium: {medium}{folder}, delta: true}}"}
     moved = {}
     for name, placement in placements.items():
         overrides = [frozen, f"rollout.placement={placement}", "rollout.max_staleness=1"]

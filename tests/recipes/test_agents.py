@@ -428,3 +428,39 @@ def test_coroutines_of_a_run_share_an_event_loop():
     assert len(set(loops)) == 1
     assert len(loops) == 2
     assert loops[0].is_closed()
+
+
+def asks_with_openai(example, endpoint):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    messages, said = [], []
+    for text in ("a", "b"):
+        messages.append({"role": "user", "content": text})
+        answer = client.chat.completions.create(model=endpoint.model, messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        said.append(int(messages[-1]["content"]))
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=endpoint.base_url, api_key="another", max_retries=0).chat.completions.create(
+            model=endpoint.model, messages=messages
+        )
+    return {"score": said[0], "second": said[1]}
+
+
+async def streams_with_openai(example, endpoint):
+    openai = pytest.importorskip("openai")
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    asked = [{"role": "user", "content": "a"}]
+    chunks = await client.chat.completions.create(model=endpoint.model, messages=asked, stream=True)
+    return {"score": int("".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices]))}
+
+
+@pytest.mark.parametrize(("agent", "num_turns"), [(asks_with_openai, 2), (streams_with_openai, 1)])
+def test_openais_own_client_plays_episodes(agent, num_turns):
+    """`make test-agents` has it."""
+    pytest.importorskip("openai")
+    ((episode,),), policy = play(agent)
+    assert episode.outcome.failure is None
+    assert episode.completion.num_turns == num_turns
+    said = TOKENIZER.decode(episode.completion.token_ids, skip_special_tokens=True)
+    assert said.startswith(str(int(episode.outcome.score)))
+    assert len(policy.batches) == num_turns
