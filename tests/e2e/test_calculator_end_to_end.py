@@ -215,3 +215,29 @@ def test_an_agent_that_cannot_work_is_one_line(folder, command, broken, tmp_path
     assert done.code == 2
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.full  # minutes
+def test_the_example_as_it_is_learns_to_call(shell, tmp_path, metrics_of):
+    subprocess.run([sys.executable, "examples/calculator/prepare.py", str(tmp_path)], check=True, capture_output=True)
+    data = {
+        kind: [f"data.{split}_files={tmp_path}/{kind}_{split}.jsonl" for split in ("train", "validation")]
+        for kind in ("sft", "rl")
+    }
+    taught = shell(
+        *["shardwise", "sft", "-c", "examples/calculator_sft.yaml", "--nproc", "2", f"model.path={tmp_path / 'model'}"],
+        *[*data["sft"], f"trainer.output_dir={tmp_path / 'sft'}"],
+        timeout=1200,
+    )
+    assert taught.code == 0, taught.err
+    learnt = shell(
+        *["shardwise", "rl", "-c", "examples/calculator_agent.yaml", "--nproc", "2", f"model.path={tmp_path / 'sft'}"],
+        *[*data["rl"], f"trainer.output_dir={tmp_path / 'rl'}"],
+        timeout=2400,
+    )
+    assert learnt.code == 0, learnt.err
+    steps = metrics_of(tmp_path / "rl")
+    calls = [row["reward_part/environment/tool_calls"] for row in steps]
+    assert calls[0] < 0.7
+    assert min(calls[-3:]) > 0.9
+    assert steps[-1]["val/accuracy"] > 0.9
