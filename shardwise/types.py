@@ -72,7 +72,8 @@ class GenerateRequest:
     """
 
     uid: str
-    """Together with `seed` and the completion's index it determines the random draws, whatever else is in the batch."""
+    """Together with `seed`, the completion's index and the tokens' positions it determines the random draws, whatever
+    else is in the batch: a request that goes on behind an earlier one's tokens draws anew."""
     prompt_ids: list[int]
     num_completions: int = 1
     max_tokens: int

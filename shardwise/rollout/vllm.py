@@ -571,10 +571,10 @@ def _executor(ranks_per_engine: int) -> str:
 
 
 def _seed(request: GenerateRequest, index: int) -> int:
-    """vLLM draws for a request from its first token on: with the same seed the rest would repeat the draws of the
-    beginning."""
-    uid = f"{request.uid} after {len(request.begun)}" if request.begun else request.uid
-    return stream_key(request.seed, uid, index) & _SEED_BITS
+    """vLLM's generators begin with a request: the place of its first token tells its draws from those of a request
+    before it, which an interruption or a turn of an environment's has ended."""
+    start = len(request.prompt_ids) + len(request.begun)
+    return stream_key(request.seed, f"{request.uid} from token {start}", index) & _SEED_BITS
 
 
 def _lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What every rollout engine has to do, against transformers. A new engine adds itself to KINDS in conftest.py."""
 
 from dataclasses import replace
-from itertools import count
+from itertools import combinations, count
 
 import pytest
 import torch
@@ -217,6 +217,23 @@ def test_another_seed_or_uid_gives_other_draws(open_engine):
     assert tokens(engine.generate([request])) == first
     assert tokens(engine.generate([replace(request, seed=1)])) != first
     assert tokens(engine.generate([replace(request, uid="another")])) != first
+
+
+def test_what_goes_on_behind_a_token_is_drawn_anew(open_engine, references):
+    """Requests of one uid, as the turns of an episode are. However often a prompt repeats its only token, attention
+    finds the same, so the next one has one distribution p: of independent draws a share of sum p^2 is equal, within 5
+    standard deviations."""
+    engine, num_draws = open_engine("llama"), 500
+    (request,) = requests([[6]], temperature=1.0, num_completions=num_draws, max_tokens=1)
+    turns = [tokens(engine.generate([replace(request, prompt_ids=[6] * length)]))[0] for length in (1, 2, 3)]
+    with torch.no_grad():
+        logits = [references["llama"](torch.tensor([[6] * length])).logits[0, -1].double() for length in (1, 3)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    expected = logits[0].softmax(-1).square().sum().item()
+    assert expected < 0.5
+    for one, other in combinations(turns, 2):
+        share = sum(a == b for a, b in zip(one, other, strict=True)) / num_draws
+        assert abs(share - expected) < 5 * (expected * (1 - expected) / num_draws) ** 0.5
 
 
 def test_own_stop_tokens_end_a_completion_and_stay_in_it(open_engine):
