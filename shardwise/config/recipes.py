@@ -244,6 +244,7 @@ class RLConfig(Config):
         if self.reward is None:
             self._require_no_use_of_rewards()
         _require_environment(self.reward, self.rollout, self.data)
+        _require_context(self.rollout, self.data)
         num_samples = self.rollout.num_prompts * self.rollout.group_size
         if self.algorithm.num_minibatches > num_samples:
             raise ValueError(
@@ -430,6 +431,7 @@ class EvalConfig(Config):
         if not self.data.validation_files:
             raise ValueError("data.validation_files is empty; eval measures on the validation files")
         _require_environment(self.reward, self.rollout, self.data)
+        _require_context(self.rollout, self.data)
         return self
 
 
@@ -466,6 +468,20 @@ def _require_environment(reward: RewardConfig | None, rollout: GenerationConfig,
         )
     if not has_tools and data.tools_column != EvalDataConfig.model_fields["tools_column"].default:
         raise ValueError(f"data.tools_column={data.tools_column} has no effect without rollout.environment.type=tools")
+
+
+def _require_context(rollout: GenerationConfig, data: EvalDataConfig) -> None:
+    """The rollout engine takes every prompt with its completion."""
+    if rollout.engine.context_limit is None:
+        return
+    key, limit = rollout.engine.context_limit
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if longest > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{rollout.max_response_tokens} = {longest} is more than {key}={limit}; lower the first two, raise the "
+            "last to the model's context at most, or remove it"
+        )
 
 
 def _require_train_files(files: list[str]) -> None:

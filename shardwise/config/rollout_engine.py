@@ -42,6 +42,11 @@ class EmbeddedRollout(Choice):
     """Run the engine in a process of its own, which is replaced where it dies or hangs; null: in that of its rank."""
 
     @property
+    def context_limit(self) -> tuple[str, int] | None:
+        """The key that limits a prompt and its completion, and to how many tokens; None: the model's context does."""
+        return None
+
+    @property
     def keeps_prefixes(self) -> bool:
         """Whether what is computed of a prompt's beginning serves later requests."""
         return False
@@ -91,6 +96,11 @@ class VllmRollout(Choice):
         return int(self.args.get("tensor_parallel_size", 1))
 
     @property
+    def context_limit(self) -> tuple[str, int] | None:
+        """As EmbeddedRollout's."""
+        return _limit_in(self.args, "max_model_len")
+
+    @property
     def keeps_prefixes(self) -> bool:
         """As EmbeddedRollout's."""
         return self.enable_prefix_caching
@@ -130,6 +140,11 @@ class SglangRollout(Choice):
     context_length."""
 
     @property
+    def context_limit(self) -> tuple[str, int] | None:
+        """As EmbeddedRollout's."""
+        return _limit_in(self.args, "context_length")
+
+    @property
     def keeps_prefixes(self) -> bool:
         """As EmbeddedRollout's."""
         return self.enable_prefix_caching
@@ -138,6 +153,12 @@ class SglangRollout(Choice):
     def ranks_per_engine(self) -> int:
         """As EmbeddedRollout's."""
         return 1
+
+
+def _limit_in(args: dict[str, Any], key: str) -> tuple[str, int] | None:
+    """Both engines take what is no positive number for a word to choose by themselves, or refuse it."""
+    given = args.get(key)
+    return (f"rollout.engine.args.{key}", given) if isinstance(given, int) and given > 0 else None
 
 
 RolloutEngineConfig = Annotated[

@@ -54,6 +54,18 @@ def test_rl_prompt_and_response_must_fit_a_micro_batch():
     )
 
 
+@pytest.mark.parametrize(("engine", "key"), [("vllm", "max_model_len"), ("sglang", "context_length")])
+@pytest.mark.parametrize(("cls", "base"), [(RLConfig, RL), (EvalConfig, EVAL)])
+def test_prompt_and_response_must_fit_what_the_rollout_engine_takes(cls, base, engine, key):
+    fits = [*base, f"rollout.engine.type={engine}", "data.max_prompt_tokens=40", "rollout.max_response_tokens=8"]
+    for free in ("48", "null", "-1"):  # -1 leaves it to vLLM
+        assert cls.load(None, [*fits, f"rollout.engine.args.{key}={free}"]).rollout.max_response_tokens == 8
+    assert message_of(cls, [*fits, f"rollout.engine.args.{key}=47"]) == (
+        f"data.max_prompt_tokens=40 + rollout.max_response_tokens=8 = 48 is more than rollout.engine.args.{key}=47; "
+        "lower the first two, raise the last to the model's context at most, or remove it"
+    )
+
+
 def test_more_minibatches_than_samples_are_refused():
     small = [*RL, "rollout.num_prompts=3", "rollout.group_size=2"]
     assert RLConfig.load(None, [*small, "algorithm.num_minibatches=6"]).algorithm.num_minibatches == 6
