@@ -417,7 +417,8 @@ class WeightSender(Protocol):
     """The training side of a weight sync."""
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank."""
+        """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank. A tensor
+        keeps its values while the next one is taken: it is sent when that one is being hashed."""
 
 
 class WeightReceiver(Protocol):

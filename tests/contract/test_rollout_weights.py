@@ -1,9 +1,12 @@
 """Weights that arrive in a rollout engine: served at once and whole, or not at all."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_lora import peft_model, random_adapter
 from test_rollout_base import (
     LONG,
@@ -17,10 +20,28 @@ from test_rollout_base import (
 
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.engine import TrainEngine
-from shardwise.transfer import WeightSyncError, sync_local
+from shardwise.transfer import (
+    DeltaDecoder,
+    DeltaEncoder,
+    DiskMedium,
+    ProcessGroupMedium,
+    SharedMemoryMedium,
+    WeightSyncError,
+    pull_weights,
+    push_weights,
+    sync_local,
+)
 
 PROJECTION, NORM = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
+MEDIA = {
+    "in process": None,
+    "shared memory": SharedMemoryMedium,
+    "process group": ProcessGroupMedium,
+    "disk": DiskMedium,
+    "delta": ProcessGroupMedium,
+}
+"""In which trainer and engine meet. Of those between processes `make test` has one tensor."""
 
 
 class Sender:
@@ -38,6 +59,16 @@ class Sender:
             sent.fill_(7.0)
 
 
+class Lasting:
+    """The same weights, which nothing overwrites: what receivers are given lies in the memory of a medium."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._weights = sender.weights
+
+    def named_weights(self, dtype):
+        yield from self._weights.items()
+
+
 def put(weights, name, tensor) -> None:
     weights[name] = tensor
 
@@ -50,12 +81,46 @@ def changed(name, *, seed=0):
     return tamper
 
 
-def sync(engine, sender, version) -> None:
-    sync_local(sender, engine, version=version, dtype=torch.float32)
+@pytest.fixture
+def medium() -> str:
+    return "in process"
 
 
 @pytest.fixture
-def restored(open_engine, references):
+def sync(medium, tmp_path):
+    """`sync(engine, sender, version)`: the receipt. The ends of a medium stay joined for all syncs of a test; the
+    sending one is in a thread (tests/transfer has processes)."""
+
+    def inside(engine, sender, version):
+        return sync_local(sender, engine, version=version, dtype=torch.float32)
+
+    if medium == "in process":
+        yield inside
+        return
+    store, options = dist.HashStore(), {"folder": tmp_path / "weights"} if medium == "disk" else {}
+    encoder, decoder = (DeltaEncoder(), DeltaDecoder()) if medium == "delta" else (None, None)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(MEDIA[medium].join, store, 0, 2, **options)
+        receiving = MEDIA[medium].join(store, 1, 2, **options)
+        sending = joining.result()
+
+        def over_the_medium(engine, sender, version):
+            given = {"version": version, "dtype": torch.float32, "bucket_bytes": 1 << 14, "delta": encoder}
+            pushing = thread.submit(push_weights, Lasting(sender), sending, **given)
+            try:
+                receipt = pull_weights(engine, receiving, version=version, delta=decoder)
+            finally:
+                wait([pushing])
+            assert pushing.result() == receipt
+            return receipt
+
+        yield over_the_medium
+        sending.close()
+        receiving.close()
+
+
+@pytest.fixture
+def restored(open_engine, references, sync):
     """Engines that serve their folder's weights again after the test."""
     opened = []
 
@@ -68,12 +133,21 @@ def restored(open_engine, references):
         sync(engine, Sender(model), 0)
 
 
-@pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM, "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_one_changed_tensor_changes_what_is_served_and_the_old_one_brings_it_back(restored, references, family, name):
-    """Tied (qwen3) and untied (llama), with a prompt that the prefix cache holds from before."""
-    if family == "qwen3" and name == "lm_head.weight":
-        pytest.skip("tied to the embedding")
+def changes():
+    """Cells of every medium, tied (qwen3) and untied (llama), for tensors of every part."""
+    names = [EMBEDDING, PROJECTION, NORM, "lm_head.weight", "model.layers.0.mlp.up_proj.weight"]
+    for medium, family, name in product(MEDIA, ["qwen3", "llama"], names):
+        if (family, name) == ("qwen3", "lm_head.weight"):
+            continue  # tied to the embedding
+        is_drawn = medium == "in process" or (family, name) == ("qwen3", PROJECTION)
+        yield pytest.param(medium, family, name, marks=[] if is_drawn else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("medium", "family", "name"), changes())
+def test_one_changed_tensor_changes_what_is_served_and_the_old_one_brings_it_back(
+    restored, references, sync, medium, family, name
+):
+    """With a prompt that the prefix cache holds from before."""
     engine, model = restored(family), references[family]
     prompt_ids = [*prompts(4), (prompts(1, seed=8)[0] * LONG)[:LONG]]
     before = engine.generate(requests(prompt_ids))
@@ -90,7 +164,8 @@ def test_one_changed_tensor_changes_what_is_served_and_the_old_one_brings_it_bac
     assert tokens(after) == [[ids] for ids in expected] != tokens(before)
     for group, score in zip(after, scores, strict=True):
         torch.testing.assert_close(torch.tensor(group[0].logprobs).double(), score, atol=5e-5, rtol=0)
-    sync(engine, Sender(model), 4)
+    receipt = sync(engine, Sender(model), 4)
+    assert (receipt.num_bytes_moved < receipt.num_bytes) == (medium == "delta")
     back = engine.generate(requests(prompt_ids))
     assert tokens(back) == tokens(before)
     assert [c.logprobs for group in back for c in group] == [c.logprobs for group in before for c in group]
@@ -106,8 +181,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("medium", ["in process", *(pytest.param(m, marks=pytest.mark.full) for m in list(MEDIA)[1:])])
 @pytest.mark.parametrize("fault", list(REFUSED))
-def test_a_faulty_sync_is_refused_by_name_commits_nothing_and_the_next_one_heals(restored, references, fault):
+def test_a_faulty_sync_is_refused_by_name_commits_nothing_and_the_next_one_heals(restored, references, sync, fault):
     engine, prompt_ids = restored("llama"), prompts(4)
     before = engine.generate(requests(prompt_ids))
     sync(engine, Sender(references["llama"]), 5)
@@ -132,7 +208,7 @@ def merged_by_the_trainer(folder, adapter):
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_trap_11_logprobs_change_by_exactly_the_adapter_that_the_trainer_has_merged(
-    run_ranks, restored, references, folders, tmp_path, family
+    run_ranks, restored, references, sync, folders, tmp_path, family
 ):
     """As peft computes the adapter beside the base, of given tokens and of those that are sampled."""
     engine, base = restored(family), references[family]
@@ -156,7 +232,7 @@ def test_trap_11_logprobs_change_by_exactly_the_adapter_that_the_trainer_has_mer
     assert engine.logprobs(prompt_ids) == before
 
 
-def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(restored, references):
+def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(restored, references, sync):
     engine, wanted = restored("llama"), requests(prompts(1))
     sync(engine, Sender(references["llama"]), 5)
     engine.load_weights(iter([]))  # a sync that failed before its first tensor has changed nothing
@@ -193,7 +269,7 @@ def test_logprobs_are_those_that_sampling_at_temperature_1_reported(open_engine)
         assert logprobs[len(ids) - 1 :] == pytest.approx(completion.logprobs, abs=1e-4)
 
 
-def test_each_token_carries_the_version_that_sampled_it_and_its_logprob(not_in_a_server, restored, references):
+def test_each_token_carries_the_version_that_sampled_it_and_its_logprob(not_in_a_server, restored, references, sync):
     """Weights that arrive between the parts of completions; each token's logprob is of the model at its version."""
     engine, models = restored("llama"), [references["llama"]]
 
