@@ -207,7 +207,7 @@ def test_a_run_whose_engine_was_killed_goes_on_to_the_same_end(learned, config_o
     assert not marked(str(tmp_path))
 
 
-def test_f06_engines_of_ranks_that_only_sample_are_killed_and_the_run_goes_on_to_the_same_end(
+def test_f06_trap_25_engines_of_ranks_that_only_sample_are_killed_and_the_run_goes_on_to_the_same_end(
     config_of, shell, start, metrics_of, tmp_path
 ):
     """One rank trains, one samples with vLLM in a process of its own, a step ahead."""

@@ -48,7 +48,9 @@ def gather(fsdp_size, bucket_bytes, offload):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2), (2, 1)])
-def test_every_tensor_arrives_whole_and_is_the_receivers_own(run_ranks, world_size, fsdp_size, offload):
+def test_trap_29_every_tensor_arrives_whole_over_few_collectives_and_is_the_receivers_own(
+    run_ranks, world_size, fsdp_size, offload
+):
     for number in run_ranks(gather, world_size, fsdp_size, 1 << 20, offload):
         sharded = (fsdp_size or world_size) > 1
         assert number == (4 if sharded else 0), "neighbours of one dtype share a collective"

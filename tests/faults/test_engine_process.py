@@ -48,7 +48,9 @@ def restarts(run: Path) -> list[float]:
     ],
     ids=["colocated", "split"],
 )
-def test_f06_engines_that_are_killed_change_no_number(rl_arguments, shell, start, tmp_path, options, faults, expected):
+def test_f06_trap_25_engines_that_are_killed_change_no_number(
+    rl_arguments, shell, start, tmp_path, options, faults, expected
+):
     undisturbed = tmp_path / "undisturbed"
     done = shell("shardwise", *rl_arguments(undisturbed, *options), timeout=300)
     assert done.code == 0, done.err
@@ -65,7 +67,9 @@ def test_f06_engines_that_are_killed_change_no_number(rl_arguments, shell, start
 
 
 @pytest.mark.full
-def test_f08_a_run_whose_restarts_are_used_up_ends_with_the_history_and_leaves_nothing(rl_arguments, start, tmp_path):
+def test_f08_trap_25_a_run_whose_restarts_are_used_up_ends_with_the_history_and_leaves_nothing(
+    rl_arguments, start, tmp_path
+):
     run = start(
         *rl_arguments(tmp_path / "run", "rollout.engine.process.max_restarts=0"),
         faults="rank=1 step=2 phase=serve action=kill",

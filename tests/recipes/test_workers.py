@@ -229,7 +229,7 @@ def test_one_changed_weight_is_in_the_next_completion(family, tmp_path):
 
 
 @pytest.mark.parametrize(("param_dtype", "bytes_per_weight"), [("float32", 4), ("bfloat16", 2)])
-def test_a_sync_moves_every_weight_once_in_the_compute_dtype(param_dtype, bytes_per_weight, tmp_path):
+def test_trap_29_a_sync_moves_every_weight_once_in_the_compute_dtype(param_dtype, bytes_per_weight, tmp_path):
     worker = build("qwen3", tmp_path, param_dtype=param_dtype)
     assert worker.sync_weights(1)["num_bytes"] == engine_of(worker).num_parameters * bytes_per_weight
 

@@ -139,7 +139,7 @@ def test_a_sync_proves_what_the_process_serves(undisturbed, supervised, synced):
     assert all(torch.equal(tensor, dict(undisturbed.served_weights())[n]) for n, tensor in supervised.served_weights())
 
 
-def test_f06_a_process_killed_while_idle_is_noticed_in_seconds_and_replaced_with_its_weights(
+def test_f06_trap_25_a_process_killed_while_idle_is_noticed_in_seconds_and_replaced_with_its_weights(
     undisturbed, supervised, synced, capfd
 ):
     synced(3)
@@ -161,7 +161,7 @@ def test_f06_a_process_killed_while_idle_is_noticed_in_seconds_and_replaced_with
     assert "the rollout engine of rank 0: restart" in capfd.readouterr().err
 
 
-def test_f06_requests_of_a_process_killed_while_serving_are_asked_of_the_next_one_to_the_same_bits(
+def test_f06_trap_25_requests_of_a_process_killed_while_serving_are_asked_of_the_next_one_to_the_same_bits(
     undisturbed, supervised, synced, planned
 ):
     synced(4)
@@ -171,7 +171,9 @@ def test_f06_requests_of_a_process_killed_while_serving_are_asked_of_the_next_on
     assert supervised.take_restarts() == 1
 
 
-def test_f06_a_process_killed_while_weights_stream_or_load_serves_no_mixture(undisturbed, supervised, synced, planned):
+def test_f06_trap_25_a_process_killed_while_weights_stream_or_load_serves_no_mixture(
+    undisturbed, supervised, synced, planned
+):
     synced(5)
     supervised.take_restarts()
     killed = supervised.pid
@@ -192,7 +194,9 @@ def _kill(pid: int) -> None:
         wait_until(lambda: not is_alive(pid))
 
 
-def test_f06_after_a_sync_that_broke_off_no_process_generates_until_a_whole_one(undisturbed, supervised, synced):
+def test_f06_trap_25_after_a_sync_that_broke_off_no_process_generates_until_a_whole_one(
+    undisturbed, supervised, synced
+):
     synced(8)
     sender = Sender(undisturbed, 9)
     sender.weights["model.norm.weight"] = sender.weights["model.norm.weight"] * torch.nan
@@ -205,7 +209,7 @@ def test_f06_after_a_sync_that_broke_off_no_process_generates_until_a_whole_one(
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
 
 
-def test_f06_a_process_killed_as_it_is_interrupted_loses_no_token(undisturbed, supervised, synced):
+def test_f06_trap_25_a_process_killed_as_it_is_interrupted_loses_no_token(undisturbed, supervised, synced):
     """The next one is interrupted in its place; what both have not sampled is asked for afterwards."""
     synced(13)
     supervised.take_restarts()

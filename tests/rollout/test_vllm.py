@@ -305,7 +305,9 @@ class Sender:
 
 @needs_vllm
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "two workers"])
-def test_f06_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves_nothing(folder, marked, monkeypatch, size):
+def test_f06_trap_25_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves_nothing(
+    folder, marked, monkeypatch, size
+):
     """Two workers share a machine with one NUMA node only where they are told their cores."""
     monkeypatch.setenv(MARK, f"{folder}-{size}")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if size == 2 else "auto")
@@ -443,7 +445,7 @@ def test_an_adapter_that_vllm_cannot_serve_is_refused_at_the_start(folder, lora,
 
 @needs_vllm
 @pytest.mark.slow
-def test_f06_vllm_in_a_process_that_is_killed_is_replaced_with_its_adapter(folder):
+def test_f06_trap_25_vllm_in_a_process_that_is_killed_is_replaced_with_its_adapter(folder):
     engine = open_with_adapter(folder, LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), process={})
     sender = AdapterSender(engine, seed=1)
     receipt = sync_local(sender, engine, version=3, dtype=torch.float32)

@@ -75,7 +75,7 @@ def pull(medium, folder, join, *, before=nothing, num_syncs=1, timeout_seconds=2
         return error, receiver.version
 
 
-def test_every_receiver_holds_what_was_sent_and_all_receipts_are_equal(run):
+def test_trap_29_every_receiver_holds_what_was_sent_and_all_receipts_are_equal(run):
     sent, *received = run(partial(push, num_syncs=3), partial(pull, num_syncs=3), partial(pull, num_syncs=3))
     assert received == [sent, sent]
     weights = random_weights(3)
@@ -147,7 +147,7 @@ def test_a_sender_that_fails_says_so_to_its_receivers(run, medium):
 
 
 @pytest.mark.parametrize("act", [kill_self, stop_self], ids=["killed", "stopped"])
-def test_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, medium, act):
+def test_trap_29_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, medium, act):
     lost = partial(pull, before=on("experts", act), timeout_seconds=TIMEOUT_SECONDS)
     ends = [partial(push, timeout_seconds=TIMEOUT_SECONDS), lost, partial(pull, timeout_seconds=TIMEOUT_SECONDS)]
     (at_sender, seconds), gone, (at_other, version) = run(*ends)
@@ -163,7 +163,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, medium, ac
 
 
 @pytest.mark.parametrize("act", [kill_self, stop_self], ids=["killed", "stopped"])
-def test_a_sender_lost_in_mid_sync_is_named_and_no_receiver_commits(run, medium, act):
+def test_trap_29_a_sender_lost_in_mid_sync_is_named_and_no_receiver_commits(run, medium, act):
     ends = [partial(push, before=on("empty", act), timeout_seconds=TIMEOUT_SECONDS)]
     gone, *received = run(*ends, *2 * [partial(pull, timeout_seconds=TIMEOUT_SECONDS)])
     assert isinstance(gone, Died)
