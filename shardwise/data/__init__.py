@@ -3,6 +3,7 @@
 from shardwise.data.chat import (
     check_vocabulary,
     load_tokenizer,
+    longest_token,
     render_conversation,
     render_observation,
     render_prompt,

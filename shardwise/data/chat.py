@@ -145,7 +145,8 @@ def render_observation(
     apply_chat_template: bool,
     last_token_id: int,
     origin: str,
-) -> list[int]:
+    max_chars: int,
+) -> list[int] | None:
     """The tokens between a sampled turn and the next one: what stands there of the turn's end that the policy did not
     sample itself, the observation, and what the next turn answers. The sampled tokens are never tokenized again.
 
@@ -153,6 +154,9 @@ def render_observation(
         observation: text (a message of the user's for the chat template), or messages.
         last_token_id: the last one sampled.
         origin: names the row in errors.
+        max_chars: of the text, with what the template adds.
+    Returns:
+        None where it is longer: it is not tokenized.
     Raises:
         DataError: bad messages, or messages without a chat template.
     """
@@ -162,7 +166,7 @@ def render_observation(
                 f"{origin}: the observation is {describe_type(observation)}, but data.apply_chat_template=false takes "
                 f"strings: {preview(observation)}"
             )
-        return _encode(tokenizer, observation.encode("utf-8", "replace").decode())
+        return _encode(tokenizer, _characters(observation)) if len(observation) <= max_chars else None
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     before = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
     text = _render(tokenizer, [*before, *checked_messages(messages, origin)], origin, add_generation_prompt=True)
@@ -172,12 +176,24 @@ def render_observation(
             f"{origin}: the chat template does not write what an assistant says as it is, so nothing can follow it; "
             "set model.chat_template=FILE"
         )
-    token_ids = _encode(tokenizer, after.encode("utf-8", "replace").decode())  # half a surrogate pair is no character
+    if len(after) > max_chars:
+        return None
+    token_ids = _encode(tokenizer, _characters(after))
     if last_token_id not in token_ids:
         return token_ids
     end = token_ids.index(last_token_id)
     ends_the_turn = not tokenizer.decode(token_ids[:end]).strip()
     return token_ids[end + 1 :] if ends_the_turn else token_ids
+
+
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The characters that one token can stand for at most: longer text has more tokens."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _characters(text: str) -> str:
+    """Half a surrogate pair is no character."""
+    return text.encode("utf-8", "replace").decode()
 
 
 _ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"

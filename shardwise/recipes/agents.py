@@ -12,6 +12,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import AgentEnvironment, TrainingError
+from shardwise.data import longest_token
 from shardwise.recipes.conversation import Conversation, Limits
 from shardwise.recipes.episodes import Episode, Generate
 from shardwise.rewards import Answer, describe_error, read_score
@@ -65,7 +66,7 @@ class Agents:
         self._agent = agent
         self._tokenizer = tokenizer
         self._generate = generate
-        self._limits = Limits(max_prompt_tokens, config.max_turns)
+        self._limits = Limits(max_prompt_tokens, config.max_turns, longest_token(tokenizer))
         self._version, self._has_sampled = 0, False
         self._changed = threading.Condition()
         self._games: dict[str, _Game] = {}

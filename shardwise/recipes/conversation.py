@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +25,8 @@ class Limits:
     max_prompt_tokens: int
     """The messages of the first request, rendered."""
     max_turns: int
+    longest_token: int
+    """In characters: what is longer than its tokens could be is refused before it is tokenized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,12 @@ class Conversation:
         return len(messages) == len(last) and all(map(chat_format.says_the_same, messages, last))
 
     def _first(self, chat: ChatRequest, messages: list[Message], tools: list[dict[str, Any]]) -> Asked:
+        num_chars = sum(len(message["content"]) for message in messages)
+        if num_chars > self._limits.max_prompt_tokens * self._limits.longest_token:
+            self._refuse(
+                f"the prompt has {num_chars} characters, more than the maximum context length of "
+                f"data.max_prompt_tokens={self._limits.max_prompt_tokens} can hold"
+            )
         prompt_ids = render_prompt(
             self._tokenizer, messages, apply_chat_template=True, system_prompt=None, origin=ORIGIN, tools=tools
         )
@@ -186,22 +194,24 @@ class Conversation:
 
     def _next(self, chat: ChatRequest, messages: list[Message]) -> Asked:
         new = self._new_messages(messages)
+        num_used = len(self._completion.token_ids)
         observed = render_observation(
             self._tokenizer,
             new,
             apply_chat_template=True,
             last_token_id=self._completion.token_ids[-1],
             origin=ORIGIN,
+            max_chars=(self._request.max_tokens - num_used) * self._limits.longest_token,
         )
         if self.num_turns == self._limits.max_turns:
             self._refuse(
                 f"the episode has had its rollout.environment.max_turns={self._limits.max_turns}", code="max_turns"
             )
-        num_used = len(self._completion.token_ids)
-        if num_used + len(observed) >= self._request.max_tokens:
+        if observed is None or num_used + len(observed) >= self._request.max_tokens:
+            size = "more characters than the others can hold" if observed is None else str(len(observed))
             self._refuse(
                 f"no room for another turn: turns and messages have {num_used} tokens, the new messages "
-                f"{len(observed)}, and the maximum context length leaves them "
+                f"{size}, and the maximum context length leaves them "
                 f"rollout.max_response_tokens={self._request.max_tokens}"
             )
         return self._asking(chat, messages, observed)
@@ -245,6 +255,6 @@ class Conversation:
             )
         return new
 
-    def _refuse(self, why: str, *, code: str = chat_format.CONTEXT_EXCEEDED) -> None:
+    def _refuse(self, why: str, *, code: str = chat_format.CONTEXT_EXCEEDED) -> NoReturn:
         self.refusal = why
         raise ApiError(400, why, code=code, param="messages")

@@ -8,7 +8,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import DataError, EnvironmentConfig
-from shardwise.data import render_observation
+from shardwise.data import longest_token, render_observation
 from shardwise.rewards import Answer, describe_error, read_score
 from shardwise.rollout import EnvironmentCaller
 from shardwise.types import Completion, Example, GenerateRequest
@@ -117,6 +117,7 @@ class Episodes:
         self._new_environment = environment
         self._tokenizer = tokenizer
         self._generate = generate
+        self._longest_token = longest_token(tokenizer)
         self._caller = EnvironmentCaller(config)
 
     def __enter__(self) -> Self:
@@ -186,24 +187,26 @@ class Episodes:
             if observation is None:
                 game.is_over = True
                 continue
+            before = game.episode.completion
             try:
                 token_ids = render_observation(
                     self._tokenizer,
                     observation,
                     apply_chat_template=game.episode.example.messages is not None,
-                    last_token_id=game.episode.completion.token_ids[-1],
+                    last_token_id=before.token_ids[-1],
                     origin="the environment's answer",
+                    max_chars=(game.request.max_tokens - len(before.token_ids)) * self._longest_token,
                 )
             except DataError as error:
                 game.fail("step", f"returned what cannot be read: {error}")
                 continue
             self._observe(game, observation, token_ids)
 
-    def _observe(self, game: _Game, observation: str | list[dict[str, Any]], token_ids: list[int]) -> None:
+    def _observe(self, game: _Game, observation: str | list[dict[str, Any]], token_ids: list[int] | None) -> None:
         """Appends an observation, or ends the game where no turn could follow it."""
         before = game.episode.completion
-        has_room = len(before.token_ids) + len(token_ids) < game.request.max_tokens
-        if not has_room or before.num_turns == self._config.max_turns:
+        num_left = game.request.max_tokens - len(before.token_ids)
+        if token_ids is None or len(token_ids) >= num_left or before.num_turns == self._config.max_turns:
             game.episode.completion = replace(before, finish_reason="length")
             game.is_over = True
             return

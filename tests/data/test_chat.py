@@ -129,6 +129,7 @@ def observed(tokenizer, observation, *, last, apply_chat_template=True):
             apply_chat_template=apply_chat_template,
             last_token_id=last_token_id,
             origin="row",
+            max_chars=100,
         )
     )
 
@@ -141,7 +142,7 @@ def test_sampled_turns_and_observations_are_the_tokens_of_the_whole_conversation
         token_ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]  # as the policy samples it
         if answer is not None:
             token_ids += render_observation(
-                tokenizer, answer, apply_chat_template=True, last_token_id=token_ids[-1], origin="row"
+                tokenizer, answer, apply_chat_template=True, last_token_id=token_ids[-1], origin="row", max_chars=100
             )
     talk = [*TALK, *conversation(("user", "and 1+1?"), ("assistant", "2"))]
     whole, _ = render_conversation(tokenizer, talk, "row")

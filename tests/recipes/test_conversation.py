@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwise.data import train_tokenizer
+from shardwise.data import longest_token, train_tokenizer
 from shardwise.recipes.conversation import Conversation, Limits
 from shardwise.rewards import Answer
 from shardwise.rollout.chat_format import ApiError, completion_body, read_request
@@ -29,7 +29,9 @@ def begin(tokenizer):
             max_tokens=max_tokens,
             **{"temperature": 0.7, "stop": ["#"], "seed": 5} | sampling,
         )
-        return Conversation(tokenizer, request, Limits(max_prompt_tokens, max_turns), call_format="hermes")
+        return Conversation(
+            tokenizer, request, Limits(max_prompt_tokens, max_turns, longest_token(tokenizer)), call_format="hermes"
+        )
 
     return make
 
@@ -197,6 +199,24 @@ def test_limits_refuse_a_further_turn_and_count_as_truncated(begin, tokenizer, l
     episode = conversation.episode(row(), Answer(), version=7)
     assert episode.completion.finish_reason == "length"
     assert episode.completion.num_turns == (0 if "max_prompt_tokens" in limits else 1)
+
+
+@pytest.mark.parametrize(
+    ("num_turns", "told"),
+    [
+        (0, "the prompt has 5000000 characters, more than the maximum context length of data.max_prompt_tokens=60"),
+        (1, "no room for another turn: .* the new messages more characters than the others can hold"),
+    ],
+)
+def test_f47_a_message_longer_than_its_tokens_could_be_is_refused_before_it_is_tokenized(
+    begin, tokenizer, monkeypatch, num_turns, told
+):
+    conversation, flood = begin(), {"role": "user", "content": "7" * 5_000_000}
+    before = [USER, say(conversation, tokenizer, "5", USER)[0]] if num_turns else []
+    monkeypatch.setattr(tokenizer, "encode", None)
+    with pytest.raises(ApiError, match=told) as refused:
+        conversation.ask(chat(*before, flood))
+    assert refused.value.code == "context_length_exceeded"
 
 
 def test_without_a_turn_there_is_an_empty_completion_of_the_batchs_version(begin):

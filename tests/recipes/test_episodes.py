@@ -19,6 +19,9 @@ class Digits:
     def decode(self, token_ids, skip_special_tokens=False):
         return "".join(str(token) for token in token_ids if not (skip_special_tokens and token == END))
 
+    def get_vocab(self):
+        return {str(digit): digit for digit in range(10)}
+
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
         return [int(character) for character in text]
@@ -172,6 +175,27 @@ def test_limits_end_an_episode_which_is_scored_as_far_as_it_came(options, token_
     assert episode.completion.finish_reason == "length"
     assert episode.outcome.parts == {"steps": num_steps}
     assert made[0].calls[-2:] == [("reward",), ("close",)]
+
+
+@pytest.mark.parametrize("num_chars", [10, 5_000_000])
+def test_f47_an_answer_longer_than_the_tokens_left_could_be_ends_the_episode_before_it_is_tokenized(num_chars):
+    """Two of 12 tokens are used, and a token is a character: 10 are read and leave no room, more are not read."""
+    read = []
+
+    class Watched(Digits):
+        def encode(self, text, add_special_tokens):
+            read.append(len(text))
+            return super().encode(text, add_special_tokens)
+
+    class Floods(Echo):
+        async def step(self, response):
+            return num_chars * "7"
+
+    with Episodes(CustomEnvironment(path="a.py:B"), Floods, Watched(), Policy({"row 1/0": ["29"]})) as episodes:
+        ((episode,),) = play_all(episodes, max_tokens=12)
+    assert read == ([10] if num_chars == 10 else [])
+    assert (episode.completion.token_ids, episode.completion.finish_reason) == ([2, 9], "length")
+    assert (episode.outcome.score, episode.outcome.failure) == (0.5, None)
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "reward", "close"])

@@ -22,6 +22,9 @@ class Digits:
     def decode(self, token_ids, skip_special_tokens=False):
         return "".join(str(token) for token in token_ids if token or not skip_special_tokens)
 
+    def get_vocab(self):
+        return {str(digit): digit for digit in range(10)}
+
 
 class Rewards:
     """Scores a text with its value, so that every completion has its own; odd values fail."""
