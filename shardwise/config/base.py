@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -24,8 +24,8 @@ class Config(BaseModel):
 
         Args:
             path: the YAML file; None starts from the defaults.
-            overrides: `key.path=value`, the value in YAML syntax; later ones win. A key below a name that stands for
-                its defaults (`placement: split`) is added to it.
+            overrides: `key.path=value`, the value in YAML syntax; later ones win. A key below a name or an
+                import path that stands alone (`placement: split`) is added to it.
         Raises:
             ConfigError: lists every problem at once: key path, what was given, what is allowed, the nearest name.
         """
@@ -61,6 +61,8 @@ class Choice(Config):
     """One alternative of a union, told from the others by the field that `tag` names."""
 
     tag: ClassVar[str] = "name"
+    import_key: ClassVar[str | None] = None
+    """The key that an import path alone stands for."""
 
     def arguments(self) -> dict[str, Any]:
         """Its other keys and their values: what the function of that name takes by keyword."""
@@ -106,8 +108,8 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
         if node.get(parent) is None:  # absent, or a group whose keys are all commented out
             node[parent] = {}
         _, alternatives = _place(cls, tuple(parents[:depth]))
-        if isinstance(node[parent], str) and node[parent] in _tags(alternatives):  # the name stands for its defaults
-            node[parent] = {cast(type[Choice], alternatives[0]).tag: node[parent]}
+        if isinstance(node[parent], str) and (meant := _key_of(node[parent], alternatives)) is not None:
+            node[parent] = {meant: node[parent]}
         node = node[parent]
         if not isinstance(node, dict):
             given = f"{parent}={node}"
@@ -116,6 +118,14 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
                 f"parameters, give them together: '{parent}={{name: {node}, {leaf}: ...}}'"
             )
     node[leaf] = value
+
+
+def _key_of(alone: str, alternatives: Sequence[type[Config]]) -> str | None:
+    """The key that a name or an import path stands for where it is given alone."""
+    choices = [group for group in alternatives if issubclass(group, Choice)]
+    if alone in _tags(choices):
+        return choices[0].tag
+    return next((group.import_key for group in choices if group.import_key is not None and ":" in alone), None)
 
 
 def _explain(cls: type[Config], problem: Any) -> str:

@@ -1,7 +1,7 @@
 """How a function is chosen: by its name, which alone stands for its defaults (`advantage: rloo`), or by the import path
 of one's own (`advantage: rules.py:my_advantage`)."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -25,6 +25,7 @@ def named(default: str) -> BeforeValidator:
 class Custom(Choice):
     """A function of one's own."""
 
+    import_key: ClassVar[str] = "function"
     name: Literal["custom"] = "custom"
     function: str
     """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""

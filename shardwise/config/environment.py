@@ -24,6 +24,7 @@ class _Environment(Choice):
 class CustomEnvironment(_Environment):
     """A class of your own."""
 
+    import_key: ClassVar[str] = "path"
     type: Literal["custom"] = "custom"
     """custom: a class of your own, which is what a group without a type is; tools: functions that the policy may
     call; agent: a program that asks the policy through an OpenAI-compatible endpoint."""

@@ -14,6 +14,7 @@ class FunctionReward(Choice):
     """A Python function, called in a process of the pool."""
 
     tag: ClassVar[str] = "type"
+    import_key: ClassVar[str] = "function"
     type: Literal["function"] = "function"
     """function: a Python function by its import path, which is what an entry without a type is; judge: a language model
     behind an endpoint."""

@@ -16,6 +16,25 @@ def test_an_import_path_or_a_group_without_type_is_a_class_of_ones_own():
     assert parse("a.py:Game").rollout.generation().environment == CustomEnvironment(path="a.py:Game")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        (["rollout.environment=a.py:Game", "rollout.environment.max_turns=3"], "rollout.environment.max_turns"),
+        (["reward.functions=a.py:b", "reward.functions.weight=3"], "reward.functions.0.weight"),
+        (
+            ["algorithm.advantage=a.py:f", "algorithm.advantage.parameters.x=3"],
+            "algorithm.advantage.parameters.x",
+        ),
+    ],
+)
+def test_keys_below_an_import_path_that_stands_alone_are_added_to_it(overrides, chosen):
+    base = ["model.path=m", "data.train_files=a.jsonl", "reward.functions=a.py:b"]
+    found = RLConfig.load(None, [*base, *overrides]).model_dump()
+    for key in chosen.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    assert found == 3
+
+
 def test_tools_are_a_type():
     chosen = parse({"type": "tools", "functions": ["a.py:f"], "max_turns": 3}).rollout.environment
     assert chosen == ToolsEnvironment(functions=["a.py:f"], max_turns=3)
