@@ -71,14 +71,16 @@ class EnvironmentCaller:
 
 
 async def call_in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What a coroutine function returns, or another one, which runs in a thread of its own.
+    """What a coroutine function returns, or another one, which runs in a thread of its own; where that returns a
+    coroutine, what comes of it.
 
     Raises:
         TimeoutError: it took longer. A thread is not waited for any more, and goes on.
     """
     try:
         async with asyncio.timeout(seconds) as deadline:
-            return await (call() if is_coroutine(call) else _in_thread(call))
+            returned = await (call() if is_coroutine(call) else _in_thread(call))
+            return await returned if inspect.iscoroutine(returned) else returned
     except TimeoutError:
         if deadline.expired():
             raise TimeoutError(f"no answer within {seconds:g} s") from None

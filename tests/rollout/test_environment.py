@@ -28,6 +28,14 @@ def test_answers_come_in_the_order_of_the_calls_from_threads_and_coroutines():
         assert environments.call([]) == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_plain_function_may_return_a_coroutine_whose_deadline_is_its_own():
+    with caller(timeout_seconds=0.5) as environments:
+        answered, late = environments.call([lambda: doubled(4), lambda: asyncio.sleep(60)])
+    assert answered == 8
+    assert str(late) == "no answer within 0.5 s"
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration("over"), SystemExit(3), KeyError("k")])
 def test_what_a_call_raises_is_its_answer_alone(error):
     def fails():
