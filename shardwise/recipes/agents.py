@@ -68,6 +68,7 @@ class Agents:
         self._generate = generate
         self._limits = Limits(max_prompt_tokens, config.max_turns, longest_token(tokenizer))
         self._version, self._has_sampled = 0, False
+        self._has_refused_keys = False
         self._changed = threading.Condition()
         self._games: dict[str, _Game] = {}
         self._runner = AgentRunner()
@@ -113,8 +114,13 @@ class Agents:
             assert outcome is not None
             raise TrainingError(
                 f"none of {len(games)} agents asked the policy for a turn; the first, for row {games[0].row.uid}: "
-                f"{outcome.failure}. Fix rollout.environment.path"
+                f"{outcome.failure}. {self._advice()}"
             )
+
+    def _advice(self) -> str:
+        if self._has_refused_keys:
+            return "The endpoint refused requests without the key of their episode; give the client endpoint.api_key"
+        return f"Fix the agent, rollout.environment.path={self._config.path}"
 
     def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
         requests = [
@@ -185,7 +191,9 @@ class Agents:
         self._changed.notify_all()
 
     def _is_known(self, key: str) -> bool:
+        """From the server's thread."""
         with self._changed:
+            self._has_refused_keys |= key not in self._games
             return key in self._games
 
     async def _answer(self, request: HttpRequest) -> dict[str, Any] | Events:

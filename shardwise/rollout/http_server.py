@@ -115,7 +115,7 @@ class HttpServer:
             raise ApiError(400, "this is no HTTP request")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not self._is_known(token):
+        if not self._is_known(token if scheme.lower() == "bearer" else ""):
             raise ApiError(
                 401,
                 "no episode that is being played has this API key; every episode has a key of its own "

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -392,8 +393,22 @@ def test_f47_a_client_that_drips_waits_alone():
 
 
 def test_agents_that_never_ask_stop_the_run_with_the_reason_of_the_first():
-    with pytest.raises(TrainingError, match=r"none of 2 agents asked .* row 1: the agent failed: ValueError: the tool"):
+    told = r"none of 2 agents asked .* row 1: the agent failed: ValueError: the tool.*\. Fix the agent, .*path=given"
+    with pytest.raises(TrainingError, match=told):
         play(raises_later, group_size=2)
+
+
+@pytest.mark.parametrize("scheme", ["Bearer wrong", "Basic"])
+def test_agents_without_the_key_of_their_episode_stop_the_run_which_says_so(scheme):
+    def asks_with_another_key(example, endpoint):
+        url = urlsplit(endpoint.base_url)
+        with closing(http.client.HTTPConnection(url.netloc, timeout=10)) as connection:
+            connection.request("GET", f"{url.path}/models", headers={"Authorization": f"{scheme}{endpoint.api_key}"})
+            raise RuntimeError(f"status {connection.getresponse().status}")
+
+    told = r"RuntimeError: status 401.*\. The endpoint refused requests without the key .* client endpoint\.api_key$"
+    with pytest.raises(TrainingError, match=told):
+        play(asks_with_another_key, group_size=2)
 
 
 def test_where_generation_fails_agents_are_told_and_ended():
