@@ -13,7 +13,9 @@ class ModelConfig(Config):
     """Which model is trained, and the tokenizer that belongs to it."""
 
     path: str
-    """A folder in the Hugging Face layout (config.json, *.safetensors, tokenizer), or the name of one on the hub."""
+    """A folder in the Hugging Face layout (config.json, *.safetensors, tokenizer), or the name of one on the hub. The
+    weights are in the files that model.safetensors.index.json names; without it in model.safetensors; without that in
+    all *.safetensors."""
     tokenizer_path: str | None = None
     """A tokenizer folder or hub name; null takes the one beside the model."""
     chat_template: str | None = None

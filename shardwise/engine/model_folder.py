@@ -30,8 +30,7 @@ def resolve_folder(path: str, *, may_download: bool = True) -> Path:
         if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ModelError(f"model.path={path} is not a folder; give a Hugging Face model folder or a hub name")
         try:
-            patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-            folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not may_download))
+            folder = _downloaded(path, may_download=may_download)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ModelError(
                 f"model.path={path} is neither a local folder nor a model that the hub or its cache could give "
@@ -47,42 +46,66 @@ def resolve_folder(path: str, *, may_download: bool = True) -> Path:
     return folder
 
 
+def _downloaded(name: str, *, may_download: bool) -> Path:
+    """What is read of a hub model: many hold their weights a second time, in another form."""
+
+    def fetch(*patterns: str, revision: str | None = None) -> Path:
+        asked = list(patterns)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=asked, local_files_only=not may_download))
+
+    folder = fetch("*.json", "*.jinja", "*.model", "*.txt")
+    commit = folder.name
+    index = _read_index(folder)
+    if index is not None:
+        fetch(*set(index.values()), revision=commit)
+    elif not (fetch(SINGLE_NAME, revision=commit) / SINGLE_NAME).is_file():
+        fetch("*.safetensors", revision=commit)
+    return folder
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name; None for a folder without an index. Raises ModelError: it is damaged."""
+    if not (folder / INDEX_NAME).is_file():
+        return None
+    try:
+        index = json.loads((folder / INDEX_NAME).read_text())
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map from tensor names to files")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"it puts {name} into {file!r}, which is not the name of a file beside it")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: {INDEX_NAME} cannot be used: {error}; download or copy it again") from None
+    return weight_map
+
+
 class ModelFolder:
-    """The tensors of a model folder, of which slices can be read. A context manager."""
+    """The tensors of a model folder, of which slices can be read. A context manager.
+
+    They are in the files that the index names; without an index in model.safetensors; without that in all files of the
+    format. What lies beside them (an adapter, the weights in another form) is not read.
+    """
 
     def __init__(self, folder: Path, *, require_finite: bool = False) -> None:
         """
         Args:
             require_finite: whether reading NaN or an infinity is an error.
         Raises:
-            ModelError: a file or the index is damaged or missing; names it.
+            ModelError: a file or the index is damaged or missing, or without an index two files hold a tensor of the
+                same name; names it.
         """
         self.folder = folder
         self._require_finite = require_finite
         self._readers: dict[str, SafetensorsReader] = {}
+        self._file_of: dict[str, str] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        """What each tensor is, without its values."""
         try:
-            file_of = self._read_index()
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder}: {INDEX_NAME} cannot be used: {error}; download or copy it again") from None
-        files = sorted(path.name for path in folder.glob("*.safetensors")) if file_of is None else set(file_of.values())
-        try:
-            for file in sorted(files):
-                self._readers[file] = SafetensorsReader(folder / file)
+            self._open()
         except ModelError:
             self.close()
             raise
-        held = {file: reader.specs for file, reader in self._readers.items()}
-        if file_of is None:
-            file_of = {name: file for file, specs in held.items() for name in specs}
-        for name, file in file_of.items():
-            if name not in held[file]:
-                raise ModelError(
-                    f"{folder}: {INDEX_NAME} puts {name} into {file}, which does not hold it; "
-                    "download or copy both again"
-                )
-        self._file_of = file_of
-        self.specs: dict[str, TensorSpec] = {name: held[file][name] for name, file in file_of.items()}
-        """What each tensor is, without its values."""
 
     def __enter__(self) -> Self:
         return self
@@ -112,20 +135,39 @@ class ModelFolder:
             )
         return tensor
 
-    def _read_index(self) -> dict[str, str] | None:
-        """Tensor name -> file name; None for a folder without an index."""
-        if not (self.folder / INDEX_NAME).is_file():
-            return None
-        index = json.loads((self.folder / INDEX_NAME).read_text())
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(weight_map, dict):
-            raise ValueError("it has no weight_map from tensor names to files")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"it puts {name} into {file!r}, which is not the name of a file beside it")
+    def _open(self) -> None:
+        index = _read_index(self.folder)
+        for file in self._files(index):
+            reader = self._readers[file] = SafetensorsReader(self.folder / file)
+            for name, spec in reader.specs.items():
+                if index is not None and index.get(name) != file:
+                    continue
+                if name in self.specs:
+                    raise ModelError(
+                        f"{self.folder}: {name} is in {self._file_of[name]} and in {file}, and without "
+                        f"{INDEX_NAME} nothing says which one counts; move the file that is not the model elsewhere"
+                    )
+                self._file_of[name], self.specs[name] = file, spec
+        for name, file in (index or {}).items():
+            if name not in self.specs:
+                raise ModelError(
+                    f"{self.folder}: {INDEX_NAME} puts {name} into {file}, which does not hold it; "
+                    "download or copy both again"
+                )
+
+    def _files(self, index: dict[str, str] | None) -> list[str]:
+        """The names of those that are read."""
+        for name, file in (index or {}).items():
             if not (self.folder / file).is_file():
-                raise ValueError(f"it puts {name} into {file}, which does not exist")
-        return weight_map
+                raise ModelError(
+                    f"{self.folder}: {INDEX_NAME} cannot be used: it puts {name} into {file}, which does not exist; "
+                    "download or copy it again"
+                )
+        if index is not None:
+            return sorted(set(index.values()))
+        if (self.folder / SINGLE_NAME).is_file():
+            return [SINGLE_NAME]
+        return sorted(path.name for path in self.folder.glob("*.safetensors"))
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

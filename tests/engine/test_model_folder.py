@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_folder, tiny_model
 
@@ -32,11 +33,36 @@ def test_tensors_of_one_file_and_of_many_are_read(tmp_path):
     assert len(list((tmp_path / "8KB").glob("*.safetensors"))) > 2
 
 
-def test_files_without_an_index_are_all_read(tmp_path):
+def test_files_of_other_names_without_an_index_are_all_read(tmp_path):
     save_file({"a": torch.tensor([1.0])}, tmp_path / "one.safetensors")
     save_file({"b": torch.tensor(2.0)}, tmp_path / "two.safetensors")
     with ModelFolder(tmp_path) as source:
         assert {name: source.read(name).tolist() for name in source.specs} == {"a": [1.0], "b": 2.0}
+
+
+def test_only_the_files_of_the_model_are_read(tmp_path):
+    """transformers reads the same: an adapter, or the weights in another form, may lie beside them."""
+    save_file({"a": torch.tensor(1.0)}, tmp_path / SINGLE_NAME)
+    save_file({"layers.0.wq": torch.tensor(9.0)}, tmp_path / "consolidated.safetensors")
+    save_file({"a": torch.tensor(9.0)}, tmp_path / "model_old.safetensors")
+    with ModelFolder(tmp_path) as source:
+        assert {name: source.read(name).item() for name in source.specs} == {"a": 1.0}
+    save_file({"a": torch.tensor(2.0), "b": torch.tensor(9.0)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.tensor(3.0)}, tmp_path / "model-2.safetensors")
+    index_of({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})(tmp_path)
+    with ModelFolder(tmp_path) as source:
+        assert {name: source.read(name).item() for name in source.specs} == {"a": 2.0, "b": 3.0}
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for number, file in enumerate(["weights.safetensors", "weights_old.safetensors"]):
+        save_file({"a": torch.tensor(number)}, tmp_path / file)
+    with pytest.raises(
+        ModelError,
+        match=rf"^{tmp_path}: a is in weights\.safetensors and in weights_old\.safetensors, and without "
+        r"model\.safetensors\.index\.json nothing says which one counts; move the file that is not the model else",
+    ):
+        ModelFolder(tmp_path)
 
 
 def truncate(folder):
@@ -130,3 +156,39 @@ def test_unknown_hub_name_is_refused(monkeypatch):
             ModelError, match=rf"^model\.path={name} is neither a local folder nor a model that the hub"
         ):
             resolve_folder(name)
+
+
+ONE = {"config.json", "model.safetensors", "adapter_model.safetensors", "consolidated.safetensors", "pytorch_model.bin"}
+SHARDS = {"config.json", INDEX_NAME, "model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"}
+OTHER_NAMES = {"config.json", "tokenizer.model", "part_a.safetensors", "part_b.safetensors", "optimizer.pt"}
+
+
+@pytest.mark.parametrize(
+    ("held", "fetched"),
+    [
+        (ONE, {"config.json", "model.safetensors"}),
+        (SHARDS, SHARDS - {"consolidated.safetensors"}),
+        (OTHER_NAMES, OTHER_NAMES - {"optimizer.pt"}),
+    ],
+)
+def test_of_a_hub_model_what_is_read_is_fetched_from_one_commit(tmp_path, monkeypatch, held, fetched):
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in held:
+        (hub / name).write_text("")
+    index_of({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})(hub)
+    revisions = []
+
+    def download(name, *, revision, allow_patterns, local_files_only):
+        assert (name, local_files_only) == ("someone/model", False)
+        revisions.append(revision)
+        snapshot = tmp_path / "snapshots" / "c0ffee"
+        snapshot.mkdir(parents=True, exist_ok=True)
+        for file in filter_repo_objects(held, allow_patterns=allow_patterns):
+            shutil.copyfile(hub / file, snapshot / file)
+        return str(snapshot)
+
+    monkeypatch.setattr(module, "snapshot_download", download)
+    folder = resolve_folder("someone/model")
+    assert {path.name for path in folder.iterdir()} == fetched
+    assert (revisions[0], {*revisions[1:]}) == (None, {"c0ffee"})
