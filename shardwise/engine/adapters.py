@@ -26,6 +26,7 @@ from shardwise.config import ExportError, LoraConfig, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.gathering import gathered_in_order
+from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
 from shardwise.engine.lora import ADAPTER, adapter_names, inject_lora, lora_layers, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
@@ -161,18 +162,21 @@ class StagedAdapter:
 
 
 @torch.no_grad()
-def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+def load_adapter(model: PreTrainedModel, folder: Path, *, require_finite: bool = True) -> None:
     """Collective. Fills the adapters of a materialized model from an adapter folder; each rank reads its rows only.
 
+    Args:
+        require_finite: False also takes adapters that hold NaN or infinities.
     Raises:
         ModelError: on every rank: no adapter there, one of another form (rank, alpha, DoRA), or tensors missing, left
-            over or of another shape; lists them.
+            over, of another shape or of a dtype that is no weight's; lists them. Or one holds NaN or an infinity where
+            any rank reads it.
     """
     with raised_on_every_rank(ModelError):
-        _load_rows(model, folder)
+        _load_rows(model, folder, require_finite=require_finite)
 
 
-def _load_rows(model: PreTrainedModel, folder: Path) -> None:
+def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) -> None:
     try:
         stored_config = json.loads((folder / CONFIG_NAME).read_text())
         if not isinstance(stored_config, dict):
@@ -182,13 +186,19 @@ def _load_rows(model: PreTrainedModel, folder: Path) -> None:
     _check_config(model, folder, stored_config)
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
-    with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
+    with closing(SafetensorsReader(folder / WEIGHTS_NAME, require_finite=require_finite)) as file:
         expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
         if problems := differences(expected, {name: list(spec.shape) for name, spec in file.specs.items()}):
             raise ModelError(
                 f"{folder}: the adapter does not fit engine.lora (target_modules, target_parameters, modules_to_save): "
                 f"{problems}"
             )
+        for name, spec in file.specs.items():
+            if spec.dtype not in LOADABLE_DTYPES:
+                raise ModelError(
+                    f"{file.path}: {name} is {spec}, and adapters are stored as {LOADABLE_NAMES}; save it again with "
+                    "peft's save_pretrained"
+                )
         for name, tensor in wanted.items():
             local_shard(tensor).copy_(file.read(name, local_box(tensor)))
 

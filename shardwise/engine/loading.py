@@ -21,6 +21,8 @@ from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.shards import local_box, local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LOADABLE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
+"""For errors."""
 
 
 class TensorFolder(Protocol):
@@ -130,11 +132,10 @@ class _Misfits:
     extra: list[str] = field(default_factory=list)
 
     def raise_if_any(self, model: PreTrainedModel, folder: Path) -> None:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
         labels = {
             "missing": self.missing,
             "of the wrong shape": self.wrong_shape,
-            f"not stored as {allowed}; take a checkpoint that is not quantised": self.wrong_dtype,
+            f"not stored as {LOADABLE_NAMES}; take a checkpoint that is not quantised": self.wrong_dtype,
             "not part of the model": self.extra,
         }
         problems = []

@@ -139,7 +139,7 @@ def build_sharded(
     Args:
         pad_token_id: what the sequences that a reward model scores are padded with; None: as config.json says.
         seed: of a new adapter.
-        require_finite: False also loads weights that hold NaN or infinities.
+        require_finite: False also loads weights and adapters that hold NaN or infinities.
     Raises:
         ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
             fit the model or the layout.
@@ -151,17 +151,17 @@ def build_sharded(
         fresh = {}  # a frozen head would stay as random as it starts
     num_bytes = load_weights(hf_model, folder, fresh=fresh, require_finite=require_finite)
     if isinstance(config, EngineConfig) and config.lora is not None:
-        _fill_adapters(hf_model, config.lora, seed)
+        _fill_adapters(hf_model, config.lora, seed, require_finite=require_finite)
     return replace(sharded, num_bytes_read=num_bytes)
 
 
-def _fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+def _fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, *, require_finite: bool) -> None:
     from shardwise.engine.adapters import init_adapters, load_adapter
 
     if config.adapter_path is None:
         init_adapters(model, seed)
     else:
-        load_adapter(model, Path(config.adapter_path))
+        load_adapter(model, Path(config.adapter_path), require_finite=require_finite)
 
 
 def build_unloaded(

@@ -12,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
-from shardwise.ops import is_finite
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -127,18 +126,12 @@ class ModelFolder:
             ModelError: it cannot be read, or has to be finite and is not.
         """
         whole = [slice(0, size) for size in self.specs[name].shape]
-        tensor = self._readers[self._file_of[name]].read(name, whole if box is None else box)
-        if self._require_finite and not is_finite(tensor):
-            raise ModelError(
-                f"{self.file_of(name)}: {name} holds NaN or infinities, so nothing could be computed with it; copy the "
-                "file again, or take an earlier checkpoint"
-            )
-        return tensor
+        return self._readers[self._file_of[name]].read(name, whole if box is None else box)
 
     def _open(self) -> None:
         index = _read_index(self.folder)
         for file in self._files(index):
-            reader = self._readers[file] = SafetensorsReader(self.folder / file)
+            reader = self._readers[file] = SafetensorsReader(self.folder / file, require_finite=self._require_finite)
             for name, spec in reader.specs.items():
                 if index is not None and index.get(name) != file:
                     continue

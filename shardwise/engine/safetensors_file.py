@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise.config import ModelError
 from shardwise.fault_plan import fault_point
+from shardwise.ops import is_finite
 
 DTYPE_NAMES = {
     "BOOL": torch.bool,
@@ -103,9 +104,15 @@ def host_bytes(tensor: Tensor) -> memoryview:
 class SafetensorsReader:
     """A file that is open for reading. The header is read and checked at once, tensors when they are asked for."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError: no such file, truncated, or not in the format."""
+    def __init__(self, path: Path, *, require_finite: bool = False) -> None:
+        """
+        Args:
+            require_finite: whether reading NaN or an infinity is an error.
+        Raises:
+            ModelError: no such file, truncated, or not in the format.
+        """
         self.path = path
+        self._require_finite = require_finite
         opened = None
         try:
             opened = self._file = path.open("rb", buffering=0)
@@ -131,7 +138,7 @@ class SafetensorsReader:
         """The part of a tensor inside `box`, on the host, in the dtype of the file; nothing else is read.
 
         Raises:
-            ModelError: the file system could not deliver it.
+            ModelError: the file system could not deliver it, or it has to be finite and is not.
         """
         spec, start = self._entries[name]
         result = torch.empty([part.stop - part.start for part in box], dtype=spec.dtype)
@@ -145,6 +152,11 @@ class SafetensorsReader:
                 done += num_bytes
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+        if self._require_finite and not is_finite(result):
+            raise ModelError(
+                f"{self.path}: {name} holds NaN or infinities, so nothing could be computed with it; copy the file "
+                "again, or take an earlier checkpoint"
+            )
         return result
 
     def blocks(self, name: str) -> Iterator[memoryview]:

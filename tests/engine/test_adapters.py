@@ -18,7 +18,7 @@ from sharded_lora import (
 )
 from tiny_models import tiny_folder
 
-from shardwise.config import LoraConfig
+from shardwise.config import LoraConfig, ModelError
 from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter
 from shardwise.engine.lora import adapter_names
 from shardwise.engine.weights import full_weights
@@ -227,3 +227,47 @@ def test_adapter_of_another_shape_or_unreadable_is_refused(run_ranks, folders, t
         run_ranks(load_into, 1, folders["llama"], lora, start)
     with pytest.raises(RankError, match=r"ModelError: .* cannot be read as a LoRA adapter.*No such file"):
         run_ranks(load_into, 1, folders["llama"], lora, tmp_path / "absent")
+
+
+def refusals_and_what_was_loaded(folder, lora, adapter_folder):
+    model = build(folder, lora)
+    with pytest.raises(ModelError) as error:
+        load_adapter(model, adapter_folder)
+    dist.barrier()  # every rank is here, so none waits in a collective for another
+    load_adapter(model, adapter_folder, require_finite=False)
+    return str(error.value), dict(adapter_weights(model, torch.float32))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_adapter_that_is_not_finite_is_refused_by_every_rank_and_read_where_that_is_asked_for(
+    run_ranks, folders, tmp_path, value
+):
+    lora = LoraConfig(rank=4, target_modules=["q_proj"])
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    tensors[name][3, 5] = value  # a row of rank 1
+    save_file(tensors, file)
+    for message, loaded in run_ranks(refusals_and_what_was_loaded, 2, folders["llama"], lora, start):
+        assert message == (
+            f"rank 1: {file}: {name} holds NaN or infinities, so nothing could be computed with it; copy the file "
+            "again, or take an earlier checkpoint"
+        )
+        torch.testing.assert_close(loaded[name], tensors[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_adapter_of_integers_is_refused(run_ranks, folders, tmp_path):
+    lora = LoraConfig(rank=4, target_modules=["q_proj"])
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(RankError) as error:
+        run_ranks(load_into, 1, folders["llama"], lora, start)
+    assert (
+        f"ModelError: {file}: {name} is int8 [4, 30], and adapters are stored as float64, float32, bfloat16, float16; "
+        "save it again with peft's save_pretrained"
+    ) in str(error.value)
