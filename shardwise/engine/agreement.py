@@ -1,6 +1,6 @@
 """Failures that all ranks share: no rank goes on into a collective that another will never enter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,47 +12,52 @@ _MAX_MESSAGE_BYTES = 4096
 
 
 @contextmanager
-def raised_on_every_rank(error_class: type[UserError]) -> Iterator[None]:
+def raised_on_every_rank(*error_classes: type[UserError]) -> Iterator[None]:
     """Collective over all ranks, at the end of the body, which itself must hold no collectives.
 
     Consumed by whatever may fail on one rank alone (its disk, its copy of a file). Without a process group it only
     turns a file system's error into a user's.
 
+    Args:
+        error_classes: what is raised. An error of none of them is raised as the first.
     Raises:
-        error_class: the body failed on at least one rank: the message of the first of them, which it names unless
-            the body failed on all.
+        error_classes: the body failed on at least one rank: the class and message of the first of them, which it names
+            unless the body failed on all.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    _raise_together(error, error_class)
+    _raise_together(error, error_classes)
 
 
-def _raise_together(error: Exception | None, error_class: type[UserError]) -> None:
+def _raise_together(error: Exception | None, error_classes: Sequence[type[UserError]]) -> None:
     message = (
         "" if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     )
+    kind = error_classes.index(type(error)) if type(error) in error_classes else 0
     if dist.is_initialized():
-        failed = _failed_ranks(error is not None)
+        failed = _failed_ranks(None if error is None else kind)
         if not failed:
             return
-        message = _broadcast_text(message, source=failed[0])
+        first, kind = next(iter(failed.items()))
+        message = _broadcast_text(message, source=first)
         if len(failed) < dist.get_world_size():
-            message = f"rank {failed[0]}: {message}"
+            message = f"rank {first}: {message}"
     elif error is None:
         return
     if error is not None and not isinstance(error, (UserError, OSError)):
         raise error  # a bug, or out of memory: keep its traceback
-    raise error_class(message) from None
+    raise error_classes[kind](message) from None
 
 
-def _failed_ranks(failed: bool) -> list[int]:
+def _failed_ranks(kind: int | None) -> dict[int, int]:
+    """By rank the kind of error, in the order of the ranks."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32)
-    flags[dist.get_rank()] = int(failed)
+    flags[dist.get_rank()] = 0 if kind is None else 1 + kind
     dist.all_reduce(flags)
-    return flags.nonzero()[:, 0].tolist()
+    return {rank: flag - 1 for rank, flag in enumerate(flags.tolist()) if flag}
 
 
 def _broadcast_text(text: str, *, source: int) -> str:

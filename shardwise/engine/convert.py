@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.config import ModelError
+from shardwise.config import ConfigError, ModelError
+from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder
 from shardwise.engine.heads import VALUE_PROJECTIONS
@@ -35,19 +36,13 @@ def convert_folder(
     No engine is built: a model that cannot be trained here can be converted all the same.
 
     Raises:
-        ModelError: source or adapter cannot be loaded. ExportError: target cannot be written.
+        ModelError, ConfigError: on every rank: source or adapter cannot be loaded. ExportError: on every rank: target
+            cannot be written.
     """
-    model = on_meta(source, dtype)
-    if adapter is not None:
-        from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
-
-        lora = stored_lora(adapter)
-        if not set(VALUE_PROJECTIONS).isdisjoint(lora.modules_to_save) and model.get_output_embeddings() is not None:
-            raise ModelError(
-                f"{adapter} is the adapter of a critic or reward model, and {source} is a language model, which has no "
-                "head to merge its head into; train with engine.lora.save_merged=true"
-            )
-        inject_lora(model, lora)
+    with raised_on_every_rank(ModelError, ConfigError):
+        model = on_meta(source, dtype)
+        if adapter is not None:
+            _inject_adapter(model, source, adapter)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
     model.requires_grad_(False).to_empty(device=device)
@@ -57,6 +52,18 @@ def convert_folder(
 
         load_adapter(model, adapter)
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
+
+
+def _inject_adapter(model: PreTrainedModel, source: Path, adapter: Path) -> None:
+    from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
+
+    lora = stored_lora(adapter)
+    if not set(VALUE_PROJECTIONS).isdisjoint(lora.modules_to_save) and model.get_output_embeddings() is not None:
+        raise ModelError(
+            f"{adapter} is the adapter of a critic or reward model, and {source} is a language model, which has no "
+            "head to merge its head into; train with engine.lora.save_merged=true"
+        )
+    inject_lora(model, lora)
 
 
 def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError, DataError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
@@ -117,7 +118,8 @@ class TrainEngine:
             seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
             require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
         Raises:
-            ConfigError: an option does not fit the world size or the model. ModelError: the folder cannot be loaded.
+            ConfigError: on every rank: an option does not fit the world size or the model. ModelError: on every rank:
+                the folder cannot be loaded.
         """
         if (config.strategy == "fsdp2_train") != (optimizer is not None):
             raise ConfigError(
@@ -142,13 +144,14 @@ class TrainEngine:
         )
         sharded_optimizer = None
         if optimizer is not None:
-            sharded_optimizer = ShardedOptimizer(
-                sharded.model.hf_model,
-                optimizer,
-                total_steps=total_steps,
-                loss_scaling=isinstance(config, EngineConfig) and config.has_float16_gradients,
-                seed=seed,
-            )
+            with raised_on_every_rank(ConfigError):
+                sharded_optimizer = ShardedOptimizer(
+                    sharded.model.hf_model,
+                    optimizer,
+                    total_steps=total_steps,
+                    loss_scaling=isinstance(config, EngineConfig) and config.has_float16_gradients,
+                    seed=seed,
+                )
         engine = cls(sharded, sharded_optimizer, config=config, device=device, seed=seed)
         engine._probe(config)
         return engine

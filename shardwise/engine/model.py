@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
+from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.expert_guard import check_experts, guard_experts
@@ -141,10 +142,11 @@ def build_sharded(
         seed: of a new adapter.
         require_finite: False also loads weights and adapters that hold NaN or infinities.
     Raises:
-        ModelError: not a model of this kind, or the weights do not fit the config. ConfigError: an option that does not
-            fit the model or the layout.
+        ModelError: on every rank: not a model of this kind, or the weights do not fit the config. ConfigError: on every
+            rank: an option that does not fit the model or the layout, or needs a package that is missing.
     """
-    sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name, pad_token_id=pad_token_id)
+    with raised_on_every_rank(ModelError, ConfigError):
+        sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name, pad_token_id=pad_token_id)
     hf_model = sharded.model.hf_model
     fresh = fresh_head(hf_model, head_name)
     if fresh is not None and not isinstance(config, EngineConfig):
@@ -173,7 +175,8 @@ def build_unloaded(
     head_name: HeadName = "logprobs",
     pad_token_id: int | None = None,
 ) -> ShardedModel:
-    """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it."""
+    """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it. Holds no collectives,
+    and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
     if pad_token_id is not None:
         hf_model.config.get_text_config().pad_token_id = pad_token_id

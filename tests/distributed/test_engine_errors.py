@@ -1,5 +1,6 @@
 """Layouts and options that cannot work: every rank says so, with what was given and what would do, before a step."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from ranks import RankError
 from tiny_models import tiny_folder
 
-from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, ModelError, OptimizerConfig, UserError
 from shardwise.engine import TrainEngine
 
 
@@ -181,6 +182,34 @@ def test_every_rank_refuses_what_cannot_work(run_ranks, folders, family, world_s
     assert errors == [errors[0]] * world_size
     assert errors[0] is not None
     assert errors[0].startswith(message) if message.endswith((" ", "Qwen3", "mlp", "tokens")) else errors[0] == message
+
+
+def build_own(own):
+    """`own` by rank: its folder, and its keys of engine and trainer. Returns the class and text of what is raised."""
+    folder, keys, optimizer = own[dist.get_rank()]
+    with pytest.raises(UserError) as error:
+        TrainEngine.build(
+            Path(folder), EngineConfig(**keys), device=torch.device("cpu"), optimizer=OptimizerConfig(**optimizer)
+        )
+    dist.barrier()  # every rank is here, so none waits in a collective for another
+    return error.type, str(error.value)
+
+
+def test_what_one_rank_alone_cannot_build_is_raised_on_every_rank(run_ranks, folders, tmp_path):
+    whole, broken = (folders["qwen3"], {}, {}), tmp_path / "broken"
+    shutil.copytree(folders["qwen3"], broken)
+    (broken / "config.json").write_text("{")
+    flash = {"attention_implementation": "flash_attention_2"}
+    rates = {"module_learning_rates": {"nowhere": 1.0}}
+    for other, error_class, message in [
+        ((str(broken), {}, {}), ModelError, f"rank 1: {broken} cannot be built as a model for CausalLM; "),
+        ((folders["qwen3"], flash, {}), ConfigError, "rank 1: engine.attention_implementation=flash_attention_2 "),
+        ((folders["qwen3"], {}, rates), ConfigError, "rank 1: trainer.module_learning_rates"),
+    ]:
+        errors = run_ranks(build_own, 2, [whole, other], timeout_seconds=20)
+        assert errors == [errors[0]] * 2
+        assert errors[0][0] is error_class
+        assert errors[0][1].startswith(message)
 
 
 def score_with_varlen(folder):

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from shardwise.config import ExportError, ModelError
+from shardwise.config import ConfigError, DataError, ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 
 
@@ -9,7 +9,7 @@ def fails(errors):
     """`errors` by rank; returns the class and text of what is raised, and that a collective afterwards still works."""
     result = "nothing"
     try:
-        with raised_on_every_rank(ModelError):
+        with raised_on_every_rank(ModelError, ConfigError):
             if error := errors[dist.get_rank()]:
                 raise error
     except Exception as error:
@@ -26,6 +26,9 @@ def fails(errors):
         ([None, ModelError("x is cut")], ["ModelError: rank 1: x is cut"] * 2),
         ([OSError(28, "disk full"), None], ["ModelError: rank 0: OSError: [Errno 28] disk full"] * 2),
         ([ModelError("x is cut")] * 2, ["ModelError: x is cut"] * 2),
+        ([None, ConfigError("y is 3")], ["ConfigError: rank 1: y is 3"] * 2),
+        ([ConfigError("y is 3"), ModelError("x is cut")], ["ConfigError: y is 3"] * 2),
+        ([None, DataError("no row")], ["ModelError: rank 1: no row"] * 2),
         ([None, TypeError("a bug")], ["ModelError: rank 1: TypeError: a bug", "TypeError: a bug"]),
     ],
 )
