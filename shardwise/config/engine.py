@@ -198,7 +198,8 @@ class EngineConfig(LayoutConfig):
     strategy: Literal["fsdp2_train"] = "fsdp2_train"
     """A training engine; frozen ones (fsdp2_infer) have a section of their own."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of trained weights between steps. bfloat16 halves their memory; updates are rounded stochastically."""
+    """The dtype of trained weights between steps. bfloat16 halves their memory; updates are rounded stochastically,
+    by optimizer=adamw alone."""
     reduce_dtype: DtypeName = "float32"
     """The dtype that gradients are summed over ranks in."""
     reduce_gradients: Literal["each_micro_batch", "last_micro_batch"] = "each_micro_batch"

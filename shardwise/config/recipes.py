@@ -36,7 +36,13 @@ from shardwise.config.preference import (
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
 from shardwise.config.rollout_engine import VllmRollout
-from shardwise.config.trainer import BatchTrainerConfig, TrainerConfig, require_state, require_states_on_device
+from shardwise.config.trainer import (
+    BatchTrainerConfig,
+    TrainerConfig,
+    require_optimizer_fits,
+    require_state,
+    require_states_on_device,
+)
 
 
 class SFTConfig(Config):
@@ -52,6 +58,7 @@ class SFTConfig(Config):
         _require_train_files(self.data.train_files)
         _require_room(self.data, {"engine": self.engine})
         _require_no_offload(self.engine, "supervised fine-tuning")
+        require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         return self
 
 
@@ -125,6 +132,8 @@ class PreferenceConfig(Config):
         )
         if not self.has_reference_engine:
             _require_no_offload(self.engine, "preference training without a second engine")
+        require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
+        require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         if self.estimates_kl and self.trainer.batch_size == 1:
             raise ValueError(
                 f"trainer.batch_size=1 leaves {self.loss.name} no other answer to compare with; use at least 2"
@@ -165,6 +174,8 @@ class DistillConfig(Config):
         _require_train_files(self.data.train_files)
         # The teacher works on the student's micro-batches, so its own cap says nothing.
         _require_room(self.data, {"engine": self.engine})
+        require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
+        require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         return self
 
 
@@ -186,6 +197,7 @@ class RewardModelConfig(Config):
         _require_room(self.data, {"engine": self.engine}, num_together=2)
         _require_defaults(self.data, ("response_column", "label_column"), "reward models, which learn from pairs")
         _require_no_offload(self.engine, "reward-model training")
+        require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         return self
 
 
@@ -254,9 +266,13 @@ class RLConfig(Config):
         if self.critic is not None and self.trainer.save_state:
             require_state(self.critic.optimizer, "critic.optimizer.optimizer")
         require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
-        if self.critic is not None and self.critic.engine is not None:
-            critic = {"engine": "critic.engine", "optimizer": "critic.optimizer"}
-            require_states_on_device(self.critic.engine, self.critic.optimizer, **critic)
+        require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
+        if self.critic is not None:
+            keys = {"engine": "engine", "optimizer": "critic.optimizer"}
+            if self.critic.engine is not None:
+                keys["engine"] = "critic.engine"
+                require_states_on_device(self.critic.engine, self.critic.optimizer, **keys)
+            require_optimizer_fits(self.critic_layout(), self.critic.optimizer, **keys)
         return self
 
     @property

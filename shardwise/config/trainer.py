@@ -135,3 +135,21 @@ def require_states_on_device(layout: EngineConfig, config: OptimizerConfig, *, e
             f"{optimizer}.optimizer=adamw_cpu already keeps its states in host memory, so {engine}.optimizer_offload="
             "true has no effect; remove one of them"
         )
+
+
+def require_optimizer_fits(layout: EngineConfig, config: OptimizerConfig, *, engine: str, optimizer: str) -> None:
+    """Raises ValueError if an optimizer cannot update the layout's weights, or adds nothing to what the layout does.
+
+    Args:
+        engine, optimizer: the keys of the two.
+    """
+    if layout.master_dtype != "float32" and config.optimizer != "adamw":
+        raise ValueError(
+            f"{engine}.master_dtype={layout.master_dtype} with {optimizer}.optimizer={config.optimizer}, which updates "
+            f"float32 weights only; set {engine}.master_dtype=float32 or {optimizer}.optimizer=adamw"
+        )
+    if layout.offload_policy and config.optimizer == "adamw_cpu":
+        raise ValueError(
+            f"{engine}.offload_policy=true already keeps the optimizer states in host memory and computes the update "
+            f"there, so {optimizer}.optimizer=adamw_cpu has no effect; remove one of them"
+        )

@@ -2,6 +2,7 @@ import pytest
 
 from shardwise.config import (
     ConfigError,
+    DistillConfig,
     EvalConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -474,3 +475,42 @@ def test_f36_a_batch_that_cannot_be_split_is_an_error_before_anything_starts():
 def test_an_optimizer_whose_state_cannot_be_saved_is_taken_only_without_it(overrides, key):
     assert f"{key} has no state that could be saved: " in message_of(RLConfig, [*RL, *overrides])
     assert not RLConfig.load(None, [*RL, *overrides, "trainer.save_state=false"]).trainer.save_state
+
+
+BF16 = ["engine.param_dtype=bfloat16", "engine.master_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides"),
+    [
+        (SFTConfig, SFT),
+        (PreferenceConfig, SFT),
+        (RewardModelConfig, SFT),
+        (DistillConfig, [*SFT, "teacher.model.path=t"]),
+        (RLConfig, RL),
+    ],
+)
+def test_an_optimizer_that_cannot_update_the_weights_is_refused_by_every_recipe(cls, overrides):
+    assert cls.load(None, [*overrides, *BF16]).engine.master_dtype == "bfloat16"
+    assert message_of(cls, [*overrides, *BF16, "trainer.optimizer=muon"]) == (
+        "engine.master_dtype=bfloat16 with trainer.optimizer=muon, which updates float32 weights only; set "
+        "engine.master_dtype=float32 or trainer.optimizer=adamw"
+    )
+
+
+def test_a_critic_on_the_layout_of_the_policy_needs_an_optimizer_for_it():
+    assert message_of(RLConfig, [*GAE, *BF16, "critic.optimizer.optimizer=muon"]) == (
+        "engine.master_dtype=bfloat16 with critic.optimizer.optimizer=muon, which updates float32 weights only; set "
+        "engine.master_dtype=float32 or critic.optimizer.optimizer=adamw"
+    )
+    states = ["engine.optimizer_offload=true", "critic.optimizer.optimizer=adamw_cpu"]
+    assert RLConfig.load(None, [*GAE, *states]).engine.optimizer_offload  # of the policy
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides"), [(PreferenceConfig, SFT), (DistillConfig, [*SFT, "teacher.model.path=t"])]
+)
+def test_states_on_the_host_are_not_offloaded_beside_a_second_engine(cls, overrides):
+    offload = [*overrides, "engine.optimizer_offload=true"]
+    assert cls.load(None, offload).engine.optimizer_offload
+    assert message_of(cls, [*offload, "trainer.optimizer=adamw_cpu"]).startswith("trainer.optimizer=adamw_cpu already")

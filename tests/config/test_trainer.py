@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.config import BatchTrainerConfig, ConfigError, EngineConfig, OptimizerConfig, TrainerConfig
-from shardwise.config.trainer import require_states_on_device
+from shardwise.config.trainer import require_optimizer_fits, require_states_on_device
 
 
 def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
@@ -21,6 +21,35 @@ def test_states_that_never_leave_the_host_are_not_offloaded_to_it():
     require_states_on_device(layout, OptimizerConfig(), **keys)
     with pytest.raises(ValueError, match=r"trainer\.optimizer=adamw_cpu already keeps .* engine\.optimizer_offload="):
         require_states_on_device(layout, OptimizerConfig(optimizer="adamw_cpu"), **keys)
+
+
+def refusal(layout, optimizer):
+    try:
+        require_optimizer_fits(
+            EngineConfig(**layout), OptimizerConfig(optimizer=optimizer), engine="critic.engine", optimizer="critic.own"
+        )
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_cpu", "adamw_8bit", "muon"])
+def test_bfloat16_masters_are_for_adamw(optimizer):
+    layout = {"param_dtype": "bfloat16", "master_dtype": "bfloat16"}
+    assert refusal(layout, "adamw") is None
+    assert refusal({"param_dtype": "bfloat16"}, optimizer) is None
+    assert refusal(layout, optimizer) == (
+        f"critic.engine.master_dtype=bfloat16 with critic.own.optimizer={optimizer}, which updates float32 weights "
+        "only; set critic.engine.master_dtype=float32 or critic.own.optimizer=adamw"
+    )
+
+
+def test_an_optimizer_on_the_host_is_for_weights_that_are_not():
+    assert [refusal({"offload_policy": True}, other) for other in ("adamw", "muon", "adamw_8bit")] == [None] * 3
+    assert refusal({"offload_policy": True}, "adamw_cpu") == (
+        "critic.engine.offload_policy=true already keeps the optimizer states in host memory and computes the update "
+        "there, so critic.own.optimizer=adamw_cpu has no effect; remove one of them"
+    )
 
 
 @pytest.mark.parametrize(
