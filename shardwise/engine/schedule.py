@@ -2,7 +2,7 @@
 
 import math
 
-from shardwise.config import OptimizerConfig
+from shardwise.config import ConfigError, OptimizerConfig
 
 
 def schedule_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -25,3 +25,22 @@ def schedule_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
             progress = min(1.0, progress)
             shape = progress if config.lr_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
             return 1 - fall * shape
+
+
+def require_peak(config: OptimizerConfig, total_steps: int, *, key: str) -> None:
+    """
+    Args:
+        total_steps: optimizer steps of the whole run.
+        key: of the config, for errors.
+    Raises:
+        ConfigError: warm-up and decay leave no step at the peak.
+    """
+    if config.warmup_steps + config.lr_decay_steps < total_steps:
+        return
+    given = {"warmup_steps": config.warmup_steps, "lr_decay_steps": config.lr_decay_steps}
+    keys = [f"{key}.{name}" for name, steps in given.items() if steps]
+    taken = " + ".join(f"{key}.{name}={steps}" for name, steps in given.items() if steps)
+    raise ConfigError(
+        f"{taken} of the run's {total_steps} optimizer steps leave none at the peak, {key}.learning_rate="
+        f"{config.learning_rate}; lower {' or '.join(keys)}, or raise trainer.total_steps"
+    )

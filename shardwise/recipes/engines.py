@@ -10,6 +10,7 @@ from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConf
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
+from shardwise.engine.schedule import require_peak
 from shardwise.recipes.losses import LossKind
 from shardwise.recipes.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
@@ -139,6 +140,7 @@ def build_engine(
     *,
     head: HeadName = "logprobs",
     optimizer: OptimizerConfig | None = None,
+    optimizer_key: str = "trainer",
     total_steps: int = 1,
     seed: int = 0,
     temperature: float = 1.0,
@@ -148,11 +150,16 @@ def build_engine(
 
     Args:
         optimizer: of a trained engine (an EngineConfig), None for a frozen one.
+        optimizer_key: where its config is, for errors.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         seed: of new adapters, and of the rounding of bfloat16 masters.
         temperature: logprobs are of the distribution at this temperature.
         pad_token_id: the tokenizer's, for the head sequence_scores.
+    Raises:
+        ConfigError, ModelError: as `TrainEngine.build`, or the learning rate would never reach its peak.
     """
+    if optimizer is not None:
+        require_peak(optimizer, total_steps, key=optimizer_key)
     built = group.call(
         "build_engine",
         role,

@@ -203,6 +203,7 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
             config.critic_layout(),
             head="token_values",
             optimizer=config.critic.optimizer,
+            optimizer_key="critic.optimizer",
             total_steps=total_steps * algorithm.num_updates,
             seed=seed,
         )

@@ -14,6 +14,7 @@ from shardwise.rewards import load_function
 from shardwise.rollout.tool_calls import hermes_calls
 
 SMALL = ["trainer.tensorboard=false", "trainer.learning_rate=2e-3"]
+SHORT = ["trainer.tensorboard=false", "trainer.total_steps=2", "trainer.warmup_steps=0", "trainer.learning_rate=5e-4"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def folder(shell, job, tmp_path_factory):
     rl = shell(
         *["shardwise", "rl", "-c", "examples/calculator_agent.yaml", "--nproc", "2", f"model.path={folder / 'sft'}"],
         *[f"data.train_files={folder / 'rl_train.jsonl'}", "data.validation_files=[]", "rollout.num_prompts=8"],
-        *["rollout.group_size=4", f"trainer.output_dir={folder / 'rl'}", "trainer.total_steps=2", *SMALL],
+        *["rollout.group_size=4", f"trainer.output_dir={folder / 'rl'}", *SHORT],
         "data.max_train_rows=64",
         timeout=240,
     )
@@ -90,13 +91,8 @@ BREVITY = {
 def agent_options(folder, name, **extra):
     given = {"reward.functions": [{"type": "environment"}, BREVITY]}
     return [
-        *["rl", "-c", "examples/calculator_endpoint.yaml", f"model.path={folder / 'sft'}", *SMALL],
-        *[
-            f"data.train_files={folder / 'rl_train.jsonl'}",
-            "rollout.num_prompts=4",
-            "rollout.group_size=4",
-            "trainer.total_steps=2",
-        ],
+        *["rl", "-c", "examples/calculator_endpoint.yaml", f"model.path={folder / 'sft'}", *SHORT],
+        *[f"data.train_files={folder / 'rl_train.jsonl'}", "rollout.num_prompts=4", "rollout.group_size=4"],
         *["data.validation_files=[]", f"trainer.output_dir={folder / name}"],
         *(f"{key}={json.dumps(value)}" for key, value in {**given, **extra}.items()),
     ]

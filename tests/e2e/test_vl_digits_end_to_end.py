@@ -50,7 +50,8 @@ def accuracy(model: Path, rows: Path) -> float:
 def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, folder, tmp_path, metrics_of):
     lines = (folder / "validation.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(lines[:6]))
-    small = ["trainer.total_steps=3", "trainer.batch_size=8", f"data.validation_files={folder / 'few.jsonl'}"]
+    small = ["trainer.total_steps=3", "trainer.warmup_steps=2", "trainer.batch_size=8"]
+    small.append(f"data.validation_files={folder / 'few.jsonl'}")
     run = shell(*keys(folder, tmp_path, *small, "--nproc", "2"), timeout=240)
     assert run.code == 0, run.err
     steps = metrics_of(tmp_path)
@@ -193,7 +194,7 @@ def assert_refused(command, folder, tmp_path, recipe, rows, reason):
     done = command(
         *[recipe, "-c", str(ROOT / f"examples/vl_digits_{'grpo' if recipe == 'rl' else 'sft'}.yaml")],
         *[f"model.path={folder / 'model'}", f"data.train_files={tmp_path / 'rows.jsonl'}", "data.validation_files=[]"],
-        *[f"trainer.output_dir={tmp_path / 'run'}", "trainer.total_steps=1", *small[recipe], *NO_EXTRAS],
+        *[f"trainer.output_dir={tmp_path / 'run'}", *small[recipe], *NO_EXTRAS],
     )
     assert done.code == 2
     assert re.fullmatch(rf"error: rows.jsonl line 2: {reason}.*\n", done.err), done.err
