@@ -135,16 +135,22 @@ class _Misfits:
         labels = {
             "missing": self.missing,
             "of the wrong shape": self.wrong_shape,
-            f"not stored as {LOADABLE_NAMES}; take a checkpoint that is not quantised": self.wrong_dtype,
+            f"not stored as {LOADABLE_NAMES}": self.wrong_dtype,
             "not part of the model": self.extra,
         }
-        problems = []
-        for label, names in labels.items():
-            if names:
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                problems.append(f"{len(names)} tensors are {label} ({shown})")
+        problems = "; ".join(_listed(label, names) for label, names in labels.items() if names)
         if problems:
-            raise ModelError(f"{folder} does not fit its config.json ({type(model).__name__}): {'; '.join(problems)}")
+            remedy = "the config.json that was saved with these weights"
+            if self.wrong_dtype:
+                remedy = "a checkpoint that is not quantised"
+            raise ModelError(
+                f"{folder} does not fit its config.json ({type(model).__name__}): {problems}. Take {remedy}"
+            )
+
+
+def _listed(label: str, names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {label} ({shown})"
 
 
 def checked_blocks(

@@ -140,7 +140,11 @@ class EmbeddedEngine:
             raise ConfigError(f"{folder}: {reason}")
         if missing := sorted(report["missing_keys"]):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise ModelError(f"{folder} does not fit its config.json: {len(missing)} tensors are missing ({shown})")
+            count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+            raise ModelError(
+                f"{folder} does not fit its config.json: {count} missing ({shown}). Take the config.json that was "
+                "saved with these weights"
+            )
         adapter = None if attach_adapter is None else attach_adapter(model)
         cache_mixers(model)
         return cls(model.to(device).eval(), adapter=adapter, max_rows=max_rows, device=device, **options)

@@ -200,7 +200,7 @@ def test_verls_files_hold_nothing_but_the_model(verl, tmp_path, capsys):
         state = torch.load(file, weights_only=False)
         torch.save(state | {"unknown": torch.ones(2)}, file)
     message = refusal([source, tmp_path / "out"], capsys)
-    assert message.endswith("(Qwen3ForCausalLM): 1 tensors are not part of the model (unknown)")
+    assert "(Qwen3ForCausalLM): 1 tensor is not part of the model (unknown). Take the config.json " in message
     message = refusal([source, tmp_path / "out", "--prefix", "x."], capsys)
     assert message == "--prefix=x. has no effect on verl's files, which hold nothing but the model; remove it"
 

@@ -229,7 +229,7 @@ def test_completions_carry_the_committed_version(model_folders):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("missing", r"1 tensors are missing \(model.layers.1.mlp.up_proj.weight\)"),
+        ("missing", r"1 tensor is missing \(model.layers.1.mlp.up_proj.weight\)"),
         ("shape", "cannot be loaded for generation"),
         ("garbage", "cannot be loaded for generation"),
     ],
