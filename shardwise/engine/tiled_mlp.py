@@ -109,12 +109,14 @@ def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
     """
     paths = []
     for layer in layers:
-        children = [name for name, _ in model.get_submodule(layer).named_children()]
+        module = model.get_submodule(layer)
+        children = [name for name, _ in module.named_children()]
         known = [name for name in MLP_NAMES if name in children]
         if not known:
             raise ConfigError(
-                f"engine.apply_tiled_mlp=true: {layer} has no MLP named {', '.join(MLP_NAMES)}; its parts are "
-                f"{', '.join(children)}. Set it to false for this model"
+                f"engine.apply_tiled_mlp=true: {layer} ({type(module).__name__}) has no MLP named "
+                f"{', '.join(MLP_NAMES)}; its parts are {', '.join(children) or 'none'}. Set it to false, or name "
+                "layers that have one in engine.wrap_policy.transformer_layer_cls_to_wrap"
             )
         paths += [f"{layer}.{name}" for name in known]
     return paths

@@ -77,9 +77,9 @@ class Units:
         self._tower = vision_path(model)
         self._precision = precision
         self._config = config
-        tied = bool(model.get_expanded_tied_weights_keys())
+        self._is_tied = bool(model.get_expanded_tied_weights_keys())
         for key, is_set in {"embeddings": wrap.wrap_embeddings, "lm_output": wrap.wrap_lm_output}.items():
-            if is_set and tied:
+            if is_set and self._is_tied:
                 raise ConfigError(
                     f"engine.wrap_policy.wrap_{key}=true: the embedding and the output projection of "
                     f"{type(model).__name__} are one weight (tie_word_embeddings), which stays in the root unit; "
@@ -139,12 +139,20 @@ class Units:
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
         """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
         projection = {id(parameter) for parameter in head.parameters()}
-        for path in chosen:
+        for path in sorted(chosen):
             if any(id(parameter) in projection for parameter in modules[path].parameters()):
                 raise ConfigError(
-                    f"{path} holds the output projection, which is applied in float32 by a head of its own; name other "
-                    "modules in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)"
+                    f"{self._named_by(path)} makes an FSDP unit of {path}, which holds the output projection; a head "
+                    "of its own applies that in float32. Name others"
+                    + ("" if self._is_tied else "; engine.wrap_policy.wrap_lm_output=true makes it a unit")
                 )
+
+    def _named_by(self, path: str) -> str:
+        """The key and value that the module at `path` is a unit by."""
+        if path in self._precision.overrides:
+            return f"engine.module_precision={self._precision.overrides[path].module}"
+        key = "moe_experts" if path in self._experts else "transformer_layer_cls_to_wrap"
+        return f"engine.wrap_policy.{key}={getattr(self._config.wrap_policy, key)}"
 
     def _keep_sharded(self, num_ranks: int) -> bool | int:
         """What fully_shard takes where weights are sharded over so many ranks."""

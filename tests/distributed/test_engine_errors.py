@@ -150,8 +150,8 @@ def folders(tmp_path_factory):
             "llama",
             2,
             {"module_precision": [{"module": "lm_head"}]},
-            "lm_head holds the output projection, which is applied in float32 by a head of its own; name other modules "
-            "in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)",
+            "engine.module_precision=lm_head makes an FSDP unit of lm_head, which holds the output projection; a head "
+            "of its own applies that in float32. Name others; engine.wrap_policy.wrap_lm_output=true makes it a unit",
         ),
         (
             "qwen3",

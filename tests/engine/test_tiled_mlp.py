@@ -235,13 +235,18 @@ def test_mlps_are_found_by_name_and_a_layer_without_one_is_refused():
     model = tiny_model("qwen3")
     layers = ["model.layers.0", "model.layers.1"]
     assert mlp_paths(model, layers) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    with pytest.raises(ConfigError) as error:
-        mlp_paths(model, ["model.layers.1.self_attn"])
-    assert str(error.value) == (
-        "engine.apply_tiled_mlp=true: model.layers.1.self_attn has no MLP named mlp, feed_forward, "
-        "block_sparse_moe, shared_mlp, ffn; its parts are q_proj, k_proj, v_proj, o_proj, q_norm, k_norm. Set it to "
-        "false for this model"
-    )
+    attention, projection = "model.layers.1.self_attn", "model.layers.1.self_attn.q_proj"
+    for path, class_name, parts in [
+        (attention, "Qwen3Attention", "q_proj, k_proj, v_proj, o_proj, q_norm, k_norm"),
+        (projection, "Linear", "none"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            mlp_paths(model, [path])
+        assert str(error.value) == (
+            f"engine.apply_tiled_mlp=true: {path} ({class_name}) has no MLP named mlp, feed_forward, block_sparse_moe, "
+            f"shared_mlp, ffn; its parts are {parts}. Set it to false, or name layers that have one in "
+            "engine.wrap_policy.transformer_layer_cls_to_wrap"
+        )
 
 
 def test_of_a_layer_with_experts_and_an_mlp_beside_them_both_are_tiled(tmp_path):

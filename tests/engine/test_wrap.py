@@ -240,8 +240,8 @@ def build_engine(folder, options):
         (
             1,
             {"module_precision": [{"module": "lm_head"}]},
-            "lm_head holds the output projection, which is applied in float32 by a head of its own; name other modules "
-            "in engine.module_precision and engine.wrap_policy (wrap_lm_output makes it a unit)",
+            "engine.module_precision=lm_head makes an FSDP unit of lm_head, which holds the output projection; a head "
+            "of its own applies that in float32. Name others; engine.wrap_policy.wrap_lm_output=true makes it a unit",
         ),
     ],
 )
@@ -251,14 +251,21 @@ def test_impossible_units_are_refused(run_ranks, tmp_path, world_size, options, 
     assert f"ConfigError: {message}\n" in str(error.value)
 
 
-def test_embedding_that_is_also_the_projection_is_no_unit_of_its_own_precision(run_ranks, tmp_path):
-    with pytest.raises(RankError, match=r"ConfigError: model\.embed_tokens holds the output projection"):
-        run_ranks(
-            build_engine,
-            1,
-            str(tiny_folder("qwen3", tmp_path)),
-            {"module_precision": [{"module": "model.embed_tokens"}]},
-        )
+def test_a_unit_that_would_hold_a_tied_projection_is_refused_with_what_named_it(run_ranks, tmp_path):
+    folder = str(tiny_folder("qwen3", tmp_path))
+    units = "transformer_layer_cls_to_wrap"
+    for options, named, path in [
+        ({"module_precision": [{"module": "model.embed_*"}]}, "module_precision=model.embed_*", "model.embed_tokens"),
+        ({"wrap_policy": {units: ["Linear"]}}, f"wrap_policy.{units}=['Linear']", "lm_head"),
+        ({"wrap_policy": {units: ["Qwen3Model"]}}, f"wrap_policy.{units}=['Qwen3Model']", "model"),
+        ({"wrap_policy": {"moe_experts": ["Qwen3Model"]}}, "wrap_policy.moe_experts=['Qwen3Model']", "model"),
+    ]:
+        with pytest.raises(RankError) as error:
+            run_ranks(build_engine, 1, folder, options)
+        assert (
+            f"ConfigError: engine.{named} makes an FSDP unit of {path}, which holds the output projection; a head of "
+            "its own applies that in float32. Name others\n"
+        ) in str(error.value)
 
 
 def gradients(folder, options):
