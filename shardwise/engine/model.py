@@ -1,5 +1,6 @@
 """From a model folder to a sharded model. The order of `build_sharded` is the documentation."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,9 +299,10 @@ def build_on_meta(
     except (ValueError, OSError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        kind = kind_of(head_name)
-        raise ModelError(f"{folder} cannot be built as a model for {kind}; look into its config.json. {text}") from None
+        raise ModelError(
+            f"{folder} cannot be built as a model for {kind_of(head_name)}; look into its config.json. "
+            f"{_reason(error, folder)}"
+        ) from None
     if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
     if sees_images(config) and (reason := vision_reason(model)):
@@ -313,6 +315,17 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """In words. A KeyError is of a value that a table of transformers lacks: which field has it stands in the file."""
+    if isinstance(error, KeyError):
+        written = json.loads((folder / "config.json").read_text())
+        for section in (written, *(value for value in written.values() if isinstance(value, dict))):
+            for name, value in section.items():
+                if error.args == (value,):
+                    return f"{name}={value} is not known to transformers"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:

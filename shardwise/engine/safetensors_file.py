@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class SafetensorsReader:
         try:
             opened = self._file = path.open("rb", buffering=0)
             self._data_start, self._entries = self._read_header()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             if opened is not None:
                 opened.close()
             reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
@@ -283,14 +283,26 @@ class SafetensorsWriter:
             done += self._file.write(view[done:])
 
 
-def _entry(name: str, entry: dict[str, Any]) -> tuple[TensorSpec, int]:
-    if entry["dtype"] not in DTYPE_NAMES:
-        raise ValueError(f"{name} has dtype {entry['dtype']}; known are {', '.join(DTYPE_NAMES)}")
-    spec = TensorSpec(DTYPE_NAMES[entry["dtype"]], tuple(entry["shape"]))
-    start, end = entry["data_offsets"]
-    if start < 0 or end - start != spec.nbytes:
+def _entry(name: str, entry: object) -> tuple[TensorSpec, int]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"its header has {entry!r} for {name}, and not an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_NAMES:
+        raise ValueError(f"{name} has dtype {dtype}; known are {', '.join(DTYPE_NAMES)}")
+    if not _are_counts(shape):
+        raise ValueError(f"{name} has shape {shape!r}, which is not a list of sizes")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has data_offsets {offsets!r}, which are not the bytes where it begins and ends")
+    spec = TensorSpec(DTYPE_NAMES[dtype], tuple(shape))
+    start, end = offsets
+    if end - start != spec.nbytes:
         raise ValueError(f"{name} has {end - start} bytes, {list(spec.shape)} of {spec.dtype} is {spec.nbytes}")
     return spec, start
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of integers from 0 on; JSON's true and false are none."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _runs(spec: TensorSpec, box: Box) -> Iterator[tuple[int, int]]:
