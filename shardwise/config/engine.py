@@ -128,7 +128,7 @@ class LayoutConfig(ComputeConfig):
     """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
     second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead of their forward; 0 leaves it to FSDP."""
+    """Layers whose weights are gathered ahead of their forward, fewer than the model has; 0 leaves it to FSDP."""
     offload_policy: bool = False
     """Sharded weights, gradients and optimizer states live in host memory; layers are copied to the device one by one
     (FSDP's CPUOffloadPolicy). The optimizer then steps on the CPU."""
@@ -207,7 +207,8 @@ class EngineConfig(LayoutConfig):
     two. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
     (reduce_dtype bytes times all trained parameters)."""
     backward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead of their backward; 0 leaves it to FSDP (one)."""
+    """Layers whose weights are gathered ahead of their backward, fewer than the model has; 0 leaves it to FSDP (one
+    layer)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: a layer keeps its input only and is computed again in backward. selective: every n-th layer, or, with
     checkpoint_every_layers null, all layers but with attention and half of the matrix products kept (of compiled layers

@@ -200,6 +200,12 @@ class Units:
     def _prefetch(self, layers: list[FSDPModule]) -> None:
         ahead = self._config.forward_prefetch
         behind = self._config.backward_prefetch if isinstance(self._config, EngineConfig) else 0
+        for key, count in {"forward_prefetch": ahead, "backward_prefetch": behind}.items():
+            if count and count >= len(layers):
+                raise ConfigError(
+                    f"engine.{key}={count} would gather the weights of {count} layers beside the one that computes, "
+                    f"and the model has {len(layers)} layers; use at most {len(layers) - 1}"
+                )
         for place, layer in enumerate(layers):
             if ahead:
                 layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + ahead])

@@ -101,6 +101,13 @@ def folders(tmp_path_factory):
         (
             "qwen3",
             2,
+            {"backward_prefetch": 5},
+            "engine.backward_prefetch=5 would gather the weights of 5 layers beside the one that computes, and the "
+            "model has 2 layers; use at most 1",
+        ),
+        (
+            "qwen3",
+            2,
             {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayr"]}},
             "engine.wrap_policy.transformer_layer_cls_to_wrap: Qwen3DecoderLayr matches no module of Qwen3ForCausalLM; "
             "its modules are of Qwen3DecoderLayer, ",

@@ -239,6 +239,12 @@ def build_engine(folder, options):
         ),
         (
             1,
+            {"forward_prefetch": 2},
+            "engine.forward_prefetch=2 would gather the weights of 2 layers beside the one that computes, and the "
+            "model has 2 layers; use at most 1",
+        ),
+        (
+            1,
             {"module_precision": [{"module": "lm_head"}]},
             "engine.module_precision=lm_head makes an FSDP unit of lm_head, which holds the output projection; a head "
             "of its own applies that in float32. Name others; engine.wrap_policy.wrap_lm_output=true makes it a unit",
@@ -286,7 +292,7 @@ def gradients(folder, options):
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
         {"reshard_after_forward": 4},
-        {"forward_prefetch": 1, "backward_prefetch": 2},
+        {"forward_prefetch": 1, "backward_prefetch": 1},
     ],
     ids=lambda options: " ".join(options),
 )
