@@ -69,7 +69,8 @@ class LoraConfig(Config):
     alpha: PositiveFloat = 32.0
     """The adapter's output is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank))."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0."""
+    """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0. It is drawn for each
+    rank and micro-batch, so that with it numbers depend on the layout."""
     target_modules: str | list[str] = "all-linear"
     """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head
     (and, where experts are fused, but dense layers whose names peft takes for parts of experts; and out_proj of
@@ -199,9 +200,10 @@ class EngineConfig(LayoutConfig):
     """A training engine; frozen ones (fsdp2_infer) have a section of their own."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of trained weights between steps. bfloat16 halves their memory; updates are rounded stochastically,
-    by optimizer=adamw alone."""
+    by optimizer=adamw alone. With reduce_gradients=each_micro_batch the micro-batches' gradients add up in it too."""
     reduce_dtype: DtypeName = "float32"
-    """The dtype that gradients are summed over ranks in."""
+    """The dtype that gradients are summed over ranks in, and with fsdp_size below the world size, or
+    reduce_gradients=last_micro_batch, over micro-batches too."""
     reduce_gradients: Literal["each_micro_batch", "last_micro_batch"] = "each_micro_batch"
     """When gradients are reduced over ranks. each_micro_batch: a rank never holds more than its shard of them between
     two. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
