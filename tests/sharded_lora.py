@@ -124,24 +124,28 @@ def full(tensor):
     return torch.cat([by_place[place] for place in sorted(by_place)])
 
 
-def peft_model(folder, adapter_folder):
+def base_model(folder, task_type):
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    auto_class = {"CAUSAL_LM": AutoModelForCausalLM, "TOKEN_CLS": AutoModelForTokenClassification}[task_type]
+    return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def peft_model(folder, adapter_folder, task_type="CAUSAL_LM"):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return PeftModel.from_pretrained(base, adapter_folder, is_trainable=True)
+    return PeftModel.from_pretrained(base_model(folder, task_type), adapter_folder, is_trainable=True)
 
 
-def random_adapter(folder, lora: LoraConfig, adapter_folder):
-    """An adapter that peft made and wrote, every trained tensor of it random."""
+def random_adapter(folder, lora: LoraConfig, adapter_folder, task_type="CAUSAL_LM"):
+    """An adapter that peft made and wrote, every trained tensor of it random. Of TOKEN_CLS the head is trained too."""
     torch.manual_seed(0)
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    base = base_model(folder, task_type)
     config = PeftLoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=lora.target_modules,

@@ -47,6 +47,7 @@ MIXTURE = "qwen3_moe"
 LORA = {"rank": 3, "alpha": 12.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 MIXTURE_LORA = {**LORA, "target_modules": ["q_proj", "v_proj"]}
 """Experts are no linear layers."""
+DORA = {"use_dora": True, "use_rslora": True}
 EXPERT_LORA = {**MIXTURE_LORA, "target_parameters": ["gate_up_proj", "down_proj"]}
 FOUR_HEADS = {"llama": {"hidden_size": 28, "num_attention_heads": 4}, MIXTURE: {"num_attention_heads": 4}}
 """Of the families whose tiny models have fewer, which four ranks could not share."""
@@ -96,7 +97,13 @@ AXES: dict[str, dict[str, dict]] = {
     "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
     "family": {name: {} for name in [*FAMILIES, MIXTURE]},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
-    "adapters": {"no adapters": {}, "lora": {"lora": LORA}, "expert lora": {"lora": EXPERT_LORA}, **QLORA},
+    "adapters": {
+        "no adapters": {},
+        "lora": {"lora": LORA},
+        "expert lora": {"lora": EXPERT_LORA},
+        **QLORA,
+        "dora": {"lora": {**LORA, **DORA}},
+    },
     "prefetch": {"no prefetch": {}, "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1}},
     "wrap": {
         "root": {},
@@ -111,8 +118,7 @@ IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
     ("prefetch", {"prefetch"}, "reshard", {"keep"}),  # nothing is left to gather in backward
-    ("adapters", {"lora", "expert lora", "qlora"}, "frozen", {"frozen"}),
-    ("adapters", {"lora", "expert lora", "qlora"}, "loss", {"value"}),  # peft would train the head too
+    ("adapters", {"lora", "expert lora", "qlora", "dora"}, "frozen", {"frozen"}),
     ("adapters", {"expert lora"}, "family", set(FAMILIES)),
     ("adapters", {"expert lora"}, "experts", {"shared"}),
     ("wrap", {"expert units"}, "family", set(FAMILIES)),
@@ -129,7 +135,7 @@ PRODUCT = {
     "reshard": ["reshard", "keep"],
     "offload_policy": list(AXES["offload_policy"]),
     "reduce": list(AXES["reduce"]),
-    "adapters": list(AXES["adapters"]),
+    "adapters": [option for option in AXES["adapters"] if option != "dora"],
     "loss": ["sft", "value", "token-mean"],
 }
 """The options whose every combination is a cell; of the other axes each of these cells draws an option."""
@@ -354,7 +360,7 @@ def with_rounded_base(adapted):
     """A peft model whose linear layers, but the head, hold what bitsandbytes gives back of their weights in 4 bits;
     rows are filled up to whole blocks."""
     for name, layer in adapted.named_modules():
-        if type(layer) is torch.nn.Linear and "lora_" not in name and not name.endswith("lm_head"):
+        if type(layer) is torch.nn.Linear and not any(part in name for part in ("lora_", "lm_head", "score")):
             rows = torch.nn.functional.pad(layer.weight, (0, -layer.in_features % 64))
             rounded = dequantize_4bit(*quantize_4bit(rows, blocksize=64, quant_type="nf4"))
             layer.weight.copy_(rounded[:, : layer.in_features])
@@ -366,13 +372,13 @@ class Families:
     """What cells start from and are compared to, by family."""
 
     models: dict
-    """(family, "policy", "value" or the option of adapters) -> model."""
-    folders: dict[tuple[str, str], str]
+    """(family, kind) -> model; a kind is "policy" or "value", and the option of adapters."""
+    folders: dict[tuple[str, tuple[str, str]], str]
     """Likewise; those of adapters hold the adapter."""
-    samples: dict[tuple[str, str, str], list]
-    """(family, kind of model, "short" or "long") -> samples; old logprobs are near those of the model."""
+    samples: dict[tuple[str, tuple[str, str], str], list]
+    """(family, kind, "short" or "long") -> samples; old logprobs are near those of the model."""
     references: dict
-    """(family, kind of model, "short" or "long", loss) -> loss and gradients, computed when first asked for."""
+    """(family, kind, "short" or "long", loss) -> loss and gradients, computed when first asked for."""
 
     def expected(self, cell):
         case = case_of(cell)
@@ -384,15 +390,14 @@ class Families:
 
 
 def kind_of(cell):
-    if cell.adapters != "no adapters":
-        return cell.adapters
-    return "value" if cell.loss == "value" else "policy"
+    return ("value" if cell.loss == "value" else "policy"), cell.adapters
 
 
-def lora_of(family, kind):
-    if kind == "expert lora":
+def lora_of(family, adapters):
+    if adapters == "expert lora":
         return EXPERT_LORA
-    return MIXTURE_LORA if family == MIXTURE else LORA
+    lora = MIXTURE_LORA if family == MIXTURE else LORA
+    return {**lora, **DORA} if adapters == "dora" else lora
 
 
 def case_of(cell):
@@ -404,22 +409,22 @@ def families(tmp_path_factory):
     models, folders, samples = {}, {}, {}
     for family in [*FAMILIES, MIXTURE]:
         causal_lm = tiny_model(family, **FOUR_HEADS.get(family, {})).eval()
-        for kind, model in {"policy": causal_lm, "value": value_model(causal_lm)}.items():
-            models[family, kind] = model
-            folders[family, kind] = str(tmp_path_factory.mktemp(kind))
-            model.save_pretrained(folders[family, kind])
-        adapted = ["lora", "expert lora"] if family == MIXTURE else ["lora"]
-        for kind in adapted:
-            folders[family, kind] = str(tmp_path_factory.mktemp("adapter"))
-            random_adapter(folders[family, "policy"], LoraConfig(**lora_of(family, kind)), folders[family, kind])
-            models[family, kind] = peft_model(folders[family, "policy"], folders[family, kind]).eval()
-        folders[family, "qlora"] = folders[family, "lora"]
-        models[family, "qlora"] = with_rounded_base(copy.deepcopy(models[family, "lora"]))
+        for head, whole in {"policy": causal_lm, "value": value_model(causal_lm)}.items():
+            base, task_type = str(tmp_path_factory.mktemp(head)), "TOKEN_CLS" if head == "value" else "CAUSAL_LM"
+            whole.save_pretrained(base)
+            models[family, (head, "no adapters")], folders[family, (head, "no adapters")] = whole, base
+            for adapters in ["lora", "dora", *(["expert lora"] if family == MIXTURE else [])]:
+                folder = str(tmp_path_factory.mktemp("adapter"))
+                random_adapter(base, LoraConfig(**lora_of(family, adapters)), folder, task_type)
+                folders[family, (head, adapters)] = folder
+                models[family, (head, adapters)] = peft_model(base, folder, task_type).eval()
+            folders[family, (head, "qlora")] = folders[family, (head, "lora")]
+            models[family, (head, "qlora")] = with_rounded_base(copy.deepcopy(models[family, (head, "lora")]))
         for case, lengths in {"short": SHORT, "long": LONG}.items():
-            for kind in ("policy", *adapted, "qlora"):
-                drawn = random_samples(lengths, prompt_tokens=1, seed=len(lengths))
-                samples[family, kind, case] = with_policy_fields(models[family, kind], drawn)
-            samples[family, "value", case] = samples[family, "policy", case]
+            drawn = random_samples(lengths, prompt_tokens=1, seed=len(lengths))
+            for adapters in [kind[1] for known, kind in models if (known, kind[0]) == (family, "policy")]:
+                filled = with_policy_fields(models[family, ("policy", adapters)], drawn)
+                samples |= {(family, (head, adapters), case): filled for head in ("policy", "value")}
     return Families(models, folders, samples, {})
 
 
@@ -456,14 +461,15 @@ def train_cells(folders, samples, cells, param_dtype="float32"):
 def train_cell(folders, samples, cell, param_dtype):
     keys = {**cell.engine, "param_dtype": param_dtype}
     if cell.adapters != "no adapters":
-        adapter = folders[cell.family, cell.adapters]
+        adapter = folders[cell.family, kind_of(cell)]
         keys["lora"] = {**keys["lora"], **lora_of(cell.family, cell.adapters), "adapter_path": adapter}
+    head, _ = kind_of(cell)
     engine = TrainEngine.build(
-        Path(folders[cell.family, "value" if cell.loss == "value" else "policy"]),
+        Path(folders[cell.family, (head, "no adapters")]),
         EngineConfig(**keys),
         device=torch.device("cpu"),
         optimizer=OptimizerConfig(),
-        head="token_values" if cell.loss == "value" else "logprobs",
+        head="token_values" if head == "value" else "logprobs",
     )
     num_sharing = cell.engine.get("ulysses_size", 1)
     in_order = samples[cell.family, kind_of(cell), case_of(cell)]
@@ -678,10 +684,11 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
 
 def test_policy_reference_takes_every_branch(families):
     """Guards the tests above: each clip, and tokens that no clip cuts, occur in the samples."""
+    kind = kind_of(cell())
     for family in FAMILIES:
-        samples = families.samples[family, "policy", "long"]
+        samples = families.samples[family, kind, "long"]
         with torch.no_grad():
-            logprobs = padded_scores(families.models[family, "policy"], samples)
+            logprobs = padded_scores(families.models[family, kind], samples)
         ratios = [
             (torch.exp(logprobs[row, t] - s.old_logprobs[t]).item(), s.advantages[t].item())
             for row, s in enumerate(samples)
