@@ -328,8 +328,8 @@ class OptimizerConfig(Config):
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """The shape after warm-up. wsd is warm-up, stable, then a linear decay over the last `lr_decay_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises linearly from 0. With those of the final decay fewer than the
-    run has."""
+    """Optimizer steps over which the learning rate rises linearly from 0. A run that is no longer than this and the
+    final decay never reaches its peak, and is warned of."""
     lr_decay_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of the final decay; only for lr_schedule wsd."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -2,7 +2,7 @@
 
 import math
 
-from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.config import OptimizerConfig
 
 
 def schedule_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -27,20 +27,20 @@ def schedule_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
             return 1 - fall * shape
 
 
-def require_peak(config: OptimizerConfig, total_steps: int, *, key: str) -> None:
-    """
+def missed_peak(config: OptimizerConfig, total_steps: int, *, key: str) -> str | None:
+    """A sentence about a run whose warm-up and decay leave no step at the peak, None for others. No error: a few steps
+    are how a config is tried.
+
     Args:
         total_steps: optimizer steps of the whole run.
-        key: of the config, for errors.
-    Raises:
-        ConfigError: warm-up and decay leave no step at the peak.
+        key: of the config.
     """
     if config.warmup_steps + config.lr_decay_steps < total_steps:
-        return
+        return None
     given = {"warmup_steps": config.warmup_steps, "lr_decay_steps": config.lr_decay_steps}
     keys = [f"{key}.{name}" for name, steps in given.items() if steps]
     taken = " + ".join(f"{key}.{name}={steps}" for name, steps in given.items() if steps)
-    raise ConfigError(
+    return (
         f"{taken} of the run's {total_steps} optimizer steps leave none at the peak, {key}.learning_rate="
         f"{config.learning_rate}; lower {' or '.join(keys)}, or raise trainer.total_steps"
     )

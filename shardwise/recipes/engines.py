@@ -1,5 +1,6 @@
 """Engines as recipes see them: on all ranks at once, with samples going in."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -10,7 +11,7 @@ from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConf
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
-from shardwise.engine.schedule import require_peak
+from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.losses import LossKind
 from shardwise.recipes.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
@@ -150,16 +151,16 @@ def build_engine(
 
     Args:
         optimizer: of a trained engine (an EngineConfig), None for a frozen one.
-        optimizer_key: where its config is, for errors.
+        optimizer_key: where its config is, for warnings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         seed: of new adapters, and of the rounding of bfloat16 masters.
         temperature: logprobs are of the distribution at this temperature.
         pad_token_id: the tokenizer's, for the head sequence_scores.
     Raises:
-        ConfigError, ModelError: as `TrainEngine.build`, or the learning rate would never reach its peak.
+        ConfigError, ModelError: as `TrainEngine.build`.
     """
-    if optimizer is not None:
-        require_peak(optimizer, total_steps, key=optimizer_key)
+    if optimizer is not None and (doubt := missed_peak(optimizer, total_steps, key=optimizer_key)):
+        print(f"warning: {doubt}", file=sys.stderr, flush=True)
     built = group.call(
         "build_engine",
         role,
