@@ -220,7 +220,8 @@ class EngineConfig(LayoutConfig):
     activation_offload: bool = False
     """The inputs of checkpointed layers wait for backward in host memory."""
     optimizer_offload: bool = False
-    """In reinforcement learning the optimizer states leave the device while other engines work."""
+    """In reinforcement learning the optimizer states leave the device while this engine is not trained: while others
+    work, while it scores, while its weights are synced."""
     freeze_module_prefix: list[str] = Field(default_factory=list)
     """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
     freeze_router: bool = False

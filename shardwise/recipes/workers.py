@@ -100,7 +100,7 @@ class Seat:
 
     @property
     def parts_to_offload(self) -> list[Part]:
-        """What leaves the device while another engine works."""
+        """What leaves the device while nobody works with it."""
         parts: list[Part] = ["params"] if self.config.param_offload else []
         if isinstance(self.config, EngineConfig) and self.config.optimizer_offload:
             parts.append("optimizer")
@@ -123,7 +123,7 @@ class Worker:
     pydantic classes, because commands are plain data.
 
     Methods of engines are collective: the controller calls them on every rank. Whichever engine works has the device;
-    what the others' param_offload and optimizer_offload name has left it.
+    what the others' param_offload and optimizer_offload name has left it, and what its own name and it does not need.
     """
 
     def __init__(
@@ -469,15 +469,17 @@ class Worker:
         return self._take_device(teacher, "params").engine.lessons(batches, divergence)
 
     def _take_device(self, role: str, *parts: Part) -> Seat:
-        """Makes room for an engine and brings those parts of it to the device."""
-        seat = self._seats[role]
-        self._clear_device(keep=role)
+        """Makes room for an engine's work with those parts of it, and brings them to the device."""
+        self._clear_device(role, *parts)
         if self._rollout is not None:
             self._rollout.sleep()
+        seat = self._seats[role]
         seat.engine.onload(*parts)
         return seat
 
-    def _clear_device(self, keep: str | None = None) -> None:
+    def _clear_device(self, working: str = "", *parts: Part) -> None:
+        """Only those parts of the engine that works stay."""
         for role, seat in self._seats.items():
-            if role != keep:
-                seat.engine.offload(*seat.parts_to_offload)
+            leaving = [part for part in seat.parts_to_offload if role != working or part not in parts]
+            if leaving:
+                seat.engine.offload(*leaving)
