@@ -35,7 +35,7 @@ from shardwise.config.preference import (
 )
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
-from shardwise.config.rollout_engine import VllmRollout
+from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
 from shardwise.config.trainer import (
     BatchTrainerConfig,
     TrainerConfig,
@@ -448,6 +448,15 @@ class EvalConfig(Config):
             raise ValueError("data.validation_files is empty; eval measures on the validation files")
         _require_environment(self.reward, self.rollout, self.data)
         _require_context(self.rollout, self.data)
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_its_weights(self) -> Self:
+        if not isinstance(self.rollout.engine, EmbeddedRollout) and self.rollout.engine.sleep_level == 2:
+            raise ValueError(
+                "rollout.engine.sleep_level=2 drops the weights, and eval has no weight sync that would bring them "
+                "again; set it to 1 or 0"
+            )
         return self
 
 

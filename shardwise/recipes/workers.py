@@ -39,6 +39,7 @@ from shardwise.transfer import (
     DeltaDecoder,
     DeltaEncoder,
     Medium,
+    SyncReceipt,
     pull_weights,
     push_weights,
     seconds_per_byte_inside,
@@ -149,6 +150,8 @@ class Worker:
         self._rollout: RolloutEngine | None = None
         self._rollout_reader: ImageReader | None = None
         self._syncs_adapter_only = False
+        self._synced_version: int | None = None
+        """Of the last sync into this rank's own rollout engine; None once the policy is trained further."""
         self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
         self._num_bundles = 0
 
@@ -225,6 +228,8 @@ class Worker:
         batches = self._seats[role].read(batches)
         lessons = self._lessons(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
+        if role == POLICY:
+            self._synced_version = None
         metrics = seat.engine.forward_backward(
             batches, seat.loss.function, denominators, **seat.options, lessons=lessons
         )
@@ -272,12 +277,9 @@ class Worker:
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         """Completions of this rank's share of the requests; some are interrupted where `interruption` is set."""
-        assert self._rollout is not None
         fault_point("rollout")
         requests = [self._seen(request) for request in requests]
-        self._clear_device()
-        self._rollout.wake("weights", "kv_cache")
-        groups = self._rollout.generate(
+        groups = self._awake_rollout().generate(
             requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set
         )
         return [with_spans(request, group) for request, group in zip(requests, groups, strict=True)]
@@ -295,19 +297,12 @@ class Worker:
 
     def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
-        assert self._rollout is not None
-        self._clear_device()
-        self._rollout.wake("weights", "kv_cache")
-        return self._rollout.logprobs(sequences)
+        return self._awake_rollout().logprobs(sequences)
 
     def sync_weights(self, version: int) -> dict[str, Any]:
         """Brings the policy's weights into the rollout engine, verified. Returns the SyncReceipt."""
-        assert self._rollout is not None
         fault_point("sync")
-        seat = self._take_device(POLICY, "params")
-        self._rollout.wake("weights")
-        dtype = getattr(torch, seat.config.param_dtype)
-        return asdict(sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype))
+        return asdict(self._bring_weights(version))
 
     def measure_sync(self) -> float:
         """Seconds that a byte of the weights takes into this rank's rollout engine, with nothing else to do."""
@@ -422,7 +417,7 @@ class Worker:
         """Drops every engine, so that another recipe can build its own."""
         if self._rollout is not None:
             self._rollout.close()
-        self._seats, self._rollout, self._syncs_adapter_only = {}, None, False
+        self._seats, self._rollout, self._syncs_adapter_only, self._synced_version = {}, None, False, None
 
     def _keep_step(
         self,
@@ -467,6 +462,25 @@ class Worker:
         divergence = self._seats[role].loss.divergence
         assert divergence is not None, f"{role} has no loss that learns from a teacher"
         return self._take_device(teacher, "params").engine.lessons(batches, divergence)
+
+    def _bring_weights(self, version: int) -> SyncReceipt:
+        assert self._rollout is not None
+        seat = self._take_device(POLICY, "params")
+        self._rollout.wake("weights")
+        dtype = getattr(torch, seat.config.param_dtype)
+        receipt = sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype)
+        self._synced_version = version
+        return receipt
+
+    def _awake_rollout(self) -> RolloutEngine:
+        """The rollout engine, which has the device. Weights of the last sync that sleeping has dropped are brought
+        again, on all ranks alike."""
+        assert self._rollout is not None
+        if self._rollout.lacks_weights and self._synced_version is not None:
+            self._bring_weights(self._synced_version)
+        self._clear_device()
+        self._rollout.wake("weights", "kv_cache")
+        return self._rollout
 
     def _take_device(self, role: str, *parts: Part) -> Seat:
         """Makes room for an engine's work with those parts of it, and brings them to the device."""

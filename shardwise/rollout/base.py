@@ -44,5 +44,10 @@ class RolloutEngine(WeightReceiver, Protocol):
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Takes memory back: that of the weights before a weight sync, both before `generate`. May be called again."""
 
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether sleeping has dropped the weights, so that nothing is generated before a weight sync."""
+        ...
+
     def close(self) -> None:
         """Gives everything back; the engine cannot be used again."""

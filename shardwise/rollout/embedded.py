@@ -240,6 +240,11 @@ class EmbeddedEngine:
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Was awake."""
 
+    @property
+    def lacks_weights(self) -> bool:
+        """False: none are dropped."""
+        return False
+
     def close(self) -> None:
         """Has nothing that does not go with it."""
 

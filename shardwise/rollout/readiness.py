@@ -28,10 +28,15 @@ class Readiness:
         self._asleep: set[str] = set()
         self._unfit = _FIT
 
+    @property
+    def lacks_weights(self) -> bool:
+        """See RolloutEngine.lacks_weights."""
+        return self._unfit == _DROPPED
+
     def require(self) -> None:
         """Raises RuntimeError: weights have arrived and were not committed. TrainingError: sleeping dropped them."""
         if self._unfit:
-            error = TrainingError if self._unfit == _DROPPED else RuntimeError
+            error = TrainingError if self.lacks_weights else RuntimeError
             raise error(f"{self._name} cannot generate: {self._unfit}")
 
     def arriving(

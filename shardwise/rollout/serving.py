@@ -100,6 +100,8 @@ class _Served:
                 return self._engine.sleep()
             case "wake":
                 return self._engine.wake(*arguments)
+            case "lacks_weights":
+                return self._engine.lacks_weights
             case _:
                 raise ValueError(f"there is no call {method!r}")
 

@@ -187,6 +187,11 @@ class SglangEngine:
         """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
         self._readiness.wake(parts, lambda tags: self._server.administer("/resume_memory_occupation", {"tags": tags}))
 
+    @property
+    def lacks_weights(self) -> bool:
+        """See RolloutEngine.lacks_weights."""
+        return self._readiness.lacks_weights
+
     def close(self) -> None:
         """Ends the server; the engine cannot be used again."""
         self._server.close()

@@ -131,8 +131,17 @@ class SupervisedEngine:
         self._tell("sleep")
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """See RolloutEngine.wake. A process that is started later is awake."""
+        """See RolloutEngine.wake. A process that is started later is awake. What sleeping has dropped is loaded again
+        before it generates."""
         self._tell("wake", *parts)
+        if "kv_cache" in parts and self._sent and not self._unfit and self._ask("lacks_weights"):
+            self._ask("load", self._sent)
+            self._ask("commit", self._version)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """False: the memory holds those of the last sync."""
+        return False
 
     def close(self) -> None:
         """Ends the process."""

@@ -321,6 +321,11 @@ class VllmEngine:
         """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
         self._readiness.wake(parts, lambda tags: self._llm.wake_up(tags))
 
+    @property
+    def lacks_weights(self) -> bool:
+        """See RolloutEngine.lacks_weights."""
+        return self._readiness.lacks_weights
+
     def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
         from vllm import SamplingParams
 

@@ -82,6 +82,15 @@ def test_eval_needs_validation_files():
     )
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_eval_refuses_to_drop_the_weights_that_it_samples_from(engine):
+    assert EvalConfig.load(None, [*EVAL, f"rollout.engine={{type: {engine}, sleep_level: 1}}"])
+    assert message_of(EvalConfig, [*EVAL, f"rollout.engine={{type: {engine}, sleep_level: 2}}"]) == (
+        "rollout.engine.sleep_level=2 drops the weights, and eval has no weight sync that would bring them again; set "
+        "it to 1 or 0"
+    )
+
+
 @pytest.mark.parametrize(
     "key", ["data.train_files", "data.shuffle", "engine.fsdp_size", "rollout.group_size", "trainer.learning_rate"]
 )

@@ -7,7 +7,10 @@ import statistics
 import pytest
 import torch
 from family_table import COMMON, FAMILIES
+from forgetful_engine import ForgetfulEngine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from shardwise.recipes.rollout_engines import build_rollout
 
 STEPS, TEMPERATURE = 3, 0.8
 
@@ -166,6 +169,28 @@ def test_settings_of_the_algorithm_change_what_they_should(two_ranks, assets, co
             assert first["policy/approx_kl"] > 1e-6
             assert base["policy/approx_kl"] == 0.0
             assert first["rollout/logprob_abs_diff"] < 1e-5
+
+
+def test_a_run_whose_rollout_weights_are_dropped_by_sleeping_is_that_of_one_that_keeps_them(
+    assets, command, monkeypatch, tmp_path
+):
+    """The trainer works between a sync and the next sampling: it saves at every step, and is probed and validated."""
+    keys = ["rollout.probe_every_syncs=2", f"data.validation_files={assets.parquet}", "trainer.validate_every_steps=1"]
+    done = command("rl", *options(assets, tmp_path / "kept"), *keys)
+    assert done.code == 0, done.err
+    engines = []
+
+    def build(*arguments, **named):
+        engines.append(ForgetfulEngine(build_rollout(*arguments, **named)))
+        return engines[0]
+
+    monkeypatch.setattr("shardwise.recipes.workers.build_rollout", build)
+    done = command("rl", *options(assets, tmp_path / "dropped"), *keys)
+    assert done.code == 0, done.err
+    assert engines[0].num_dropped > STEPS
+    assert engines[0].num_syncs > STEPS + 1
+    for name in ("metrics.jsonl", "samples.jsonl", f"checkpoints/step_{STEPS}/hf/model.safetensors"):
+        assert (tmp_path / "dropped" / name).read_bytes() == (tmp_path / "kept" / name).read_bytes(), name
 
 
 def test_accuracy_of_the_held_out_rows_is_measured_during_the_run(assets, command, metrics_of, tmp_path):

@@ -10,6 +10,8 @@ from shardwise.types import GenerateRequest
 class Engine:
     """Samples until it is interrupted."""
 
+    lacks_weights = False
+
     def wake(self, *parts):
         pass
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import xxhash
+from forgetful_engine import ForgetfulEngine
 from tiny_models import reference_logprobs, tiny_folder, tiny_model
 from transformers import AutoModelForSequenceClassification
 
@@ -22,6 +23,7 @@ from shardwise.config import (
     GenerationConfig,
     ModelConfig,
     OptimizerConfig,
+    TrainingError,
 )
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
@@ -280,6 +282,38 @@ def test_the_reference_stays_where_the_policy_started(tmp_path):
     moved = torch.cat(trainer_logprobs(worker, samples))
     assert float((moved - start).abs().max()) > 1e-2
     torch.testing.assert_close(torch.cat(trainer_logprobs(worker, samples, "reference")), start)
+
+
+def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_sampled(tmp_path):
+    """Between a sync and the next sampling come a probe, a save and other engines, as in a run."""
+    kept, worker = build("llama", tmp_path / "kept"), build("llama", tmp_path / "dropped")
+    worker._rollout = ForgetfulEngine(worker._rollout)
+    for each in (kept, worker):
+        each.sync_weights(1)
+        train(each, roll_out(each))
+        each.sync_weights(2)
+    samples = roll_out(kept)
+    assert largest_difference(worker, samples) < 1e-4  # the trainer works, and the engine sleeps
+    sequences = [sample.token_ids.tolist() for sample in samples]
+    for _ in range(2):
+        assert worker.rollout_logprobs(sequences) == kept.rollout_logprobs(sequences)
+        worker.save_weights("policy", ModelConfig(path=str(tmp_path)).model_dump_json(), str(tmp_path / "saved"))
+        trainer_logprobs(worker, samples, "reference")
+        assert worker.generate(REQUESTS) == kept.generate(REQUESTS)
+        assert {group[0].policy_version for group in worker.generate(REQUESTS)} == {2}
+        largest_difference(worker, samples)
+    assert worker._rollout.num_syncs > 4 <= worker._rollout.num_dropped
+
+
+def test_weights_of_a_policy_that_was_trained_since_are_not_brought_as_those_that_sleeping_dropped(tmp_path):
+    worker = build("llama", tmp_path)
+    worker._rollout = ForgetfulEngine(worker._rollout)
+    worker.sync_weights(1)
+    train(worker, roll_out(worker))
+    with pytest.raises(TrainingError, match="sleep_level=2 dropped the weights, and no weight sync came since"):
+        worker.generate(REQUESTS)
+    worker.sync_weights(2)
+    assert worker.generate(REQUESTS)
 
 
 ROLES = {"policy": "logprobs", "reference": "logprobs", "critic": "token_values", "reward": "sequence_scores"}

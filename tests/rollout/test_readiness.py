@@ -55,9 +55,11 @@ def test_parts_sleep_once_and_wake_one_by_one(level):
     for _ in range(2):
         readiness.wake(["weights", "kv_cache"], calls.append)
     assert calls == ([] if level == 0 else ["sleep", ["weights"], ["kv_cache"]])
+    assert readiness.lacks_weights == (level == 2)
     if level == 2:
         with pytest.raises(TrainingError, match="sleep_level=2 dropped the weights, and no weight sync came since"):
             readiness.require()
         readiness.arrived(load(readiness, "ab"))
         readiness.commit(1)
     readiness.require()
+    assert not readiness.lacks_weights

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forgetful_engine import ForgetfulEngine
 
 from shardwise import fault_plan
 from shardwise.config import ConfigError, EngineLostError, EngineProcessConfig, GenerationConfig, ModelConfig
@@ -20,6 +21,8 @@ from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.recipes.rollouts import rest_of
 from shardwise.rollout import EngineProcess, SupervisedEngine, environment_of
+from shardwise.rollout.serving import _Served
+from shardwise.rollout.shared_weights import packed
 from shardwise.transfer import WeightSyncError, sync_local
 from shardwise.types import GenerateRequest
 
@@ -251,6 +254,41 @@ def test_f07_a_stopped_process_is_found_by_its_health_and_replaced(
     assert "was ended: it did not answer a health probe within 8 s" in capfd.readouterr().err
 
 
+class InThisProcess:
+    """Stands in for an EngineProcess: what a process does with its calls, without one."""
+
+    def __init__(self, engine, memory_fd) -> None:
+        self._served = _Served(engine, memory_fd, lambda place: None, lambda: False)
+
+    def start(self):
+        return packed(self._served.forms)
+
+    def call(self, method, *arguments, **_):
+        return self._served.do(method, arguments)
+
+    def close(self) -> None:
+        pass
+
+
+def test_weights_that_sleeping_dropped_are_loaded_again_from_memory_before_anything_is_sampled(open_engine):
+    inner, sender = ForgetfulEngine(open_engine()), Sender(open_engine(), 14)
+    engine = SupervisedEngine(partial(InThisProcess, inner), max_restarts=0, name="the rollout engine of rank 0")
+    engine.sleep()
+    engine.wake("weights")
+    sync_local(sender, engine, version=14, dtype=torch.float32)
+    engine.wake("weights", "kv_cache")
+    before = engine.generate(REQUESTS)
+    assert inner.num_syncs == 1
+    engine.sleep()
+    assert not engine.lacks_weights
+    engine.wake("weights")  # for a sync, which brings others
+    assert inner.lacks_weights
+    engine.wake("weights", "kv_cache")
+    assert engine.generate(REQUESTS) == before
+    assert {completion.policy_version for group in before for completion in group} == {14}
+    assert (inner.num_dropped, inner.num_syncs) == (2, 2)
+
+
 def test_signals_to_the_job_do_not_reach_the_process(supervised):
     assert os.getpgid(supervised.pid) == supervised.pid != os.getpgid(0)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -323,7 +361,7 @@ def test_f09_a_row_that_never_finishes_is_asked_once_more_and_then_named(model_f
 
 PARENT = """
 import sys, time
-sys.path[:0] = [{root!r}, {here!r}]
+sys.path[:0] = {paths!r}
 from test_supervised import open_stubborn
 print(open_stubborn({folder!r}).pid, flush=True)
 time.sleep(1000)
@@ -332,9 +370,8 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("state", [pytest.param("idle", marks=pytest.mark.full), "stopped"])
 def test_the_process_ends_with_its_parent(model_folders, state):
-    code = PARENT.format(
-        root=str(Path(__file__).parents[2]), here=str(Path(__file__).parent), folder=str(model_folders["llama"])
-    )
+    paths = [str(folder) for folder in reversed(Path(__file__).parents[:3])]
+    code = PARENT.format(paths=paths, folder=str(model_folders["llama"]))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     if state == "stopped":
