@@ -95,7 +95,6 @@ def attach_adapter(model: PreTrainedModel, config: LoraConfig) -> dict[str, str]
     return {in_file: name for name, in_file in adapter_names(model).items()}
 
 
-@torch.no_grad()
 def adapter_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time."""
     state = model.state_dict()

@@ -21,14 +21,14 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-@torch.no_grad()
 def gathered_in_order(
     tensors: Iterable[tuple[Tensor, torch.dtype]], *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Tensor]:
     """Collective for DTensors. Yields each as a full tensor in its dtype, cast before it is gathered.
 
     What is yielded lies on the mesh's device (where a shard that is kept in host memory is not) and is never the weight
-    itself: who receives it may keep it, or freeze its storage. The peak is three buckets, or the largest tensor.
+    itself: who receives it may keep it, or freeze its storage. The peak is three buckets, or the largest tensor and
+    this rank's part of it. There is no torch.no_grad: around a generator it would keep what was yielded last.
     """
     bucket: list[_Part] = []
     for tensor, dtype in tensors:

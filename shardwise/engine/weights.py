@@ -12,7 +12,6 @@ from shardwise.engine.quantized import quantized_weights
 from shardwise.engine.runtime_state import merged_state, runtime_state
 
 
-@torch.no_grad()
 def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (runtime name, full tensor), one at a time, adapters merged, tied copies left out.
 
@@ -26,7 +25,6 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
         yield name, next(wholes)
 
 
-@torch.no_grad()
 def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields (hub name, full tensor), as `save_pretrained` writes them: what other engines take.
 

@@ -217,6 +217,7 @@ class EmbeddedEngine:
             for name, tensor in weights:
                 self._version = None
                 served[name].copy_(tensor)
+                del tensor  # else it would stay while the next one is gathered
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What the next token will be computed with, tied copies left out; of a model with an adapter the adapter."""

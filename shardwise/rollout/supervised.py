@@ -105,6 +105,7 @@ class SupervisedEngine:
             place = self._weights.tensor(name)
             place.copy_(tensor)
             self._sent[name] = arrived[name] = checksum(place)
+            del tensor  # else it would stay while the next one is gathered
         if arrived:
             self._unfit = "weights have arrived that are not committed"
             self._ask("load", arrived)

@@ -1,6 +1,7 @@
 """The receipt of a weight sync: what was sent and what is served must be the same bytes."""
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,8 +44,7 @@ def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]
     try:
         yield
     finally:
-        for _ in weights:
-            pass
+        deque(weights, maxlen=0)  # keeps none
 
 
 class Manifest:
@@ -77,6 +77,7 @@ class Manifest:
                 with self._proving():
                     digest = hashing.result()
                 self.note(name, digest, tensor.nbytes)
+                del tensor  # else it would stay while the next one is gathered
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""

@@ -63,6 +63,7 @@ def push_weights(
                 encoding, payload = encode(name, tensor)
                 entry = Entry.of(name, tensor, manifest.checksums[name], encoding, payload.numel())
                 writer.write(entry, payload)
+                del tensor, payload  # else they would stay while the next ones are gathered
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 

@@ -2,11 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.engine.loading import load_weights
@@ -83,25 +81,6 @@ def test_shared_weights_are_counted_once():
     model = tiny_model("qwen3")
     assert num_parameters(model) == sum(tensor.numel() for tensor in dict(model.named_parameters()).values())
     assert num_parameters(tiny_model("qwen3", tie_word_embeddings=False)) == num_parameters(model) + 131 * 32
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile held at a time, beside the parameters of `model`."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._before = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-        self._live, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if type(leaf) is torch.Tensor and leaf.untyped_storage().data_ptr() not in self._before:
-                storage = leaf.untyped_storage()
-                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {place: held for place, held in self._live.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._live.values()))
-        return out
 
 
 def peak_while_streaming(folder):

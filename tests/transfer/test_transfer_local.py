@@ -1,9 +1,14 @@
 """sync_local into the engine that recipes use, from senders that do right and wrong."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from live_bytes import UNITS, LiveBytes, ModelSender, unit_bytes
+from tiny_models import empty_model, tiny_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwise.engine.loading import load_weights
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, register_cached_attention
 from shardwise.transfer import WeightSyncError, sync_local
@@ -155,3 +160,23 @@ def test_a_rank_whose_engine_fails_takes_part_in_gathering_to_the_end():
     with pytest.raises(WeightSyncError, match="embed_tokens"):
         sync_local(sender, build_engine(0), version=2, dtype=torch.float32)
     assert len(gathered) == 12
+
+
+def peak_of_two_syncs(folder):
+    """The most bytes beside the shards and the rollout weights; those of a unit and of all rollout weights."""
+    trainer = empty_model(Path(folder), dim=0)
+    load_weights(trainer, Path(folder))
+    engine = EmbeddedEngine.from_folder(Path(folder), dtype=torch.float32, max_rows=2, device=torch.device("cpu"))
+    with LiveBytes(trainer, engine._model) as live:
+        for version in (1, 2):
+            sync_local(ModelSender(trainer), engine, version=version, dtype=torch.float32)
+    return live.peak, unit_bytes(engine._model), sum(weight.nbytes for _, weight in engine.served_weights())
+
+
+@pytest.mark.parametrize("family", UNITS)
+def test_a_weight_switch_takes_one_unit_beside_the_rollout_weights(run_ranks, tmp_path, family):
+    """A tensor, and this rank's share of it as it is sent: of fused experts two thirds and one third of a layer."""
+    folder = tiny_folder(family, tmp_path, **UNITS[family])
+    for peak, unit, whole in run_ranks(peak_of_two_syncs, 2, str(folder)):
+        assert peak <= unit
+        assert whole > 2 * unit

@@ -8,14 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from ends import DictReceiver, DictSender, random_weights, run_ends
-from tiny_models import random_samples, tiny_folder
+from live_bytes import UNITS, LiveBytes, ModelSender, unit_bytes
+from tiny_models import empty_model, random_samples, tiny_folder
 
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data import pack, unpack
 from shardwise.engine import TrainEngine
+from shardwise.engine.loading import load_weights
 from shardwise.recipes.losses import SFT_LOSS
 from shardwise.rollout import EmbeddedEngine
-from shardwise.transfer import ProcessGroupMedium, WeightSyncError, pull_weights, push_weights
+from shardwise.transfer import (
+    ProcessGroupMedium,
+    SharedMemoryMedium,
+    WeightSyncError,
+    pull_weights,
+    push_weights,
+)
 
 SEQUENCES = [9, 13, 6, 11]
 CPU = torch.device("cpu")
@@ -76,6 +84,43 @@ def test_the_engine_at_the_other_end_computes_what_the_trainer_does(tmp_path, fa
     ]
     assert largest[1] < 1e-4
     assert largest[0] > 1e-2
+
+
+BUCKET_BYTES = 1 << 20
+
+
+def peak_of_pushing(folder, store, rank, _join):
+    """The most bytes beside the shards of two trainer ranks."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{store}-trainers", 2), rank=rank, world_size=2)
+    trainer = empty_model(folder, dim=0)
+    load_weights(trainer, folder)
+    medium = SharedMemoryMedium.join(dist.FileStore(store, -1), 0, 2) if rank == 0 else None
+    with LiveBytes(trainer) as live:
+        push_weights(ModelSender(trainer), medium, version=1, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+    return live.peak
+
+
+def peak_of_pulling(folder, store, _join):
+    """The most bytes beside the rollout weights; those of a unit, and of its largest tensor."""
+    engine = EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=2, device=CPU)
+    medium = SharedMemoryMedium.join(dist.FileStore(store, -1), 1, 2)
+    with LiveBytes(engine._model) as live:
+        pull_weights(engine, medium)
+    return live.peak, unit_bytes(engine._model), max(weight.nbytes for _, weight in engine.served_weights())
+
+
+@pytest.mark.parametrize("family", UNITS)
+def test_a_weight_switch_takes_one_unit_beside_the_rollout_weights(tmp_path, family):
+    """And two buckets. The rank that sends holds a tensor more, which is hashed while the next one is gathered: 1.4
+    units are enough for both. The rank that receives holds one, where it is larger than a bucket."""
+    folder, store = tiny_folder(family, tmp_path / family, **UNITS[family]), str(tmp_path / "store")
+    pushing = [partial(peak_of_pushing, folder, store, rank) for rank in range(2)]
+    sending, gathering, (receiving, unit, largest) = run_ends(
+        [*pushing, partial(peak_of_pulling, folder, store)], tmp_path, timeout_seconds=120
+    )
+    assert gathering <= unit
+    assert sending <= 1.4 * unit + 2 * BUCKET_BYTES
+    assert receiving <= largest + 2 * BUCKET_BYTES
 
 
 def test_a_rank_without_an_end_takes_part_in_gathering():

@@ -1,0 +1,58 @@
+"""How many bytes of tensors are alive, and the weights of a model large enough to count them."""
+
+import time
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.weights import full_weights
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile held at a time, beside the parameters and buffers of `models`."""
+
+    def __init__(self, *models):
+        super().__init__()
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        shards = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        self._before = {shard.untyped_storage().data_ptr() for shard in shards}
+        self._live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if type(leaf) is torch.Tensor and leaf.untyped_storage().data_ptr() not in self._before:
+                storage = leaf.untyped_storage()
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {place: held for place, held in self._live.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._live.values()))
+        return out
+
+
+UNITS = {
+    "qwen3": {"hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 2},
+    "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_hidden_layers": 3},
+}
+"""Sizes of tiny_folder whose layers are larger than the buckets that small tensors are gathered in."""
+
+
+class ModelSender:
+    """Sends the weights of a sharded model. gloo's thread lets the tensors of a collective go a moment after it is
+    done; the next one waits for that, so that they are not counted."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def named_weights(self, dtype):
+        for pair in full_weights(self._model, dtype):
+            yield pair
+            del pair
+            time.sleep(0.01)
+
+
+def unit_bytes(model):
+    """Of the largest layer."""
+    return max(sum(weight.nbytes for weight in layer.parameters()) for layer in model.base_model.layers)
