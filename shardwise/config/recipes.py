@@ -35,7 +35,7 @@ from shardwise.config.preference import (
 )
 from shardwise.config.reward import RewardConfig
 from shardwise.config.rl import GenerationConfig, RolloutConfig
-from shardwise.config.rollout_engine import EmbeddedRollout, VllmRollout
+from shardwise.config.rollout_engine import VllmRollout
 from shardwise.config.trainer import (
     BatchTrainerConfig,
     TrainerConfig,
@@ -452,7 +452,7 @@ class EvalConfig(Config):
 
     @model_validator(mode="after")
     def _keeps_its_weights(self) -> Self:
-        if not isinstance(self.rollout.engine, EmbeddedRollout) and self.rollout.engine.sleep_level == 2:
+        if self.rollout.engine.sleep_level == 2:
             raise ValueError(
                 "rollout.engine.sleep_level=2 drops the weights, and eval has no weight sync that would bring them "
                 "again; set it to 1 or 0"

@@ -188,7 +188,7 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _engine_can_stand_there(self) -> Self:
-        if self.apart is not None and not isinstance(self.engine, EmbeddedRollout) and self.engine.sleep_level:
+        if self.apart is not None and self.engine.sleep_level:
             raise ValueError(
                 f"placement=split with engine.sleep_level={self.engine.sleep_level}: ranks that only sample have no "
                 "trainer to give memory to; set engine.sleep_level=0, or placement=colocated"

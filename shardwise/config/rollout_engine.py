@@ -35,6 +35,9 @@ class EmbeddedRollout(Choice):
     """torch.compile the forward pass of a decode step; on a CPU attention and logits have kernels of their own then,
     for which rows of different lengths cost what they are long. The first batch is slow, later ones are faster; on a
     CPU it needs a C++ compiler. A single row is not compiled. Tokens and logprobs stay the same but for rounding."""
+    sleep_level: Literal[0, 1] = 0
+    """Where the engine's weights are while the trainer computes: 0 on the device, 1 in pinned host memory.
+    Needs an accelerator."""
     allow_unproven: bool = False
     """Sample also from a family that docs/models.md does not list as proven for this engine. What is known to be
     computed wrong stays refused."""

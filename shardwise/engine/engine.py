@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
-from shardwise.engine.offload import HostCopies, Part
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
@@ -31,7 +30,7 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
-from shardwise.ops import ModuleTrace, nonfinite_names, plain_name, traced
+from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
 from shardwise.types import Denominators, Metrics, MetricValue, Picture, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metric
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
 
 
+Part = Literal["params", "grads", "optimizer"]
+"""What can leave the device on its own."""
 Origin = tuple[int, int]
 """The rank that a micro-batch belongs to, and its place among those of this rank in an optimizer step."""
 

@@ -30,6 +30,7 @@ from shardwise.ops.families import (
     vision_reason,
 )
 from shardwise.ops.finite import is_finite, nonfinite_names
+from shardwise.ops.host_copies import HostCopies
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
 from shardwise.ops.module_trace import ModuleTrace, Place, traced
 from shardwise.ops.proven import CHECKS, PROVEN, proven_record, unproven_reason

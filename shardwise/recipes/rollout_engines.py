@@ -75,6 +75,7 @@ def build_here(
                 Path(model.path),
                 decode=decode,
                 compile_decode=config.engine.compile_decode,
+                sleep_level=config.engine.sleep_level,
                 allow_unproven=config.engine.allow_unproven,
                 attach_adapter=attaching,
                 **shared,

@@ -17,6 +17,7 @@ from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
+    HostCopies,
     LogitTransform,
     ModuleTrace,
     attention_layers,
@@ -57,6 +58,7 @@ class EmbeddedEngine:
         decode: Decode | None = None,
         compile_decode: bool = False,
         adapter: Mapping[str, str] | None = None,
+        sleep_level: Literal[0, 1] = 0,
     ) -> None:
         """
         Args:
@@ -67,6 +69,7 @@ class EmbeddedEngine:
             compile_decode: torch.compile the forward pass of a decode step; on a CPU with kernels of our own.
             adapter: all that syncs bring, by the names that they bring it under -> names in the model's state_dict;
                 None: the whole model, by its own names.
+            sleep_level: where the weights are while the engine sleeps: 0 on the device, 1 in host memory.
 
         Raises:
             ConfigError: compile_decode on a CPU, and there is no C++ compiler.
@@ -91,6 +94,8 @@ class EmbeddedEngine:
         self._banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
         self._decode = decode
         self._adapter = adapter
+        self._sleep_level = sleep_level
+        self._on_host = HostCopies()
         self._version: int | None = 0
         self._record: ExpertRecord | None = None
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
@@ -105,14 +110,21 @@ class EmbeddedEngine:
         device: torch.device,
         attach_adapter: Callable[[PreTrainedModel], Mapping[str, str]] | None = None,
         allow_unproven: bool = False,
+        sleep_level: Literal[0, 1] = 0,
         **options: Any,
     ) -> Self:
         """Loads a model folder; `options` as in `__init__`, whose `adapter` is what `attach_adapter` gives.
 
         Raises:
-            ConfigError: nobody has proven that cached attention computes the family, and allow_unproven is False.
+            ConfigError: nobody has proven that cached attention computes the family, and allow_unproven is False;
+                sleep_level on a CPU.
             ModelError: transformers cannot load it or would make up weights; cached attention cannot compute it.
         """
+        if sleep_level and device.type == "cpu":
+            raise ConfigError(
+                f"rollout.engine.sleep_level={sleep_level} moves weights from an accelerator to host memory, and on a "
+                "CPU they are there anyway; set it to 0"
+            )
         register_cached_attention()
         try:
             config = AutoConfig.from_pretrained(folder)
@@ -147,7 +159,14 @@ class EmbeddedEngine:
             )
         adapter = None if attach_adapter is None else attach_adapter(model)
         cache_mixers(model)
-        return cls(model.to(device).eval(), adapter=adapter, max_rows=max_rows, device=device, **options)
+        return cls(
+            model.to(device).eval(),
+            adapter=adapter,
+            max_rows=max_rows,
+            device=device,
+            sleep_level=sleep_level,
+            **options,
+        )
 
     @torch.inference_mode()
     def generate(
@@ -236,10 +255,14 @@ class EmbeddedEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Keeps its weights; its cache is gone since `generate` returned."""
+        """Moves the weights to the host, if `sleep_level` says so; the cache is gone since `generate` returned."""
+        if self._sleep_level:
+            self._on_host.take(self._model.parameters())
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """Was awake."""
+        """Moves the weights back."""
+        if "weights" in parts:
+            self._on_host.give_back()
 
     @property
     def lacks_weights(self) -> bool:
@@ -250,6 +273,7 @@ class EmbeddedEngine:
         """Has nothing that does not go with it."""
 
     def _require_version(self) -> int:
+        assert not self._on_host, "the engine sleeps"
         if self._version is None:
             raise RuntimeError("the rollout engine holds a part of new weights; sync them whole before it generates")
         return self._version

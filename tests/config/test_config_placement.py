@@ -36,6 +36,8 @@ def test_partial_rollouts_need_something_to_interrupt_and_an_engine_that_goes_on
 def test_ranks_that_only_sample_have_nobody_to_sleep_for():
     with pytest.raises(ConfigError, match=r"placement=split with engine.sleep_level=1: .* set engine.sleep_level=0"):
         rollout(placement="split", engine={"type": "vllm", "process": {}, "sleep_level": 1})
+    with pytest.raises(ConfigError, match=r"placement=split with engine.sleep_level=1"):
+        rollout(placement="split", engine={"type": "embedded", "sleep_level": 1})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_sampling import differences, generated_by_transformers, requests, tokens
-from small_gpu_model import build, train
+from small_gpu_model import allocated, build, train
 
 pytest.importorskip("xxhash")  # which proves weights
 from shardwise.rollout import EmbeddedEngine
@@ -13,12 +13,10 @@ TEMPERATURE = 0.8
 MODES = {"eager": False, "compiled": True}
 
 
-def open_engine(folder, device, *, dtype=torch.float32, compile_decode=False, max_rows=4) -> EmbeddedEngine:
+def open_engine(folder, device, *, dtype=torch.float32, max_rows=4, **options) -> EmbeddedEngine:
     """Of fewer rows than there are completions, so that places are taken anew."""
     torch.compiler.reset()
-    return EmbeddedEngine.from_folder(
-        folder, dtype=dtype, max_rows=max_rows, device=device, compile_decode=compile_decode
-    )
+    return EmbeddedEngine.from_folder(folder, dtype=dtype, max_rows=max_rows, device=device, **options)
 
 
 @pytest.mark.parametrize("compile_decode", MODES.values(), ids=MODES.keys())
@@ -64,6 +62,21 @@ def test_weights_that_training_changed_are_served_after_a_sync_and_proven(folder
     assert tokens(after) != tokens(before)
     assert differences(trainer, wanted, before).mean() > 1e-2
     assert differences(trainer, wanted, after).mean() < 1e-4
+
+
+@pytest.mark.parametrize("compile_decode", MODES.values(), ids=MODES.keys())
+def test_a_sleeping_engine_gives_its_weights_memory_back_and_samples_the_same_afterwards(
+    folder, device, compile_decode
+):
+    engine = open_engine(folder, device, compile_decode=compile_decode, sleep_level=1)
+    wanted = requests(temperature=TEMPERATURE, num_completions=3)
+    expected = tokens(engine.generate(wanted))
+    size, before = sum(weight.nbytes for _, weight in engine.served_weights()), allocated()
+    engine.sleep()
+    assert before - allocated() >= 0.95 * size
+    engine.wake("weights", "kv_cache")
+    assert allocated() == pytest.approx(before, rel=0.01)
+    assert tokens(engine.generate(wanted)) == expected
 
 
 def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkeypatch):

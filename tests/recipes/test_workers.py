@@ -30,6 +30,7 @@ from shardwise.data import pack, unpack
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.recipes.workers import Worker
+from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample, SampledSpan
 
 FAMILIES = ["qwen3", "llama", "gemma2"]
@@ -303,6 +304,49 @@ def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_samp
         assert {group[0].policy_version for group in worker.generate(REQUESTS)} == {2}
         largest_difference(worker, samples)
     assert worker._rollout.num_syncs > 4 <= worker._rollout.num_dropped
+
+
+def test_the_embedded_engine_sleeps_while_the_trainer_works_and_samples_the_same(tmp_path, monkeypatch):
+    """On a CPU, where settings cannot ask for it."""
+    resident, worker = build("llama", tmp_path / "resident"), build("llama", tmp_path / "sleeping")
+    there = []
+    for level, each in enumerate((resident, worker)):
+        model = each._rollout._model
+        for weight in model.parameters():
+            weight.data = weight.data.clone()  # as on a device: not mapped from the file, which cannot be freed
+        each._rollout = EmbeddedEngine(model, max_rows=5, device=torch.device("cpu"), sleep_level=level)
+
+    def watch_rollout(owner, name):
+        original = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            weights = [weight.untyped_storage().nbytes() for _, weight in worker._rollout.served_weights()]
+            there.append((name, all(weights), any(weights)))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    for name in ("forward", "forward_backward", "named_weights"):
+        watch_rollout(engine_of(worker), name)
+    watch_rollout(worker._rollout, "generate")
+    for number in range(2):
+        samples = [roll_out(each) for each in (resident, worker)]
+        for one, other in zip(*samples, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            torch.testing.assert_close(one.rollout_logprobs, other.rollout_logprobs, atol=1e-5, rtol=1e-5)
+        if number == 0:  # once: weights that were hashed on a CPU cannot be freed either
+            for each, own in zip((resident, worker), samples, strict=True):
+                trainer_logprobs(each, own)
+                train(each, own)
+                each.sync_weights(1)
+    here, away = (True, True), (False, False)
+    assert there == [
+        ("generate", *here),
+        ("forward", *away),
+        ("forward_backward", *away),
+        ("named_weights", *here),
+        ("generate", *here),
+    ]
 
 
 def test_weights_of_a_policy_that_was_trained_since_are_not_brought_as_those_that_sleeping_dropped(tmp_path):

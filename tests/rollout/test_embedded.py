@@ -212,6 +212,34 @@ def test_loaded_weights_show_in_the_next_completion(model_folders, family, tmp_p
     assert after != before
 
 
+def test_sleeping_is_refused_on_a_cpu(model_folders):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.sleep_level=1 .* they are there anyway; set it to 0"):
+        open_engine(model_folders["llama"], sleep_level=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"], ids=["tied", "untied"])
+def test_the_weights_of_a_sleeping_engine_are_on_the_host_and_come_back_as_they_were(model_folders, family):
+    def bytes_on_device(engine):
+        return sum(weight.untyped_storage().nbytes() for _, weight in engine.served_weights())
+
+    resident, model = open_engine(model_folders[family]), open_engine(model_folders[family])._model
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # as on a device: not mapped from the file, which cannot be freed
+    engine = EmbeddedEngine(model, max_rows=8, device=CPU, sleep_level=1)
+    whole, before = bytes_on_device(engine), sampled(engine, requests(prompts(4)))
+    for each in (engine, resident):
+        each.sleep()
+        each.sleep()
+    assert (bytes_on_device(engine), bytes_on_device(resident)) == (0, whole)
+    engine.wake("kv_cache")
+    with pytest.raises(AssertionError, match="the engine sleeps"):
+        engine.generate(requests([[5]]))
+    for _ in range(2):
+        engine.wake("weights", "kv_cache")
+    assert bytes_on_device(engine) == whole
+    assert sampled(engine, requests(prompts(4))) == before
+
+
 def test_served_weights_leave_tied_copies_out(model_folders):
     tied, untied = (dict(open_engine(model_folders[name]).served_weights()) for name in ("qwen3", "llama"))
     assert "lm_head.weight" not in tied

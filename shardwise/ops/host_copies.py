@@ -1,13 +1,10 @@
-"""Moves parts of an engine to host memory and back, each on its own, between the phases of reinforcement learning."""
+"""Moves tensors to host memory and back, where others need the device in between."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-Part = Literal["params", "grads", "optimizer"]
 
 
 class HostCopies:
