@@ -24,7 +24,7 @@ def folder(shell, job, tmp_path_factory):
     sft = job(
         *[1, "sft", "-c", "examples/calculator_sft.yaml", f"model.path={folder / 'model'}"],
         *[f"data.train_files={folder / 'sft_train.jsonl'}", "data.validation_files=[]", "trainer.batch_size=64"],
-        *[f"trainer.output_dir={folder / 'sft'}", "trainer.total_steps=60", "data.max_train_rows=1024", *SMALL],
+        *[f"trainer.output_dir={folder / 'sft'}", "trainer.total_steps=45", "data.max_train_rows=1024", *SMALL],
         timeout=240,
     )
     assert sft.code == 0, sft.err

@@ -171,6 +171,7 @@ def test_settings_of_the_algorithm_change_what_they_should(two_ranks, assets, co
             assert first["rollout/logprob_abs_diff"] < 1e-5
 
 
+@pytest.mark.full
 def test_a_run_whose_rollout_weights_are_dropped_by_sleeping_is_that_of_one_that_keeps_them(
     assets, command, monkeypatch, tmp_path
 ):

@@ -27,13 +27,10 @@ def options(assets, run):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full  # in make test too: tests/faults/test_death.py, tests/controller
 @pytest.mark.parametrize(
     ("action", "state"),
-    [
-        pytest.param("hang", "", id="sleeps"),
-        pytest.param("stop", r" and is stopped \(SIGSTOP\)", id="is stopped", marks=pytest.mark.full),
-    ],
+    [pytest.param("hang", "", id="sleeps"), pytest.param("stop", r" and is stopped \(SIGSTOP\)", id="is stopped")],
 )
 def test_f03_a_rank_that_hangs_is_named_with_the_stacks_of_all_and_ended(assets, shell, tmp_path, action, state):
     started = time.monotonic()

@@ -75,7 +75,7 @@ def test_without_the_key_nothing_is_answered(sglang_engine):
         assert other is None or status(path, other) == 401
 
 
-@pytest.mark.parametrize("while_it", ["serves", "idles"])
+@pytest.mark.parametrize("while_it", ["serves", pytest.param("idles", marks=pytest.mark.full)])
 def test_a_killed_server_is_an_error_at_once(folder, while_it):
     engine = open_engine(folder)
     process = engine._server._process

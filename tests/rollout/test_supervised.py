@@ -315,6 +315,7 @@ def open_stubborn(folder, *, name="the rollout engine of rank 0", exits=False, *
     return SupervisedEngine(start, max_restarts=config.max_restarts, name=name)
 
 
+@pytest.mark.full
 def test_f08_when_the_restarts_are_used_up_the_error_tells_the_history(model_folders, planned):
     engine = open_stubborn(model_folders["llama"], max_restarts=1)
     planned(["phase=serve nth=1 action=kill", "phase=serve nth=2 action=kill"])
