@@ -10,9 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.weights import full_weights
 
+PATIENCE_SECONDS = 0.2
+
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile held at a time, beside the parameters and buffers of `models`."""
+    """The most bytes that tensors made meanwhile held at a time, beside the parameters and buffers of `models`. Threads
+    (gloo's, those that hash) let a tensor go a moment after they are done with it: what is more than ever before counts
+    when it stays."""
 
     def __init__(self, *models):
         super().__init__()
@@ -27,9 +31,15 @@ class LiveBytes(TorchDispatchMode):
             if type(leaf) is torch.Tensor and leaf.untyped_storage().data_ptr() not in self._before:
                 storage = leaf.untyped_storage()
                 self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {place: held for place, held in self._live.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._live.values()))
+        patient_until = time.monotonic() + PATIENCE_SECONDS
+        while (live := self._count()) > 1.02 * self.peak and time.monotonic() < patient_until:
+            time.sleep(0.01)
+        self.peak = max(self.peak, live)
         return out
+
+    def _count(self):
+        self._live = {place: held for place, held in self._live.items() if not held[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._live.values())
 
 
 UNITS = {
@@ -40,17 +50,13 @@ UNITS = {
 
 
 class ModelSender:
-    """Sends the weights of a sharded model. gloo's thread lets the tensors of a collective go a moment after it is
-    done; the next one waits for that, so that they are not counted."""
+    """Sends the weights of a sharded model."""
 
     def __init__(self, model):
         self._model = model
 
     def named_weights(self, dtype):
-        for pair in full_weights(self._model, dtype):
-            yield pair
-            del pair
-            time.sleep(0.01)
+        return full_weights(self._model, dtype)
 
 
 def unit_bytes(model):
