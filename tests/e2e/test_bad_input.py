@@ -279,14 +279,14 @@ def test_a_mistake_in_the_layout_of_another_model_is_told_as_one_of_that_model(r
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("engine.fsdp_size=4", ["engine.fsdp_size=4 does not divide the world size 2", "use 1 or 2"]),
-        pytest.param(
+        (
             "engine.freeze_module_prefix=[model.visual]",
             ["engine.freeze_module_prefix: 'model.visual' names no module or parameter", "names such as model"],
-            marks=pytest.mark.full,
         ),
     ],
     ids=["layout", "model"],

@@ -18,7 +18,7 @@ SHORT = ["trainer.tensorboard=false", "trainer.total_steps=2", "trainer.warmup_s
 
 
 @pytest.fixture(scope="module")
-def folder(shell, job, tmp_path_factory):
+def folder(job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("calculator")
     subprocess.run([sys.executable, "examples/calculator/prepare.py", str(folder)], check=True, capture_output=True)
     sft = job(
@@ -28,8 +28,8 @@ def folder(shell, job, tmp_path_factory):
         timeout=240,
     )
     assert sft.code == 0, sft.err
-    rl = shell(
-        *["shardwise", "rl", "-c", "examples/calculator_agent.yaml", "--nproc", "2", f"model.path={folder / 'sft'}"],
+    rl = job(
+        *[2, "rl", "-c", "examples/calculator_agent.yaml", f"model.path={folder / 'sft'}"],
         *[f"data.train_files={folder / 'rl_train.jsonl'}", "data.validation_files=[]", "rollout.num_prompts=8"],
         *["rollout.group_size=4", f"trainer.output_dir={folder / 'rl'}", *SHORT],
         "data.max_train_rows=64",

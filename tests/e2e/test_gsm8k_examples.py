@@ -29,11 +29,11 @@ def files() -> list[str]:
     return [f"data.train_files={GSM8K / 'train.jsonl'}", f"data.validation_files={GSM8K / 'test.jsonl'}"]
 
 
-def test_sft_then_grpo_then_eval_run_on_the_real_rows(model, command, shell, metrics_of, tmp_path):
+def test_sft_then_grpo_then_eval_run_on_the_real_rows(model, command, job, metrics_of, tmp_path):
     sft, rl = tmp_path / "sft", tmp_path / "rl"
     steps = ["trainer.total_steps=8", "trainer.batch_size=12", "trainer.learning_rate=1e-2", "trainer.warmup_steps=0"]
-    run = shell(
-        *["shardwise", "sft", "-c", "examples/gsm8k_sft.yaml", "--nproc", "2", f"model.path={model}"],
+    run = job(
+        *[2, "sft", "-c", "examples/gsm8k_sft.yaml", f"model.path={model}"],
         *[f"trainer.output_dir={sft}", "trainer.validate_every_steps=8", *files(), *steps, *COMMON],
     )
     assert run.code == 0, run.err

@@ -42,10 +42,10 @@ def test_only_the_adapter_is_saved_and_commands_say_how_to_merge_it(sft, assets,
     )
 
 
-def test_f31_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, shell, tmp_path):
+def test_f31_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, job, tmp_path):
     from peft import PeftModel
 
-    done = shell("shardwise", "export", str(sft), str(tmp_path / "merged"), "--dtype", "float32", "--nproc", "2")
+    done = job(2, "export", str(sft), str(tmp_path / "merged"), "--dtype", "float32")
     assert done.code == 0, done.err
     base = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32)
     start = {name: tensor.clone() for name, tensor in base.state_dict().items()}

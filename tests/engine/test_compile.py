@@ -39,7 +39,7 @@ def train(folder, options):
 @pytest.mark.parametrize(
     ("family", "num_ranks", "options"),
     [
-        pytest.param("llama", 1, {}, id="llama"),
+        pytest.param("llama", 1, {}, id="llama", marks=pytest.mark.full),
         pytest.param(
             "qwen3_moe",
             2,

@@ -90,9 +90,10 @@ def test_f10_a_second_signal_ends_a_run_at_once_and_names_what_it_goes_on_from(s
     ]
 
 
-@pytest.mark.slow
-def test_f11_ctrl_c_to_every_process_is_one_clean_stop_and_a_dead_launcher_takes_all_with_it(assets, start, tmp_path):
-    arguments = [
+@pytest.fixture
+def endless_rl(assets, tmp_path):
+    """Of two ranks, with two reward processes and what forked them."""
+    return [
         *("rl", "--nproc", "2"),
         f"model.path={assets.model}",
         f"data.train_files={assets.parquet}",
@@ -105,20 +106,26 @@ def test_f11_ctrl_c_to_every_process_is_one_clean_stop_and_a_dead_launcher_takes
         "trainer.tensorboard=false",
         f"trainer.output_dir={tmp_path / 'run'}",
     ]
-    run = start(*arguments)
+
+
+@pytest.mark.slow
+def test_f11_ctrl_c_to_every_process_is_one_clean_stop(endless_rl, start):
+    run = start(*endless_rl)
     run.wait_until(lambda: run.steps)
-    assert len(run.processes()) == 6  # launcher, two ranks, two reward processes and what forked them
+    assert len(run.processes()) == 6
     os.killpg(run.launcher.pid, signal.SIGINT)
     assert run.end() == 130
     assert saved_steps(run.run) == [resumable_step(run.out)] == run.steps[-1:]
     assert run.err.splitlines()[-1] == "interrupted; all ranks ended"
     assert "Traceback" not in run.err
 
-    before = run.steps[-1]
-    again = start(*arguments)
-    again.wait_until(lambda: again.steps[-1] > before)
-    again.launcher.kill()
-    assert again.end() == -signal.SIGKILL
+
+@pytest.mark.full
+def test_f11_a_dead_launcher_takes_all_with_it(endless_rl, start):
+    run = start(*endless_rl)
+    run.wait_until(lambda: run.steps)
+    run.launcher.kill()
+    assert run.end() == -signal.SIGKILL
 
 
 def test_f11_a_run_saves_and_stops_before_its_time_is_up(assets, command, sft_arguments, tmp_path, monkeypatch):

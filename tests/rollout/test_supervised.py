@@ -174,9 +174,7 @@ def test_f06_trap_25_requests_of_a_process_killed_while_serving_are_asked_of_the
     assert supervised.take_restarts() == 1
 
 
-def test_f06_trap_25_a_process_killed_while_weights_stream_or_load_serves_no_mixture(
-    undisturbed, supervised, synced, planned
-):
+def test_f06_trap_25_a_process_killed_while_weights_stream_serves_no_mixture(undisturbed, supervised, synced):
     synced(5)
     supervised.take_restarts()
     killed = supervised.pid
@@ -185,6 +183,14 @@ def test_f06_trap_25_a_process_killed_while_weights_stream_or_load_serves_no_mix
     sync_local(streaming, supervised, version=6, dtype=torch.float32)
     assert supervised.take_restarts() == 1
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
+
+
+@pytest.mark.full
+def test_f06_trap_25_a_process_killed_while_it_loads_weights_serves_no_mixture(
+    undisturbed, supervised, synced, planned
+):
+    synced(6)
+    supervised.take_restarts()
     planned(["phase=load action=kill"])
     sync_both(undisturbed, supervised, Sender(undisturbed, 7), version=7)
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
