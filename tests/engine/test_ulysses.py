@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankError
 from tiny_models import random_samples, tiny_folder
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
@@ -126,6 +127,41 @@ def test_attention_over_ranks_and_its_gradients_are_those_of_one_rank(
         torch.testing.assert_close(found, leaf.grad, rtol=0, atol=10 * bound)
     if sinks is not None:
         torch.testing.assert_close(sum(grad for *_, grad in ranks), sinks.grad, rtol=0, atol=10 * bound)
+
+
+def attend_without_values(read):
+    """Forward and backward on tensors that have shapes and no values."""
+    ulysses = Ulysses(dist.group.WORLD)
+    packed, own = PackedCall(layout(), AttentionBackend("auto", ulysses)), sum(LENGTHS) // ulysses.size
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = [torch.randn(1, heads, own, dim, requires_grad=True) for heads, dim in ((4, DIM), (1, DIM), (1, 4))]
+        sinks = torch.randn(4, requires_grad=True)
+        out, _ = _packed_attention(torch.nn.Module(), *parts, None, packed=packed, s_aux=sinks, sliding_window=3)
+        out.sum().backward()
+        read(out)
+
+
+def nothing(_out):
+    pass
+
+
+def a_number(out):
+    out.sum().item()
+
+
+def a_decision(out):
+    return 1 if out.sum() > 0 else 0
+
+
+def a_count(out):
+    out.nonzero()
+
+
+def test_a_layer_waits_for_no_value_on_the_host(run_ranks):
+    run_ranks(attend_without_values, 2, nothing)
+    for read in (a_number, a_decision, a_count):  # as what waited for one would fail
+        with pytest.raises(RankError, match=r"DataDependentOutputException|DynamicOutputShapeException"):
+            run_ranks(attend_without_values, 2, read)
 
 
 def own_rows():
