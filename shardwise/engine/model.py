@@ -46,6 +46,7 @@ from shardwise.ops import (
     attention_layers,
     attention_of,
     backbone,
+    hand_on_keywords,
     packed_tokens_limit,
     rotary_limit,
     routers_of,
@@ -199,6 +200,7 @@ def build_unloaded(
     mixers = sequence_mixers(hf_model)
     units.require_whole(list(mixers), "packing")
     pack_mixers(hf_model, mixers)
+    hand_on_keywords(hf_model)
     if config.use_liger_kernels:
         use_liger_kernels(hf_model, device)
     if config.apply_tiled_mlp:

@@ -21,6 +21,7 @@ from shardwise.ops.families import (
     backbone,
     chunk_size,
     decoder_layers,
+    hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
     sequence_mixers,

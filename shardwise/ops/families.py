@@ -19,6 +19,8 @@ MIXER_TYPES = {"linear_attention", "conv"}
 
 UNREGISTERED_ATTENTION = "does not support attention implementations that are registered with transformers"
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
+_LAYERS_THAT_DROP_KEYWORDS = {"NemotronDecoderLayer", "StableLmDecoderLayer"}
+"""Their attention takes what these layers leave out."""
 
 
 def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None:
@@ -81,6 +83,32 @@ def sequence_mixers(model: Any) -> dict[str, nn.Module]:
 def _takes_layout(mixer: nn.Module) -> bool:
     parameters = inspect.signature(mixer.forward).parameters
     return "hidden_states" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def hand_on_keywords(model: Any) -> None:
+    """In place: what the caller gives every layer by keyword also reaches the attention of layers that do not pass it
+    on (Nemotron, StableLM)."""
+    for layer in decoder_layers(model):
+        if type(layer).__name__ in _LAYERS_THAT_DROP_KEYWORDS:
+            _hand_on_keywords(layer)
+
+
+def _hand_on_keywords(layer: Any) -> None:
+    used = inspect.signature(layer.forward).parameters
+    others: dict[str, Any] = {}
+
+    def keep(_layer: nn.Module, _args: Any, keywords: dict[str, Any]) -> None:
+        others.update({name: value for name, value in keywords.items() if name not in used})
+
+    def add(_attention: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, keywords | others
+
+    def forget(*_: Any) -> None:
+        others.clear()
+
+    layer.register_forward_pre_hook(keep, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)
+    layer.register_forward_hook(forget, always_call=True)
 
 
 def chunk_size(attention: nn.Module) -> int | None:

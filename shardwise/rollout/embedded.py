@@ -23,6 +23,7 @@ from shardwise.ops import (
     attention_layers,
     attention_of,
     backbone,
+    hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
     plain_name,
@@ -159,6 +160,7 @@ class EmbeddedEngine:
             )
         adapter = None if attach_adapter is None else attach_adapter(model)
         cache_mixers(model)
+        hand_on_keywords(model)
         return cls(
             model.to(device).eval(),
             adapter=adapter,

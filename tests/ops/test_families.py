@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 from shardwise.config import FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.ops import decoder_layers, proven_record, unsupported_reason
+from shardwise.ops import decoder_layers, hand_on_keywords, proven_record, unsupported_reason
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 
@@ -182,3 +182,22 @@ def test_a_pack_in_which_llama_4_would_scale_queries_by_their_place_is_refused(r
     (found,) = run_ranks(train_logprobs, 1, str(tmp_path), (9, 7))
     assert "a pack of 16 tokens is longer than the 15 up to which attn_temperature_tuning does not" in found
     assert found.endswith("lower engine.max_tokens_per_micro_batch")
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "llama"])
+def test_what_every_layer_is_given_reaches_its_attention_and_is_kept_for_one_pass(family, tmp_path):
+    """llama hands it on by itself."""
+    model = save_model(family, FAMILIES[family], tmp_path)
+    hand_on_keywords(model)
+    given, seen = [object(), object()], []
+
+    def note(_attention, _args, keywords):
+        seen.append(keywords.get("packed"))
+
+    for layer in decoder_layers(model):
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    tokens = torch.tensor([[5, 6, 7]])
+    for value in given:
+        model(input_ids=tokens, packed=value)
+    model(input_ids=tokens)
+    assert seen == [given[0], given[0], given[1], given[1], None, None]
