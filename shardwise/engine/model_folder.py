@@ -54,17 +54,16 @@ def _downloaded(name: str, *, may_download: bool) -> Path:
 
     folder = fetch("*.json", "*.jinja", "*.model", "*.txt")
     commit = folder.name
-    index = _read_index(folder)
-    if index is not None:
-        fetch(*set(index.values()), revision=commit)
-    elif not (fetch(SINGLE_NAME, revision=commit) / SINGLE_NAME).is_file():
-        fetch("*.safetensors", revision=commit)
+    if not (fetch(SINGLE_NAME, revision=commit) / SINGLE_NAME).is_file():
+        index = _read_index(folder)
+        fetch(*(["*.safetensors"] if index is None else set(index.values())), revision=commit)
     return folder
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name; None for a folder without an index. Raises ModelError: it is damaged."""
-    if not (folder / INDEX_NAME).is_file():
+    """Tensor name -> file name; None for a folder without an index, or with a single file, which goes before it as in
+    transformers. Raises ModelError: it is damaged."""
+    if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         return None
     try:
         index = json.loads((folder / INDEX_NAME).read_text())
@@ -82,7 +81,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 class ModelFolder:
     """The tensors of a model folder, of which slices can be read. A context manager.
 
-    They are in the files that the index names; without an index in model.safetensors; without that in all files of the
+    They are in model.safetensors; without it in the files that the index names; without that in all files of the
     format. What lies beside them (an adapter, the weights in another form) is not read.
     """
 

@@ -6,6 +6,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_folder, tiny_model
+from transformers import AutoModelForCausalLM
 
 from shardwise.config import ModelError
 from shardwise.engine import model_folder as module
@@ -41,17 +42,30 @@ def test_files_of_other_names_without_an_index_are_all_read(tmp_path):
 
 
 def test_only_the_files_of_the_model_are_read(tmp_path):
-    """transformers reads the same: an adapter, or the weights in another form, may lie beside them."""
-    save_file({"a": torch.tensor(1.0)}, tmp_path / SINGLE_NAME)
+    """An adapter, or the weights in another form, may lie beside them."""
     save_file({"layers.0.wq": torch.tensor(9.0)}, tmp_path / "consolidated.safetensors")
     save_file({"a": torch.tensor(9.0)}, tmp_path / "model_old.safetensors")
-    with ModelFolder(tmp_path) as source:
-        assert {name: source.read(name).item() for name in source.specs} == {"a": 1.0}
     save_file({"a": torch.tensor(2.0), "b": torch.tensor(9.0)}, tmp_path / "model-1.safetensors")
     save_file({"b": torch.tensor(3.0)}, tmp_path / "model-2.safetensors")
     index_of({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})(tmp_path)
     with ModelFolder(tmp_path) as source:
         assert {name: source.read(name).item() for name in source.specs} == {"a": 2.0, "b": 3.0}
+    save_file({"a": torch.tensor(1.0)}, tmp_path / SINGLE_NAME)
+    with ModelFolder(tmp_path) as source:
+        assert {name: source.read(name).item() for name in source.specs} == {"a": 1.0}
+
+
+def test_of_a_single_file_and_shards_the_one_is_read_that_transformers_reads(qwen):
+    other = tiny_model("qwen3", seed=1)
+    other.save_pretrained(qwen / "shards", max_shard_size="8KB")
+    for path in (qwen / "shards").glob("model*"):
+        shutil.copy(path, qwen)
+    expected = AutoModelForCausalLM.from_pretrained(qwen).state_dict()
+    with ModelFolder(qwen) as source:
+        for name in source.specs:
+            assert torch.equal(source.read(name), expected[name])
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(expected[name], other.state_dict()[name])
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
@@ -74,8 +88,17 @@ def index_of(tree):
     return lambda folder: (folder / INDEX_NAME).write_text(tree if isinstance(tree, str) else json.dumps(tree))
 
 
+def damaged_index(tree):
+    def damage(folder):
+        (folder / SINGLE_NAME).rename(folder / "model-1.safetensors")
+        index_of(tree)(folder)
+
+    return damage
+
+
 def index_of_a_tensor_that_its_file_lacks(folder):
-    names = dict.fromkeys(load_file(folder / SINGLE_NAME), SINGLE_NAME)
+    (folder / SINGLE_NAME).rename(folder / "model-1.safetensors")
+    names = dict.fromkeys(load_file(folder / "model-1.safetensors"), "model-1.safetensors")
     save_file({"another": torch.ones(1)}, folder / "other.safetensors")
     index_of({"weight_map": names | {"model.norm.weight": "other.safetensors"}})(folder)
 
@@ -87,17 +110,17 @@ OTHER_FILE = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensor
     ("damage", "message"),
     [
         (truncate, r"/model.safetensors cannot be read as a safetensors file: its tensors end at byte \d+, and the fi"),
-        (index_of("{"), ": model.safetensors.index.json cannot be used: Expecting property name"),
-        (index_of([]), ": .* it has no weight_map from tensor names to files"),
-        (index_of({"metadata": {}}), ": .* it has no weight_map"),
-        (index_of({"weight_map": ["model.norm.weight"]}), ": .* it has no weight_map"),
+        (damaged_index("{"), ": model.safetensors.index.json cannot be used: Expecting property name"),
+        (damaged_index([]), ": .* it has no weight_map from tensor names to files"),
+        (damaged_index({"metadata": {}}), ": .* it has no weight_map"),
+        (damaged_index({"weight_map": ["model.norm.weight"]}), ": .* it has no weight_map"),
         (
-            index_of({"weight_map": {"n": "gone.safetensors"}}),
+            damaged_index({"weight_map": {"n": "gone.safetensors"}}),
             ": .* it puts n into gone.safetensors, which does not exi",
         ),
-        (index_of({"weight_map": {"n": 3}}), ": .* it puts n into 3, which is not the name of a file beside it"),
+        (damaged_index({"weight_map": {"n": 3}}), ": .* it puts n into 3, which is not the name of a file beside it"),
         (
-            index_of(OTHER_FILE),
+            damaged_index(OTHER_FILE),
             ": .* it puts model.norm.weight into '../elsewhere/model.safetensors', which is not the",
         ),
         (
