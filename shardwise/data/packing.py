@@ -186,8 +186,11 @@ def _images(samples: Sequence[Sample]) -> Images | None:
 
 
 def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
-    """One masked token, so that a rank without samples still runs every collective of a step."""
-    per_token: dict[str, Any] = {name: torch.zeros_like(getattr(samples[0], name)[:1]) for name in present}
+    """One masked token, so that a rank without samples still runs every collective of a step. Its routers choose
+    themselves."""
+    per_token: dict[str, Any] = {
+        name: torch.full_like(getattr(samples[0], name)[:1], -1 if name == "experts" else 0) for name in present
+    }
     return TokenBatch(
         input_ids=torch.zeros(1, dtype=torch.int64),
         position_ids=torch.zeros(1, dtype=torch.int64),

@@ -56,7 +56,8 @@ class ExpertLoads:
         self._loads: dict[int, Tensor] = {}
         self._aux_losses: dict[int, Tensor] = {}
         for place, router in enumerate(routers):
-            router.module.register_forward_hook(self._hook(place, router))
+            for module in router.modules:
+                module.register_forward_hook(self._hook(place, router))
 
     @contextmanager
     def watching(

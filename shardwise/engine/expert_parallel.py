@@ -20,7 +20,7 @@ from shardwise.config import ConfigError
 from shardwise.engine.exchange import send_rows
 from shardwise.engine.expert_guard import separate_experts
 from shardwise.engine.mesh import any_of, divisors
-from shardwise.ops import EXPERTS
+from shardwise.ops import EXPERTS, name_without_copies
 
 
 def spread_paths(model: nn.Module, ep_size: int) -> list[str]:
@@ -50,6 +50,16 @@ def spread_paths(model: nn.Module, ep_size: int) -> list[str]:
                 f"{any_of(divisors(module.num_experts))}"
             )
     return list(found)
+
+
+def require_shareable(model: nn.Module, paths: Sequence[str], ep_size: int) -> None:
+    """Raises ConfigError: beside the experts at one of these paths peft trains a copy of them."""
+    for path, _ in model.named_modules():
+        if (name := name_without_copies(path)) in paths and name != path:
+            raise ConfigError(
+                f"engine.ep_size={ep_size}: engine.lora.modules_to_save trains a copy of {name}, and ranks can only "
+                "share experts that have none; save other modules, or set engine.ep_size to 1"
+            )
 
 
 def _is_dispatched(module: nn.Module) -> bool:

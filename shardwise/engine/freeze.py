@@ -27,7 +27,8 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
         for parameter in matched:
             parameter.requires_grad_(False)
     for router in require_routers(model, "engine.freeze_router=true") if routers else ():
-        router.module.requires_grad_(False)
+        for module in router.modules:
+            module.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"engine.freeze_module_prefix={list(prefixes)} freezes the whole model; nothing would be trained"

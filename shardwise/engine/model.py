@@ -18,7 +18,7 @@ from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, Packe
 from shardwise.engine.compile import compile_layers, use_liger_kernels
 from shardwise.engine.expert_guard import check_experts, guard_experts
 from shardwise.engine.expert_loads import ExpertLoads
-from shardwise.engine.expert_parallel import spread_experts, spread_paths
+from shardwise.engine.expert_parallel import require_shareable, spread_experts, spread_paths
 from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.heads import (
     HeadName,
@@ -190,6 +190,7 @@ def build_unloaded(
     shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
     backend = AttentionBackend(config.attention_implementation, ulysses)
     _choose_trained(hf_model, config, head_name)
+    require_shareable(hf_model, shared, mesh.dims.ep)
     if not config.allow_unproven:  # last of all: what cannot be says so itself
         _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
     expert_loads, replay = _watch_routers(hf_model, config, ulysses)

@@ -37,9 +37,11 @@ class RouterReplay:
         self._counts: Tensor | None = None
         self._choices: dict[int, _Replayed] = {}
         for place, router in enumerate(routers):
-            router.module.register_forward_pre_hook(partial(self._before, place, router))
-            # Also after an error: what is entered would stay.
-            router.module.register_forward_hook(partial(self._after, place, router), always_call=True)
+            for module in router.modules:
+                module.register_forward_pre_hook(partial(self._before, place, router))
+                # Also after an error: what is entered would stay.
+                module.register_forward_hook(partial(self._after, place, router), always_call=True)
+        self._num_routers = len(routers)
 
     @contextmanager
     def replaying(self, experts: Tensor | None, *, counts: bool) -> Iterator[None]:
@@ -49,6 +51,11 @@ class RouterReplay:
             experts: [t, M, k], -1 where a router chooses for itself; None replays nothing.
             counts: differing choices, until `settle`.
         """
+        if experts is not None and experts.shape[1] != self._num_routers:
+            raise ModelError(
+                f"rollout.router_replay=true: the rollout tells the choices of {experts.shape[1]} routers, and the "
+                f"model that is trained has {self._num_routers}; set it to false"
+            )
         self._experts, self._num_seen, self._is_counting = experts, {}, counts
         try:
             yield
@@ -93,7 +100,7 @@ class RouterReplay:
             return  # it raised
         if choice.counts is None:
             raise ModelError(
-                f"rollout.router_replay=true: {type(router.module).__name__} does not choose experts by topk over all "
+                f"rollout.router_replay=true: {router.kind} does not choose experts by topk over all "
                 "of them, so its choice cannot be replaced; set it to false for this model"
             )
         if self._is_counting:
@@ -101,7 +108,8 @@ class RouterReplay:
 
 
 class _Replayed(TorchFunctionMode):
-    """Inside it `topk` over all experts gives the replayed ones, and the scores that they have now."""
+    """Inside it `topk` over all experts gives the replayed ones, and the scores that they have now; over groups of
+    experts it prefers those of the replayed ones, for the scores of others are masked."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -115,9 +123,14 @@ class _Replayed(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return found
         scores = args[0] if args else kwargs["input"]
-        if scores.shape != (len(self._experts), self._num_experts):
-            return found  # of groups of experts
         is_given = self._experts[:, :1] >= 0
+        if scores.dim() != 2 or self._num_experts % scores.shape[1]:
+            return found  # of the experts within each group
+        if scores.shape[1] < self._num_experts:
+            groups = self._experts.clamp(min=0) // (self._num_experts // scores.shape[1])
+            is_preferred = torch.zeros_like(scores, dtype=torch.bool).scatter(1, groups, is_given.expand_as(groups))
+            chosen = scores.masked_fill(is_preferred, torch.inf).topk(found.indices.shape[1], dim=-1).indices
+            return torch.return_types.topk((scores.gather(-1, chosen), chosen))
         experts = torch.where(is_given, self._experts, found.indices)
         is_same = (found.indices[:, :, None] == experts[:, None, :]).any(-1)
         self.counts = torch.stack([(~is_same).sum(), is_given.expand_as(experts).sum()]).double()
@@ -125,10 +138,10 @@ class _Replayed(TorchFunctionMode):
 
 
 def _num_experts(router: Router) -> int:
-    found = getattr(router.module, "num_experts", None)
+    found = getattr(router.modules[0], "num_experts", None)
     if isinstance(found, int):
         return found
     raise ModelError(
-        f"rollout.router_replay=true: {type(router.module).__name__} does not say in num_experts how many it has; set "
+        f"rollout.router_replay=true: {router.kind} does not say in num_experts how many it has; set "
         "it to false for this model"
     )

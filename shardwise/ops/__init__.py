@@ -37,4 +37,4 @@ from shardwise.ops.module_trace import ModuleTrace, Place, traced
 from shardwise.ops.proven import CHECKS, PROVEN, proven_record, unproven_reason
 from shardwise.ops.rotary import RotaryLimit, rotary_limit
 from shardwise.ops.routers import EXPERTS, ROUTER_NAMES, Router, routers_of
-from shardwise.ops.wrappers import plain_name
+from shardwise.ops.wrappers import name_without_copies, plain_name

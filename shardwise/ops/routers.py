@@ -3,11 +3,13 @@
 Shapes: t tokens, E experts, k experts that each token goes to.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.ops.wrappers import name_without_copies
 
 EXPERTS = "experts"
 """What families call the experts of a block."""
@@ -19,16 +21,22 @@ ROUTER_NAMES = ("gate", "router")
 class Router:
     """A module that chooses experts for tokens.
 
-    Example: of Qwen3-MoE `Router("model.layers.0.mlp.gate", module, logits_index=0)`, whose module gives
+    Example: of Qwen3-MoE `Router("model.layers.0.mlp.gate", (module,), logits_index=0)`, whose module gives
     (logits, weights, experts).
     """
 
     path: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """One; or the frozen one and a copy that peft trains, of which either runs."""
     logits_index: int = 0
     """Of the logits among its outputs, if they are several."""
     num_chosen: int | None = None
     """k of a router that does not give the experts that it chooses."""
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.modules[0]).__name__
 
     def read(self, output: Any) -> tuple[Tensor, Tensor]:
         """(logits [t, E] with their graph, experts [t, k] int64). A router that gives no experts chooses the largest
@@ -44,7 +52,7 @@ class Router:
                 return logits, part
         if self.num_chosen is None:
             raise ValueError(
-                f"{self.path} is not supported: {type(self.module).__name__} neither gives the experts that it chooses "
+                f"{self.path} is not supported: {self.kind} neither gives the experts that it chooses "
                 "nor says in top_k how many they are"
             )
         return logits, logits.detach().topk(self.num_chosen, dim=-1).indices
@@ -67,7 +75,7 @@ class Router:
         logits = parts[self.logits_index if len(parts) > 1 else 0]
         if isinstance(logits, Tensor) and logits.is_floating_point():
             return logits
-        raise ValueError(f"{self.path} is not supported: {type(self.module).__name__} does not give its logits")
+        raise ValueError(f"{self.path} is not supported: {self.kind} does not give its logits")
 
 
 def routers_of(model: Any) -> list[Router]:
@@ -78,20 +86,26 @@ def routers_of(model: Any) -> list[Router]:
     """
     recorded = _recorded_classes(model)
     found = [
-        Router(path, module, index, _num_chosen(module))
+        Router(path, (module,), index, _num_chosen(module))
         for path, module in model.named_modules()
         for target, index in recorded.items()
         if isinstance(module, target)
     ]
     if not recorded:
         found = [
-            Router(f"{path}.{name}", part, num_chosen=_num_chosen(part, module, model.config))
+            Router(f"{path}.{name}", (part,), num_chosen=_num_chosen(part, module, model.config))
             for path, module in model.named_modules()
             for name, part in module.named_children()
             if name in ROUTER_NAMES and EXPERTS in dict(module.named_children())
         ]
     # Of JetMoe transformers records an attention too, which has a router inside.
-    return [one for one in found if not any(other.path.startswith(f"{one.path}.") for other in found)]
+    found = [one for one in found if not any(other.path.startswith(f"{one.path}.") for other in found)]
+    by_path: dict[str, Router] = {}
+    for one in found:
+        path = name_without_copies(one.path)
+        before = by_path[path].modules if path in by_path else ()
+        by_path[path] = replace(one, path=path, modules=before + one.modules)
+    return list(by_path.values())
 
 
 def _recorded_classes(model: Any) -> dict[type[nn.Module], int]:

@@ -29,7 +29,8 @@ class ExpertRecord:
             )
         self._chosen: list[Tensor] = []
         for router in routers:
-            router.module.register_forward_hook(self._hook(router))
+            for module in router.modules:
+                module.register_forward_hook(self._hook(router))
 
     def begin(self) -> None:
         """Forgets the pass before."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import random_samples, tiny_folder
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
@@ -176,3 +176,26 @@ def aux_loss_of(folder, samples):
         f"train/router/{name}" for name in ("aux_loss", "dead_experts", "max_violation", "worst_violation")
     ]
     return metrics["train/router/aux_loss"].result()
+
+
+def router_metrics_and_gradient(folder, lora):
+    """Of the gates of all layers; those of the frozen ones are left out."""
+    config = EngineConfig(router_aux_loss_coef=COEF, router_metrics="layers", lora=lora)
+    engine = TrainEngine.build(Path(folder), config, device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples(LENGTHS), num_shards=1, max_tokens=64)
+    engine.forward_backward(step.shards[0], sft_loss, step.denominators)
+    named = engine._model.hf_model.named_parameters()
+    gates = [p.grad.full_tensor().clone() for name, p in named if ".gate." in name and p.grad is not None]
+    metrics = {name: value.result() for name, value in engine.optim_step().items() if "router/" in name}
+    return metrics, gates
+
+
+@pytest.mark.parametrize("saved", ["gate", "mlp"])
+def test_a_router_that_adapters_train_whole_counts_once(run_ranks, folder, saved):
+    lora = LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=[saved])
+    [(metrics, gates)] = run_ranks(router_metrics_and_gradient, 1, str(folder), lora)
+    [(expected_metrics, expected)] = run_ranks(router_metrics_and_gradient, 1, str(folder), None)
+    assert metrics == pytest.approx(expected_metrics)
+    assert len(gates) == len(expected) == 2
+    for found, gradient in zip(gates, expected, strict=True):
+        torch.testing.assert_close(found, gradient)

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES, save_model
 from ranks import RankError
 from tiny_models import random_samples, tiny_folder
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
+from shardwise.ops import routers_of
 from shardwise.recipes.losses import sft_loss
 from shardwise.recipes.samples import to_samples
 from shardwise.rollout import EmbeddedEngine
@@ -205,3 +207,57 @@ def test_routers_that_do_not_choose_by_topk_are_refused(run_ranks, tmp_path):
     PhimoeForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(RankError, match=r"PhimoeTopKRouter does not choose experts by topk over all of them"):
         run_ranks(replay_phimoe, 1, str(tmp_path))
+
+
+def mismatch_of_a_step(folder, samples, lora):
+    engine = build(folder, lora=lora)
+    step = pack(samples, num_shards=dist.get_world_size(), max_tokens=64)
+    engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+    return engine.optim_step()["train/router/replay_mismatch"].result()
+
+
+def test_a_rank_without_samples_replays_nothing(run_ranks, folder):
+    samples = chosen_at_random()[:1]
+    alone, *together = (
+        found for size in (1, 2) for found in run_ranks(mismatch_of_a_step, size, str(folder), samples, None)
+    )
+    assert together == [alone, alone]
+
+
+@pytest.mark.parametrize("saved", ["gate", "mlp"])
+def test_a_router_that_adapters_train_whole_is_one(run_ranks, folder, saved):
+    samples = chosen_at_random()
+    lora = LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=[saved])
+    (adapted,) = run_ranks(mismatch_of_a_step, 1, str(folder), samples, lora)
+    assert adapted == run_ranks(mismatch_of_a_step, 1, str(folder), samples, None)[0]
+
+
+def test_choices_of_another_number_of_routers_are_refused(run_ranks, folder):
+    samples = [replace(sample, experts=sample.experts[:, :1]) for sample in chosen_at_random()]
+    with pytest.raises(RankError, match=r"tells the choices of 1 routers, and the model that is trained has 2"):
+        run_ranks(mismatch_of_a_step, 1, str(folder), samples, None)
+
+
+def weights_of_groups(folder):
+    """Of DeepSeek-V2's router: the weights of experts [0, 1] and [2, 3], each pair a group, and the scores of all."""
+    engine, found = build(folder), []
+    (router,) = routers_of(engine._model.hf_model)
+    router.modules[0].register_forward_hook(lambda _module, _args, out: found.append(out))
+    scale = router.modules[0].routed_scaling_factor
+    weights = []
+    for experts in ([0, 1], [2, 3]):
+        given = [replace(s, experts=torch.tensor([[experts]] * len(s.token_ids)).short()) for s in random_samples([6])]
+        engine.forward(pack(given, num_shards=1, max_tokens=64).shards[0])
+        logits, chosen_weights, chosen = found.pop()
+        assert chosen.unique().tolist() == experts
+        weights.append((chosen_weights, scale * logits.float().softmax(-1).gather(1, chosen)))
+    return weights
+
+
+def test_experts_of_a_group_that_is_not_chosen_now_keep_their_weights(run_ranks, tmp_path):
+    """The router masks the scores of all groups but the best one."""
+    groups = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_routed_experts": 4}
+    save_model("deepseek_v2", FAMILIES["deepseek_v2"] | groups, tmp_path)
+    [weights] = run_ranks(weights_of_groups, 1, str(tmp_path))
+    for found, expected in weights:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

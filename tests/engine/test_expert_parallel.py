@@ -1,20 +1,24 @@
 """Experts that ranks share: what each module computes, and which models have such."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from family_table import FAMILIES, save_model
-from tiny_models import tiny_model
+from ranks import RankError
+from tiny_models import tiny_folder, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
+from shardwise.engine import TrainEngine
 from shardwise.engine.expert_parallel import spread_experts, spread_paths
 from shardwise.engine.model import build_on_meta
 
+CPU = torch.device("cpu")
 PATH = "model.layers.0.mlp.experts"
 CHOICES = {
     "by all": lambda n, rank: torch.tensor([[(i + rank) % 6, (3 * i + 1 + rank) % 6] for i in range(n)]),
@@ -118,6 +122,19 @@ def test_models_whose_experts_cannot_be_shared_say_why(tmp_path, family, options
     with pytest.raises(ConfigError) as error:
         spread_paths(build_on_meta(tmp_path), size)
     assert str(error.value) == message
+
+
+def build_with_saved(folder, saved):
+    lora = LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=[saved])
+    TrainEngine.build(Path(folder), EngineConfig(ep_size=2, lora=lora), device=CPU, optimizer=OptimizerConfig())
+
+
+@pytest.mark.parametrize("saved", ["mlp.experts", "mlp"])
+def test_experts_that_adapters_train_whole_cannot_be_shared(run_ranks, tmp_path, saved):
+    folder = tiny_folder("qwen3_moe", tmp_path)
+    with pytest.raises(RankError, match=rf"ConfigError: engine\.ep_size=2: .* trains a copy of {PATH}, and ranks"):
+        run_ranks(build_with_saved, 2, str(folder), saved)
+    run_ranks(build_with_saved, 2, str(folder), "gate")
 
 
 class Experts(nn.Module):

@@ -69,7 +69,9 @@ def test_what_is_read_is_what_transformers_records_and_gives_its_experts(family)
     model, read, given = random_model(family), [], []
     routers = routers_of(model)
     for router in routers:
-        router.module.register_forward_hook(lambda _, __, output, r=router: read.append((r, output, *r.read(output))))
+        router.modules[0].register_forward_hook(
+            lambda _, __, output, r=router: read.append((r, output, *r.read(output)))
+        )
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "experts" and family not in OTHERS_THAN_FUSED:
             module.register_forward_hook(lambda _, args, __: given.append(args[1:]))
@@ -105,7 +107,7 @@ def test_a_model_that_declares_nothing_is_looked_through_for_gates_beside_expert
     model.config = SimpleNamespace(num_experts_per_tok=2 if holder == "config" else 3)
     routers = routers_of(model)
     assert [router.path for router in routers] == ["layers.0.gate", "layers.1.gate"]
-    output = routers[0].module(torch.randn(1, 5, 4))
+    output = routers[0].modules[0](torch.randn(1, 5, 4))
     logits, experts = routers[0].read(output)
     assert torch.equal(logits, output[0])
     assert torch.equal(experts, output[0].topk(2).indices)
@@ -121,4 +123,4 @@ def test_a_model_that_declares_nothing_is_looked_through_for_gates_beside_expert
 )
 def test_a_router_that_cannot_be_read_is_named(output, problem):
     with pytest.raises(ValueError, match=rf"^layers\.0\.gate is not supported: SimpleNamespace {problem}$"):
-        Router("layers.0.gate", SimpleNamespace()).read(output)
+        Router("layers.0.gate", (SimpleNamespace(),)).read(output)
