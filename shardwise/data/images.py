@@ -16,7 +16,8 @@ from shardwise.types import Images, Picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PROCESSOR_CONFIG = "preprocessor_config.json"
+_CONFIGS = {"preprocessor_config.json": None, "processor_config.json": "image_processor"}
+"""Where a model folder says how images are prepared, and under which key; in the second file since transformers 5."""
 _MERGES = "merge_size"
 """What Qwen's families say there."""
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -45,8 +46,8 @@ class ImageReader:
         Raises:
             ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
         """
-        path = folder / PROCESSOR_CONFIG
-        if not path.is_file() or _MERGES not in json.loads(path.read_text(encoding="utf-8")):
+        path = next((folder / name for name, key in _CONFIGS.items() if _MERGES in _told(folder / name, key)), None)
+        if path is None:
             return None
         from transformers import AutoImageProcessor
 
@@ -136,6 +137,19 @@ class ImageReader:
         except ValueError as error:
             raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
         return [1, resized[0] // processor.patch_size, resized[1] // processor.patch_size]
+
+
+def _told(path: Path, key: str | None) -> Any:
+    """What a file says, or says under a key; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {describe_type(tree)} instead of keys")
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read: {error}; download or copy it again") from None
+    return tree if key is None else tree.get(key) or {}
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")

@@ -235,7 +235,8 @@ def _not_shown(config: SupervisedDataConfig | EvalDataConfig, row: Row) -> str:
     return (
         f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
         "reinforcement learning with rollout.engine=embedded, without an environment or teachers; both only "
-        "through the chat template to a model that has a vision tower and a preprocessor_config.json; use one, or set "
+        "through the chat template to a model that has a vision tower and, in preprocessor_config.json or "
+        "processor_config.json, its image processor; use one, or set "
         "data.images_column to a column that is not there"
     )
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = "<image>"
 """Stands for an image in a content that is a string."""
+_SOURCES = {"image", "path", "url", "bytes"}
+"""Under which a part has an image of its own; what each may be, `ImageReader.open` says."""
 
 
 class Vision:
@@ -67,8 +69,8 @@ class Vision:
 
         Args:
             messages: as the row has them. A content is a string with a PLACEHOLDER for each image, or a list of
-                `{"type": "text", "text": ...}` and `{"type": "image"}`; `{"type": "image", "image": ...}` has an image
-                of its own, the others take those of the column in their order.
+                `{"type": "text", "text": ...}` and `{"type": "image"}`; `{"type": "image", "image": ...}` (or "path",
+                "url", "bytes") has an image of its own, the others take those of the column in their order.
         Raises:
             DataError: an image that is missing, damaged or too large; more images than places for them, or fewer.
             ModelError: the chat template has no images.
@@ -200,15 +202,13 @@ class _Taking:
         match part:
             case {"type": "text", "text": str(text)}:
                 return text
-            case {"type": "image", "image": cell} | {"type": "image", "path": cell}:
-                return self._add(cell)
-            case {"type": "image", "bytes": data}:
-                return self._add(data)
-            case {"type": "image"}:
+            case {"type": "image", **source} if not source:
                 return self._next()
+            case {"type": "image", **source} if len(source) == 1 and source.keys() <= _SOURCES:
+                return self._add(*source.values())
         raise DataError(
             f'{self._row.origin}: a part of a content is {preview(part)}, expected {{"type": "text", "text": ...}} or '
-            '{"type": "image"}, with its "image" or without'
+            '{"type": "image"}, alone or with its image as "image", "path", "url" or "bytes"'
         )
 
     def _next(self) -> str:

@@ -109,6 +109,7 @@ IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "Which?"}
         talk([IMAGE, TEXT, IMAGE]),
         talk([IMAGE, TEXT | {"image": None}, IMAGE | {"text": None}]),
         talk([IMAGE | {"image": "0.png"}, TEXT, IMAGE | {"path": "1.jpg"}]),
+        talk([IMAGE | {"url": "0.png"}, TEXT, IMAGE | {"image": "1.jpg"}]),
     ],
 )
 def test_images_stand_where_the_messages_have_a_place_for_them(load, picture, vision, tokenizer, tmp_path, messages):
@@ -118,7 +119,9 @@ def test_images_stand_where_the_messages_have_a_place_for_them(load, picture, vi
     images[0].save(tmp_path / "0.png")
     images[1].save(tmp_path / "1.jpg")
     row = {"messages": messages}
-    if not any(isinstance(part, dict) and (part.get("image") or part.get("path")) for part in messages[0]["content"]):
+    if not any(
+        isinstance(part, dict) and any(map(part.get, ("image", "path", "url"))) for part in messages[0]["content"]
+    ):
         row["images"] = ["0.png", "1.jpg"]
     (sample,), _ = load([row])
     words = [START, PAD, PAD, END, *tokenizer.encode("Which?"), START, PAD, PAD, PAD, END]
@@ -163,6 +166,17 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
         ("<image>", ["huger.png"], "image 1 (huger.png) has more than the 89,478,485 pixels that are read; scale it"),
         ("<image>", ["deep.png"], "image 1 (deep.png) has the mode I;16, more than 8 bits a channel"),
         ([{"type": "video"}], [], 'a part of a content is {"type": "video"}, expected {"type": "text"'),
+        (
+            [IMAGE | {"img": "ok.png"}],
+            ["ok.png"],
+            'a part of a content is {"type": "image", "img": "ok.png"}, expected',
+        ),
+        (
+            [IMAGE | {"image": "ok.png", "path": "ok.png"}],
+            [],
+            'a part of a content is {"type": "image", "image": "ok.png"',
+        ),
+        ([IMAGE | {"url": "http://a.org/b.png"}], [], "image 1: 'http://a.org/b.png' is a URL; download the image"),
     ],
 )
 def test_what_is_wrong_with_an_image_names_row_and_file(load, picture, tmp_path, question, images, reason):

@@ -1,6 +1,7 @@
 """Image files: the same pixels from every form of them, and the size that they are looked at in."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -116,4 +117,25 @@ def test_only_processors_of_qwens_families_are_taken(tmp_path):
     assert ImageReader.load(tmp_path) is None
     Qwen2VLImageProcessorPil(do_resize=False).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"preprocessor_config\.json: do_resize=false is not supported"):
+        ImageReader.load(tmp_path)
+
+
+def test_a_processor_is_read_where_transformers_5_writes_it(reader, picture, tmp_path):
+    """Beside that of text and videos, in one file."""
+    tree = {"image_processor": reader._processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(tree))
+    found = ImageReader.load(tmp_path)
+    one = [picture(3, (24, 16))]
+    assert torch.equal(
+        *(r.read([r.open(image, tmp_path, "it") for image in one]).pixel_values for r in (found, reader))
+    )
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "Expecting property name"), ("[]", "it holds a list instead of keys")]
+)
+def test_a_damaged_file_of_a_processor_is_named(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"^{tmp_path / name} cannot be read: {reason}.*; download or copy it again$"):
         ImageReader.load(tmp_path)
