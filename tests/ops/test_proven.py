@@ -1,6 +1,7 @@
 """The record of what is proven of each family: that it says the truth, and that engines go by it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from family_table import FAMILIES, REFUSED, save_model
 from prove_models import PAGE, page
 from ranks import RankError
 
-from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.engine import TrainEngine
+from shardwise.engine.model import _require_proven
 from shardwise.engine.quantized import SHARDS_INTEGERS
 from shardwise.ops import CHECKS, proven_record, unproven_reason
 from shardwise.rollout import EmbeddedEngine
@@ -79,13 +81,44 @@ def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_i
             "activation checkpointing of whole layers",
         ),
         ({"lora": {"rank": 2, "quantize_base": "nf4"}}, "LoRA, LoRA on a base in 4 bits"),
+        ({"ulysses_size": 2}, r"sequence parallelism \(ulysses_size above 1\)"),
     ],
-    ids=["full", "selective", "every second", "qlora"],
+    ids=["full", "selective", "every second", "qlora", "ulysses"],
 )
 def test_what_is_asked_of_a_family_is_named(run_ranks, tmp_path, options, named):
     save_model(UNLISTED, {"sliding_window": 4}, tmp_path)
-    with pytest.raises(RankError, match=rf"export to the Hugging Face layout, {named}: not proven for the family cwm"):
-        run_ranks(build_unlisted, 1, str(tmp_path), options)
+    with pytest.raises(RankError, match=rf"[:,] {named}[:,].* not proven for the family cwm"):
+        run_ranks(build_unlisted, 2, str(tmp_path), options)
+
+
+def mesh_of(*, sharding=1, sp_group=None, ep=None):
+    return SimpleNamespace(fsdp=SimpleNamespace(size=lambda: sharding), sp_group=sp_group, ep=ep)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "head", "check"),
+    [
+        (FrozenEngineConfig(), mesh_of(), "logprobs", "packing"),
+        (FrozenEngineConfig(), mesh_of(sharding=2), "logprobs", "fsdp2"),
+        (FrozenEngineConfig(), mesh_of(sp_group=0), "logprobs", "ulysses"),
+        (FrozenEngineConfig(), mesh_of(ep=0), "logprobs", "expert_parallel"),
+        (FrozenEngineConfig(), mesh_of(), "token_values", "token_values"),
+        (FrozenEngineConfig(), mesh_of(), "sequence_scores", "sequence_scores"),
+        (EngineConfig(), mesh_of(), "logprobs", "export"),
+        (EngineConfig(lora={"rank": 2}), mesh_of(), "logprobs", "lora"),
+        (EngineConfig(lora={"rank": 2, "target_parameters": ["up"]}), mesh_of(), "logprobs", "lora_experts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_layout_asks_of_a_family_is_asked_of_the_record(config, mesh, head, check):
+    """And nothing more: the same config without it is not refused for it."""
+    with pytest.raises(ConfigError) as error:
+        _require_proven(Path("model"), UNLISTED, config, mesh, head)
+    asked = str(error.value).removeprefix("model: ").partition(": not proven")[0].split(", ")
+    assert CHECKS[check] in asked
+    with pytest.raises(ConfigError) as error:
+        _require_proven(Path("model"), UNLISTED, FrozenEngineConfig(), mesh_of(), "logprobs")
+    assert (CHECKS[check] in str(error.value)) == (check == "packing")
 
 
 def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():
