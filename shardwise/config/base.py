@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -67,6 +67,14 @@ class Choice(Config):
     def arguments(self) -> dict[str, Any]:
         """Its other keys and their values: what the function of that name takes by keyword."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != self.tag}
+
+
+def _as_list(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
+OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list, or its only entry by itself."""
 
 
 def by_type(default: str) -> BeforeValidator:

@@ -2,16 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from shardwise.config.base import Config
+from shardwise.config.base import Config, OneOrMore
 
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-FileList = Annotated[list[str], BeforeValidator(_as_list)]
 OverlongPolicy = Literal["error", "drop", "truncate"]
 
 
@@ -31,7 +25,7 @@ class ReasoningGymTask(Config):
 class HeldOutData(Config):
     """Rows that are measured on, and how their prompts are read."""
 
-    validation_files: FileList = Field(default_factory=list)
+    validation_files: OneOrMore = Field(default_factory=list)
     """Held-out rows: jsonl or parquet files, folders written by datasets' save_to_disk, or yaml files that name a task
     of reasoning-gym; one path or a list."""
     max_validation_rows: PositiveInt | None = None
@@ -53,7 +47,7 @@ class HeldOutData(Config):
 class DataConfig(HeldOutData):
     """What supervised and prompt data for training have in common."""
 
-    train_files: FileList = Field(default_factory=list)
+    train_files: OneOrMore = Field(default_factory=list)
     """Training rows, in the same forms."""
     max_train_rows: PositiveInt | None = None
     """Use only the first so many rows."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
-from shardwise.config.base import Config
+from shardwise.config.base import Config, OneOrMore
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -14,7 +14,7 @@ class ModelConfig(Config):
 
     path: str
     """A folder in the Hugging Face layout (config.json, *.safetensors, tokenizer), or the name of one on the hub. The
-    weights are in the files that model.safetensors.index.json names; without it in model.safetensors; without that in
+    weights are in model.safetensors; without it in the files that model.safetensors.index.json names; without that in
     all *.safetensors."""
     tokenizer_path: str | None = None
     """A tokenizer folder or hub name; null takes the one beside the model."""
@@ -222,8 +222,8 @@ class EngineConfig(LayoutConfig):
     optimizer_offload: bool = False
     """In reinforcement learning the optimizer states leave the device while this engine is not trained: while others
     work, while it scores, while its weights are synced."""
-    freeze_module_prefix: list[str] = Field(default_factory=list)
-    """Modules, by the beginning of their name (`model.embed_tokens`), that are not trained."""
+    freeze_module_prefix: OneOrMore = Field(default_factory=list)
+    """Modules, by the beginning of their name (`model.embed_tokens`, or several in a list), that are not trained."""
     freeze_router: bool = False
     """The routers of a mixture of experts are not trained."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0

@@ -103,9 +103,10 @@ def test_frozen_engine_takes_over_the_layout_and_nothing_of_training():
         apply_tiled_mlp=True,
         wrap_policy={"wrap_embeddings": True},
         activation_checkpointing="full",
-        freeze_module_prefix=["model.norm"],
+        freeze_module_prefix="model.norm",
     )
     frozen = trained.frozen()
+    assert trained.freeze_module_prefix == ["model.norm"]
     assert type(frozen) is FrozenEngineConfig
     assert frozen.strategy == "fsdp2_infer"
     layout = trained.model_dump(include=set(LayoutConfig.model_fields))
