@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from family_checks import Proof
+from family_checks import NO_EXPERTS, Proof
 from family_table import FAMILIES, REFUSED
 from ranks import RankError, RankPool
 from transformers.utils.logging import disable_progress_bar
@@ -33,7 +33,11 @@ def page(record: Mapping[str, Mapping[str, str]]) -> str:
         f"transformers. {len(proven)} families are proven; of those below them every engine says why it refuses them.",
         "",
         "Whatever is not proven here is an error that names what is, unless `engine.allow_unproven=true` (training) or",
-        "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it.",
+        "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it. The record does not look at the",
+        "release of transformers that is installed: with another one, `make models` proves the families anew.",
+        "",
+        "Families with a vision tower read text here; [vision.md](vision.md) says what is proven of them with images.",
+        f"A dash stands where a family {NO_EXPERTS}.",
         "",
         *(f"- **{check}**: {words}" for check, words in MEANING.items()),
         "",
@@ -73,8 +77,8 @@ MEANING = {
 
 
 def _cell(result: str, reasons: list[str]) -> str:
-    if result == PROVEN:
-        return "yes"
+    if result in (PROVEN, NO_EXPERTS):
+        return "yes" if result == PROVEN else "–"
     if result not in reasons:
         reasons.append(result)
     return f"no ({reasons.index(result) + 1})"
