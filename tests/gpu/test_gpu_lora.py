@@ -81,3 +81,25 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_those_of_peft_are(tmp_pat
     error, error_of_peft = (relative_error(flat(found), flat(exact)) for found in (gradients, of_bfloat16_peft))
     print(f"ours {error:.4f}, peft's {error_of_peft:.4f}")
     assert error < max(1.5 * error_of_peft, 0.01) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_in_4_bits_computes_as_the_weights_that_it_stands_for(tmp_path, device, dtype):
+    """Those that the CPU makes of the codes, in a folder of their own."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.engine.quantized import pack_rows, unpack_rows
+
+    folder, _, options = adapted(tmp_path, "lora")
+    options.append(f"param_dtype={dtype}")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = unpack_rows(pack_rows(layer.weight.data), layer.in_features, torch.float32)
+    model.save_pretrained(tmp_path / "rounded")
+    expected_loss, expected = of_engine(tmp_path / "rounded", device, *options)
+    loss, gradients = of_engine(folder, device, *options, "lora.quantize_base=nf4")
+    assert loss == pytest.approx(expected_loss, rel=1e-5 if dtype == "float32" else 1e-3)
+    for name, gradient in expected.items():
+        assert relative_error(gradients[name], gradient) < (1e-4 if dtype == "float32" else 2e-2), name
