@@ -81,12 +81,15 @@ class RouterReplay:
         self._counts = None
 
     @torch.compiler.disable
-    def _before(self, place: int, router: Router, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _before(self, place: int, router: Router, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._experts is None:
             return
         start, num_tokens = self._num_seen.get(place, 0), args[0].shape[:-1].numel()
         self._num_seen[place] = (start + num_tokens) % len(self._experts)  # a tiled MLP brings the next ones
-        choice = _Replayed(self._experts[start : start + num_tokens, place], _num_experts(router))
+        experts = self._experts[start : start + num_tokens, place].long()
+        if self._is_counting:
+            self._count(router, module, args, experts)
+        choice = _Replayed(experts, _num_experts(router))
         choice.__enter__()
         self._choices[place] = choice
 
@@ -98,13 +101,21 @@ class RouterReplay:
         choice.__exit__(None, None, None)
         if output is None:
             return  # it raised
-        if choice.counts is None:
+        if not choice.is_made:
             raise ModelError(
                 f"rollout.router_replay=true: {router.kind} does not choose experts by topk over all "
                 "of them, so its choice cannot be replaced; set it to false for this model"
             )
-        if self._is_counting:
-            self._counts = choice.counts if self._counts is None else self._counts + choice.counts
+
+    @torch.no_grad()
+    def _count(self, router: Router, module: nn.Module, args: tuple[Tensor, ...], experts: Tensor) -> None:
+        """Of the experts [t, k] that the router chooses by itself those that are not replayed. It is asked for that:
+        once it prefers the groups of the replayed ones, nothing tells what it would have chosen."""
+        own = router.read(module.forward(*args))[1]
+        is_given = experts[:, :1] >= 0
+        is_same = (own[:, :, None] == experts[:, None, :]).any(-1)
+        counts = torch.stack([(is_given & ~is_same).sum(), is_given.expand_as(experts).sum()]).double()
+        self._counts = counts if self._counts is None else self._counts + counts
 
 
 class _Replayed(TorchFunctionMode):
@@ -113,10 +124,10 @@ class _Replayed(TorchFunctionMode):
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
-        self._experts = experts.long()
+        self._experts = experts
         self._num_experts = num_experts
-        self.counts: Tensor | None = None
-        """[2] float64: choices that differ, and choices; None before one was replaced."""
+        self.is_made = False
+        """Whether a choice was replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -132,8 +143,7 @@ class _Replayed(TorchFunctionMode):
             chosen = scores.masked_fill(is_preferred, torch.inf).topk(found.indices.shape[1], dim=-1).indices
             return torch.return_types.topk((scores.gather(-1, chosen), chosen))
         experts = torch.where(is_given, self._experts, found.indices)
-        is_same = (found.indices[:, :, None] == experts[:, None, :]).any(-1)
-        self.counts = torch.stack([(~is_same).sum(), is_given.expand_as(experts).sum()]).double()
+        self.is_made = True
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 

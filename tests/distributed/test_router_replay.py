@@ -238,26 +238,45 @@ def test_choices_of_another_number_of_routers_are_refused(run_ranks, folder):
         run_ranks(mismatch_of_a_step, 1, str(folder), samples, None)
 
 
-def weights_of_groups(folder):
-    """Of DeepSeek-V2's router: the weights of experts [0, 1] and [2, 3], each pair a group, and the scores of all."""
+def replayed_groups(folder):
+    """Of a router whose experts [0, 1] and [2, 3] are groups, with each pair replayed: logits, weights, the share of
+    choices that differ, and what it chooses by itself."""
     engine, found = build(folder), []
     (router,) = routers_of(engine._model.hf_model)
     router.modules[0].register_forward_hook(lambda _module, _args, out: found.append(out))
-    scale = router.modules[0].routed_scaling_factor
-    weights = []
+    samples, results = random_samples([30], vocab=97), []
+    engine.forward(pack(samples, num_shards=1, max_tokens=64).shards[0])
+    own = found.pop()[2]
     for experts in ([0, 1], [2, 3]):
-        given = [replace(s, experts=torch.tensor([[experts]] * len(s.token_ids)).short()) for s in random_samples([6])]
-        engine.forward(pack(given, num_shards=1, max_tokens=64).shards[0])
-        logits, chosen_weights, chosen = found.pop()
+        given = [replace(s, experts=torch.tensor([[experts]] * len(s.token_ids)).short()) for s in samples]
+        step = pack(given, num_shards=1, max_tokens=64)
+        engine.forward_backward(step.shards[0], sft_loss, step.denominators)
+        logits, weights, chosen = (part.detach() for part in found.pop())
         assert chosen.unique().tolist() == experts
-        weights.append((chosen_weights, scale * logits.float().softmax(-1).gather(1, chosen)))
-    return weights
+        mismatch = engine._replay.take()["train/router/replay_mismatch"].result()
+        results.append((logits.float(), weights, chosen, mismatch, router.modules[0].routed_scaling_factor))
+    return own, results
 
 
-def test_experts_of_a_group_that_is_not_chosen_now_keep_their_weights(run_ranks, tmp_path):
-    """The router masks the scores of all groups but the best one."""
-    groups = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_routed_experts": 4}
-    save_model("deepseek_v2", FAMILIES["deepseek_v2"] | groups, tmp_path)
-    [weights] = run_ranks(weights_of_groups, 1, str(tmp_path))
-    for found, expected in weights:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("deepseek_v2", {"topk_method": "group_limited_greedy"}), ("deepseek_v3", {"norm_topk_prob": True})],
+)
+def test_experts_of_a_group_that_is_not_chosen_now_keep_their_weights(run_ranks, tmp_path, family, options):
+    """The router masks the scores of all groups but the best one. What differs from the replay is what it chooses by
+    itself."""
+    save_model(family, FAMILIES[family] | GROUPS | options, tmp_path)
+    [(own, results)] = run_ranks(replayed_groups, 1, str(tmp_path))
+    in_second = (own >= 2).all(1).double().mean().item()
+    assert 0.1 < in_second < 0.9
+    assert [mismatch for _, _, _, mismatch, _ in results] == pytest.approx([in_second, 1 - in_second])
+    for logits, weights, chosen, _, scale in results:
+        if family == "deepseek_v2":
+            expected = logits.softmax(-1).gather(1, chosen)
+        else:
+            expected = logits.sigmoid().gather(1, chosen)
+            expected /= expected.sum(-1, keepdim=True)
+        torch.testing.assert_close(weights, scale * expected, rtol=1e-5, atol=1e-6)
