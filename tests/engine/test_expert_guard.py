@@ -24,20 +24,24 @@ class SeparateConfig(Qwen3Config):
 
 
 class SeparateBlock(nn.Module):
-    """As the code beside many checkpoints is: one expert after the other, those that a token chose."""
+    """As the code beside many checkpoints is: one expert after the other, those that a token chose. They are in a list,
+    or in a dict as those of Switch Transformers are."""
 
-    def __init__(self, config):
+    def __init__(self, config, *, is_dict):
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, NUM_EXPERTS, bias=False)
-        self.experts = nn.ModuleList([Qwen3MLP(config) for _ in range(NUM_EXPERTS)])
+        experts = [Qwen3MLP(config) for _ in range(NUM_EXPERTS)]
+        named = {f"expert_{place}": expert for place, expert in enumerate(experts)}
+        self.experts = nn.ModuleDict(named) if is_dict else nn.ModuleList(experts)
 
     def forward(self, hidden_states):
         tokens = hidden_states.flatten(0, -2)
         weights, chosen = self.gate(tokens).softmax(-1).max(-1)
         out = torch.zeros_like(tokens)
-        for expert in chosen.unique().tolist():
-            (rows,) = torch.where(chosen == expert)
-            out = out.index_add(0, rows, self.experts[expert](tokens[rows]) * weights[rows, None])
+        experts = list(self.experts.children())
+        for place in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == place)
+            out = out.index_add(0, rows, experts[place](tokens[rows]) * weights[rows, None])
         return out.view_as(hidden_states)
 
 
@@ -46,8 +50,8 @@ class SeparateForCausalLM(Qwen3ForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = SeparateBlock(config)
+        for place, layer in enumerate(self.model.layers):
+            layer.mlp = SeparateBlock(config, is_dict=place == 1)
         self.post_init()
 
 

@@ -121,11 +121,16 @@ def test_f11_ctrl_c_to_every_process_is_one_clean_stop(endless_rl, start):
 
 
 @pytest.mark.full
-def test_f11_a_dead_launcher_takes_all_with_it(endless_rl, start):
+def test_f11_after_ctrl_c_the_same_command_goes_on_and_a_dead_launcher_takes_all_with_it(endless_rl, start):
     run = start(*endless_rl)
     run.wait_until(lambda: run.steps)
-    run.launcher.kill()
-    assert run.end() == -signal.SIGKILL
+    os.killpg(run.launcher.pid, signal.SIGINT)
+    assert run.end() == 130
+    before = run.steps[-1]
+    again = start(*endless_rl)
+    again.wait_until(lambda: again.steps[-1] > before)
+    again.launcher.kill()
+    assert again.end() == -signal.SIGKILL
 
 
 def test_f11_a_run_saves_and_stops_before_its_time_is_up(assets, command, sft_arguments, tmp_path, monkeypatch):
