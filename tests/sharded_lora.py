@@ -19,12 +19,18 @@ from shardwise.ops import decoder_layers
 
 needs_integer_shards = pytest.mark.skipif(not SHARDS_INTEGERS, reason="FSDP of this torch shards no integers")
 
-SAVED = {"qwen3": ["model.norm"], "llama": ["lm_head", "model.embed_tokens"], "qwen3_moe": ["lm_head"]}
-"""Modules to save; qwen3's head is tied."""
+SAVED = {
+    "qwen3": ["model.norm"],
+    "llama": ["lm_head", "model.embed_tokens"],
+    "qwen3_moe": ["lm_head"],
+    "gpt2": ["ln_f"],
+}
+"""Modules to save; the heads of qwen3 and gpt2 are tied."""
 VARIANTS = {
     "lora": LoraConfig(rank=3, alpha=12, target_modules=["q_proj", "self_attn.v_proj", "down_proj"]),
     "rslora": LoraConfig(rank=3, alpha=12, use_rslora=True),
     "dora": LoraConfig(rank=3, alpha=12, use_dora=True),
+    "conv1d": LoraConfig(rank=3, alpha=12, use_rslora=True, target_modules=["c_attn", "mlp.c_proj"]),
     "experts": LoraConfig(rank=3, alpha=12, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"]),
     "only_experts": LoraConfig(
         rank=3, alpha=12, use_rslora=True, target_modules=[], target_parameters=["0.mlp.experts.down_proj"]
@@ -53,9 +59,9 @@ def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, chec
     inject_lora(model, lora)
     Precision(model, EngineConfig(param_dtype=str(dtype).removeprefix("torch."))).cast_parameters(model)
     if checkpointed:
-        layers = decoder_layers(model)
-        for index, layer in enumerate(layers):
-            model.model.layers[index] = checkpoint_wrapper(layer)
+        layers = set(decoder_layers(model))
+        for path, layer in [(path, part) for path, part in model.named_modules() if part in layers]:
+            model.set_submodule(path, checkpoint_wrapper(layer))
     dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=fsdp_size, ulysses_size=1)
     mesh = dims.build("cpu").fsdp
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -153,6 +159,7 @@ def random_adapter(folder, lora: LoraConfig, adapter_folder, task_type="CAUSAL_L
         modules_to_save=lora.modules_to_save or None,
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,
+        fan_in_fan_out=base.config.model_type == "gpt2",
     )
     model = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(7)

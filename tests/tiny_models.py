@@ -17,12 +17,14 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
     qwen3: tied, grouped queries, query and key norms. llama: untied, and no dimension divides by 4 (k and v even have
     fewer rows than 4 ranks). gemma2: tied, sliding window of 4, both softcaps low enough to bend scores and logits.
     granite: tied; transformers has no class with a value head for it.
+    gpt2: tied, its layers are Conv1D, whose weights [in, out] have rows that 4 ranks do not share evenly.
     qwen3_moe and mixtral: untied, 6 fused experts in each layer, which 4 ranks do not share evenly; mixtral has other
     names in its hub checkpoints.
     """
     from transformers import (
         AutoModelForCausalLM,
         Gemma2Config,
+        GPT2Config,
         GraniteConfig,
         LlamaConfig,
         MixtralConfig,
@@ -94,6 +96,12 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
                 "embedding_multiplier": 2.0,
                 "tie_word_embeddings": True,
             }
+            | overrides
+        ),
+        "gpt2": lambda: GPT2Config(
+            **common
+            | {"vocab_size": 113, "hidden_size": 30, "n_inner": 50, "num_attention_heads": 3}
+            | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
             | overrides
         ),
         "qwen3_moe": lambda: Qwen3MoeConfig(

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from shardwise.config import ExportError, LoraConfig, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
-from shardwise.engine.gathering import gathered_in_order
+from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
-from shardwise.engine.lora import ADAPTER, adapter_names, inject_lora, lora_layers, trained_copies
+from shardwise.engine.lora import ADAPTER, adapted_weights, adapter_names, inject_lora, trained_copies
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
@@ -39,6 +39,7 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
     "base_model_name_or_path",
     "ensure_weight_tying",
     "exclude_modules",
+    "fan_in_fan_out",
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
@@ -51,18 +52,21 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
     "target_parameters",
     "task_type",
 }
-"""Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names."""
+"""Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names, and
+whether a weight is [in, out] peft takes from the layer's class, whatever the file says."""
 
 
 @torch.no_grad()
 def init_adapters(model: PreTrainedModel, seed: int) -> None:
-    """What peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's magnitudes the norms of the base's
-    rows, modules_to_save equal to the base. Comes after the base is loaded.
+    """Collective. What peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's magnitudes the norms of
+    the base's outputs, modules_to_save equal to the base. Comes after the base is loaded.
 
-    Each A is drawn whole on the CPU from a generator of its own, seeded by (seed, name); a rank keeps its rows.
+    Each A is drawn whole on the CPU from a generator of its own, seeded by (seed, name); a rank keeps its rows. An
+    output is a row of the base; where it is a column (Conv1D), every rank has a part of it, and the base is gathered.
     """
     state = model.state_dict()
-    for path, _ in lora_layers(model):
+    for adapted in adapted_weights(model).values():
+        path = adapted.path
         lora_a = state[f"{path}.lora_A.{ADAPTER}.weight"]
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
@@ -72,8 +76,12 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
         local_shard(state[f"{path}.lora_B.{ADAPTER}.weight"]).zero_()
         magnitude = state.get(f"{path}.lora_magnitude_vector.{ADAPTER}.weight")
         if magnitude is not None:
-            base = local_shard(state[f"{path}.base_layer.weight"])
-            local_shard(magnitude).copy_(torch.linalg.vector_norm(base.float(), dim=1))
+            base = state[f"{path}.base_layer.weight"]
+            if adapted.is_transposed:
+                norms = torch.linalg.vector_norm(gathered(base, torch.float32), dim=0)[tuple(local_box(magnitude))]
+            else:
+                norms = torch.linalg.vector_norm(local_shard(base).float(), dim=1)
+            local_shard(magnitude).copy_(norms)
     for original, trained in trained_copies(model).items():
         local_shard(state[trained]).copy_(local_shard(state[original]))
 

@@ -17,6 +17,7 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.heads import HeadName, value_projection_name
@@ -72,6 +73,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
         modules_to_save=saved or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     try:
         with torch.device("meta"):
@@ -234,8 +236,9 @@ def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]
 
 
 def _is_linear(part: nn.Module) -> bool:
-    """Some routers are linear layers by class, with a forward that returns more than a tensor."""
-    return isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+    """Some routers are linear layers by class, with a forward that returns more than a tensor. GPT-2's layers are
+    transformers' Conv1D, which holds its weight transposed."""
+    return type(part).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def _not_for_peft(model: PreTrainedModel) -> set[str]:
@@ -320,7 +323,7 @@ class AdaptedWeight:
     is_experts: bool = False
     """The weight is fused, [E, ...], and A and B hold a pair for every expert."""
     is_transposed: bool = False
-    """Fused weights are [E, in, out] instead of [E, out, in]."""
+    """It is [in, out] instead of [out, in], fused weights [E, in, out] instead of [E, out, in]."""
 
 
 def adapted_weights(model: PreTrainedModel) -> dict[str, AdaptedWeight]:
@@ -332,7 +335,7 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, AdaptedWeight]:
             weight = AdaptedWeight(path, layer.scaling[ADAPTER], is_experts=True, is_transposed=is_transposed)
             found[f"{outermost(path)}.{layer.parameter_name}"] = weight
         else:
-            found[f"{path}.weight"] = AdaptedWeight(path, layer.scaling[ADAPTER])
+            found[f"{path}.weight"] = AdaptedWeight(path, layer.scaling[ADAPTER], is_transposed=layer.fan_in_fan_out)
     return found
 
 

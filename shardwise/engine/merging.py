@@ -17,7 +17,8 @@ class MergedState(Mapping[str, Tensor]):
     """Name in the transformers class -> the tensor that base and adapters make together.
 
     Sharded like the base's; float32 where an adapter is merged into it or the base is quantised. Looking one up is
-    collective: every rank merges its own rows, and A [rank, in] is gathered for it, of experts B too.
+    collective: every rank merges its own rows, and A [rank, in] is gathered for it, of experts and transposed weights
+    B too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -35,7 +36,7 @@ class MergedState(Mapping[str, Tensor]):
         if base_name not in self._adapted:
             return base
         adapted = self._adapted[base_name]
-        merged = _merged_experts if adapted.is_experts else _merged_rows
+        merged = _merged_experts if adapted.is_experts else _merged_inputs if adapted.is_transposed else _merged_outputs
         return _sharded_as(base, merged(base, self._state, adapted))
 
     def __iter__(self) -> Iterator[str]:
@@ -45,7 +46,7 @@ class MergedState(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _merged_rows(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
+def _merged_outputs(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
     """This rank's rows of W + s B A in float32; with DoRA each is then scaled to its magnitude.
 
     W [out, in], B [out, rank] and the magnitudes [out] are sharded alike, by rows, so a row's norm is local.
@@ -59,6 +60,23 @@ def _merged_rows(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight)
     return rows
 
 
+def _merged_inputs(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
+    """This rank's rows of W + s (B A)^T in float32, where W is [in, out]; with DoRA each column is then scaled to its
+    magnitude.
+
+    A row is an input, of which every output has a part: B [out, rank] is gathered, and with DoRA what was merged, for
+    the norms of its columns.
+    """
+    part, (rows, _) = local_shard(base), local_box(base)
+    lora_a, lora_b = _whole_pair(state, adapted, part.device)
+    merged = torch.addmm(part.float(), lora_a[:, rows].T, lora_b.T, alpha=adapted.scaling)
+    magnitude = state.get(f"{adapted.path}.lora_magnitude_vector.{ADAPTER}.weight")
+    if magnitude is not None:
+        norms = torch.linalg.vector_norm(gathered(_sharded_as(base, merged), torch.float32), dim=0)
+        merged *= (gathered(magnitude, torch.float32) / norms).to(part.device)
+    return merged
+
+
 def _merged_experts(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeight) -> Tensor:
     """This rank's part of W_e + s B_e A_e of every expert e, in float32.
 
@@ -67,13 +85,18 @@ def _merged_experts(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeig
     """
     part, (experts, *inner) = local_shard(base), local_box(base)
     num_experts = base.shape[0]
-    lora_a = gathered(state[f"{adapted.path}.lora_A.{ADAPTER}.weight"], torch.float32).to(part.device)
-    lora_b = gathered(state[f"{adapted.path}.lora_B.{ADAPTER}.weight"], torch.float32).to(part.device)
+    lora_a, lora_b = _whole_pair(state, adapted, part.device)
     ins = lora_a.unflatten(0, (num_experts, -1))[experts]  # [e, rank, in]
     outs = lora_b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)[experts]  # [e, out, rank]
     if adapted.is_transposed:
         ins, outs = outs.mT, ins.mT
     return torch.baddbmm(part.float(), outs[:, inner[0]], ins[:, :, inner[1]], alpha=adapted.scaling)
+
+
+def _whole_pair(state: dict[str, Tensor], adapted: AdaptedWeight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A and B in float32."""
+    lora_a, lora_b = (state[f"{adapted.path}.lora_{kind}.{ADAPTER}.weight"] for kind in "AB")
+    return gathered(lora_a, torch.float32).to(device), gathered(lora_b, torch.float32).to(device)
 
 
 def _sharded_as(base: Tensor, rows: Tensor) -> Tensor:

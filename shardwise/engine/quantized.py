@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError
 from shardwise.engine.shards import local_shard
@@ -81,58 +82,64 @@ def _unpacked_shape(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tens
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose frozen weight is uint8 [out_features, bytes]. It computes in the dtype of its input."""
+    """A linear layer whose frozen weight is uint8 [rows, bytes]: its rows as they are stored, of a Conv1D those of
+    [in, out]. It computes in the dtype of its input."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         """Of a layer on the meta device, whose bias it takes over."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed = torch.empty(self.out_features, packed_bytes(self.in_features), dtype=torch.uint8, device="meta")
+        self.is_transposed = isinstance(linear, Conv1D)
+        self.stored_shape: torch.Size = linear.weight.shape
+        self.out_features, self.in_features = reversed(self.stored_shape) if self.is_transposed else self.stored_shape
+        num_rows, row_length = self.stored_shape
+        packed = torch.empty(num_rows, packed_bytes(row_length), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        output = cast(Tensor, _Product.apply(input, self.weight, self.in_features))
+        output = cast(Tensor, _Product.apply(input, self.weight, self.stored_shape[1], self.is_transposed))
         return output if self.bias is None else output + self.bias
 
     def fill(self, rows: Tensor) -> None:
-        """Takes over this rank's rows, [n, in_features]."""
+        """Takes over this rank's rows, as they are stored."""
         own = local_shard(self.weight)
         own.copy_(pack_rows(rows.to(own.device, torch.float32)))
 
     def unpacked(self) -> Tensor:
         """The weight, float32 and sharded as it is."""
-        return self._beside(unpack_rows(local_shard(self.weight), self.in_features, torch.float32))
+        return self._beside(unpack_rows(local_shard(self.weight), self.stored_shape[1], torch.float32))
 
     def outline(self) -> Tensor:
         """The weight's shape and sharding, without memory."""
-        return self._beside(torch.empty(len(local_shard(self.weight)), self.in_features, device="meta"))
+        return self._beside(torch.empty(len(local_shard(self.weight)), self.stored_shape[1], device="meta"))
 
     def _beside(self, rows: Tensor) -> Tensor:
-        """[n, in_features], spread over the ranks as the packed rows are."""
+        """This rank's rows, spread over the ranks as the packed ones are."""
         weight: Tensor = self.weight
         if not isinstance(weight, DTensor):
             return rows
-        shape = torch.Size((self.out_features, self.in_features))
+        shape, stride = self.stored_shape, (self.stored_shape[1], 1)
         return DTensor.from_local(
-            rows, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(self.in_features, 1)
+            rows, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
         )
 
 
 class _Product(torch.autograd.Function):
-    """x W^T. W is taken out of its 4 bits in the forward and once more in the backward pass; between them the packed
-    one alone is kept, which FSDP may free and gather again."""
+    """x W^T, or x W where the stored rows are those of [in, out]. W is taken out of its 4 bits in the forward and once
+    more in the backward pass; between them the packed one alone is kept, which FSDP may free and gather again."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, packed: Tensor, row_length: int) -> Tensor:
+    def forward(ctx: Any, input: Tensor, packed: Tensor, row_length: int, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.row_length = row_length
-        return input @ unpack_rows(packed, row_length, input.dtype).T
+        ctx.row_length, ctx.is_transposed = row_length, is_transposed
+        rows = unpack_rows(packed, row_length, input.dtype)
+        return input @ (rows if is_transposed else rows.T)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (packed,) = ctx.saved_tensors
-        return grad @ unpack_rows(packed, ctx.row_length, grad.dtype), None, None
+        rows = unpack_rows(packed, ctx.row_length, grad.dtype)
+        return grad @ (rows.T if ctx.is_transposed else rows), None, None, None
 
 
 def quantize_layers(model: nn.Module, names: Sequence[str]) -> None:
@@ -146,7 +153,7 @@ def quantize_layers(model: nn.Module, names: Sequence[str]) -> None:
     _kernels()
     for name in names:
         layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear), f"{name} is {type(layer).__name__}"
+        assert isinstance(layer, nn.Linear | Conv1D), f"{name} is {type(layer).__name__}"
         model.set_submodule(name, QuantizedLinear(layer))
 
 

@@ -31,8 +31,10 @@ CASES = [
     ("qwen3", "dora", False),
     ("qwen3_moe", "experts", True),
     ("qwen3_moe", "only_experts", False),
+    ("gpt2", "conv1d", True),
+    ("gpt2", "dora", False),
 ]
-"""Family, variant, with modules to save. llama's dimensions divide by neither 2 nor 4 ranks everywhere."""
+"""Family, variant, with modules to save. Dimensions of llama and gpt2 divide by neither 2 nor 4 ranks everywhere."""
 FAMILIES = sorted({family for family, _, _ in CASES})
 ON_FOUR_RANKS = [("lora", (4, 2)), ("dora", (4, None)), ("experts", (4, None))]
 """Variant, and ranks and fsdp_size; with others only in `make test-full`."""
@@ -127,16 +129,16 @@ def initial(folder, lora, seed, *, fsdp_size=None, checkpointed=False):
     return dict(adapter_weights(model, torch.float32)), dict(full_weights(model, torch.float32)), logits(model)
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(run_ranks, folders, variant):
-    lora = lora_of("llama", variant, saves=True)
-    [(adapter, merged, first_logits)] = run_ranks(initial, 1, folders["llama"], lora, 5)
+@pytest.mark.parametrize(("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("gpt2", "dora")])
+def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(run_ranks, folders, family, variant):
+    lora = lora_of(family, variant, saves=True)
+    [(adapter, merged, first_logits)] = run_ranks(initial, 1, folders[family], lora, 5)
     for world_size, options in ((2, {"checkpointed": True}), (4, {}), (4, {"fsdp_size": 2})):
-        for other, _, _ in run_ranks(partial(initial, **options), world_size, folders["llama"], lora, 5):
+        for other, _, _ in run_ranks(partial(initial, **options), world_size, folders[family], lora, 5):
             assert other.keys() == adapter.keys()
             assert all(torch.equal(other[name], tensor) for name, tensor in adapter.items())
-    [(other, _, _)] = run_ranks(initial, 1, folders["llama"], lora, 6)
-    stored = load_file(f"{folders['llama']}/model.safetensors")
+    [(other, _, _)] = run_ranks(initial, 1, folders[family], lora, 6)
+    stored = load_file(f"{folders[family]}/model.safetensors")
     for name, tensor in adapter.items():
         if "lora_A" in name:
             bound = tensor.shape[1] ** -0.5  # kaiming uniform with a = sqrt(5)
@@ -147,7 +149,7 @@ def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(r
     starts = [tuple(tensor[0, :2].tolist()) for name, tensor in adapter.items() if "lora_A" in name]
     assert len(set(starts)) == len(starts)
     torch.testing.assert_close(merged, stored, rtol=0, atol=1e-6)
-    plain = peft_free_logits(folders["llama"])
+    plain = peft_free_logits(folders[family])
     for ours, theirs in zip(first_logits, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -182,6 +184,26 @@ def test_exported_folder_is_read_back_bit_for_bit(run_ranks, folders, tmp_path):
     assert config["base_model_name_or_path"] == "the/base"
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert not list(tmp_path.glob(".*"))
+
+
+def loaded_logits(folder, lora, adapter_folder):
+    model = build(folder, lora)
+    load_adapter(model, adapter_folder)
+    return logits(model)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("said", [True, False])
+def test_which_way_round_a_weight_is_says_the_layer_and_not_the_adapters_file(run_ranks, folders, tmp_path, said):
+    """As in peft, which corrects `fan_in_fan_out` for the layer it finds."""
+    start = random_adapter(folders["gpt2"], VARIANTS["conv1d"], tmp_path / "start")
+    config = json.loads((start / "adapter_config.json").read_text())
+    (start / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": said}))
+    expected = logits(peft_model(folders["gpt2"], start))
+    [found] = run_ranks(loaded_logits, 1, folders["gpt2"], VARIANTS["conv1d"], start)
+    for ours, theirs, plain in zip(found, expected, peft_free_logits(folders["gpt2"]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert (theirs - plain).abs().max() > 0.01
 
 
 def load_into(folder, lora, adapter_folder):

@@ -157,6 +157,7 @@ FROM_WEIGHTS = {
     "shared experts": (2, "qwen3_moe", {"num_experts": 4}, {"ep_size": 2}, {}),
     "shared experts of replicas": (4, "qwen3_moe", {"num_experts": 4}, {"ep_size": 2, "fsdp_size": 2}, {}),
     "nf4": (2, "llama", {}, {"lora": LORA | {"quantize_base": "nf4"}}, {}),
+    "lora on conv1d": (2, "gpt2", {}, {"lora": {"rank": 3, "use_dora": True}}, {}),
 }
 """Ranks, model, engine and optimizer."""
 OF_LAYOUTS = {

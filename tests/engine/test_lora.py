@@ -6,6 +6,7 @@ import torch.distributed as dist
 from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradients, meta_model, samples
 from tiny_models import tiny_folder
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig
 from shardwise.engine.adapters import adapter_weights
@@ -17,7 +18,7 @@ ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama")}
+    return {family: str(tiny_folder(family, tmp_path_factory.mktemp(family))) for family in ("qwen3", "llama", "gpt2")}
 
 
 def injected(folder, param_dtype=torch.float32, **lora):
@@ -27,9 +28,12 @@ def injected(folder, param_dtype=torch.float32, **lora):
     return model
 
 
-def test_all_linear_adapts_every_linear_layer_but_the_head(folders):
-    linear = {name for name, part in meta_model(folders["llama"]).named_modules() if isinstance(part, torch.nn.Linear)}
-    model = injected(folders["llama"], rank=2)
+@pytest.mark.filterwarnings("error")  # peft's, where `fan_in_fan_out` is not what the layers are
+@pytest.mark.parametrize(("family", "kind"), [("llama", torch.nn.Linear), ("gpt2", Conv1D)])
+def test_all_linear_adapts_every_linear_layer_but_the_head(folders, family, kind):
+    linear = {name for name, part in meta_model(folders[family]).named_modules() if isinstance(part, kind)}
+    assert len(linear) >= 2 * 4
+    model = injected(folders[family], rank=2)
     adapted = {name.rpartition(".lora_A.")[0] for name in adapter_names(model) if ".lora_A." in name}
     assert adapted == linear - {"lm_head"}
 
@@ -86,6 +90,9 @@ def test_only_adapters_and_modules_to_save_are_trained_in_float32(folders):
          "name its members (model.layers.0)"),
         ("llama", {"modules_to_save": ["mlp", "1.mlp.up_proj"]}, "model.layers.1.mlp.up_proj lies inside another"),
         ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight (lm_head.weight = model."),
+        ("gpt2", {"target_modules": ["c_atn"]}, "'c_atn' matches no module of GPT2LMHeadModel; its linear layers end in"
+         ": c_attn, c_fc, c_proj"),
+        ("gpt2", {"target_modules": ["mlp"]}, "transformer.h.0.mlp is GPT2MLP; this version adapts linear layers"),
         ("qwen3", {"modules_to_save": ["embed_tokens"]}, "model.embed_tokens shares its weight (lm_head.weight = "),
     ],
 )  # fmt: skip
@@ -247,7 +254,9 @@ def reference_and_back(folder, lora, dtype, fsdp_size):
 
 
 @pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, 2)])
-@pytest.mark.parametrize(("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora")])
+@pytest.mark.parametrize(
+    ("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora"), ("gpt2", "dora")]
+)
 def test_adapters_off_is_the_base_exactly_and_adapters_come_back(
     run_ranks, folders, family, variant, world_size, fsdp_size
 ):
@@ -270,10 +279,10 @@ def fresh_in_bfloat16(folder, lora):
         return with_adapters, logits(model)
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_fresh_adapters_leave_the_policy_at_its_reference_in_bfloat16(run_ranks, folders, variant):
+@pytest.mark.parametrize(("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("gpt2", "dora")])
+def test_fresh_adapters_leave_the_policy_at_its_reference_in_bfloat16(run_ranks, folders, family, variant):
     """DoRA's magnitudes are norms of the rounded weights that the forward pass sees, so they cancel."""
-    for run in run_ranks(fresh_in_bfloat16, 2, folders["llama"], VARIANTS[variant]):
+    for run in run_ranks(fresh_in_bfloat16, 2, folders[family], VARIANTS[variant]):
         assert all(torch.equal(with_adapters, without) for with_adapters, without in zip(*run, strict=True))
 
 

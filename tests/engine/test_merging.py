@@ -32,3 +32,20 @@ def test_a_merged_tensor_is_base_plus_scaled_product_and_a_saved_module_its_trai
     assert torch.equal(runtime_state(adapted)["lm_head.weight"], head.original_module.weight)
     norm = "model.layers.0.input_layernorm.weight"
     assert torch.equal(merged[norm], runtime_state(adapted)[norm])
+
+
+@torch.no_grad()
+def test_a_transposed_weight_is_merged_with_the_transposed_product_and_each_column_has_its_magnitude(tmp_path):
+    model = build_on_meta(tiny_folder("gpt2", tmp_path))
+    inject_lora(model, LoraConfig(rank=2, alpha=6, use_dora=True))
+    model = model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_()
+    layer = model.transformer.h[1].mlp.c_fc
+    base, a, b = layer.base_layer.weight, layer.lora_A.default.weight, layer.lora_B.default.weight
+    merged = merged_state(model)["transformer.h.1.mlp.c_fc.weight"]
+    assert merged.shape == (30, 50)
+    for output, magnitude in enumerate(layer.lora_magnitude_vector.default.weight):
+        column = base[:, output] + 6 / 2 * (b[output] @ a)
+        torch.testing.assert_close(merged[:, output], magnitude * column / column.norm(), atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from sharded_lora import needs_integer_shards, peft_model, random_adapter, samples
 from tiny_models import reference_logprobs, tiny_folder
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -32,8 +33,10 @@ LORA_ON_EXPERTS = LoraConfig(
     quantize_base="nf4",
 )
 """Of which the experts themselves are no linear layers, and stay as they are."""
+LORA_ON_CONV1D = LoraConfig(rank=3, alpha=12, target_modules=["c_attn", "mlp.c_proj"], quantize_base="nf4")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 """Rows of whole blocks: what bitsandbytes makes of a whole matrix is then what it makes of rows."""
+WIDE_GPT2 = {"hidden_size": 64, "n_inner": 128, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,6 +60,23 @@ def test_any_row_length_and_any_share_of_the_rows_give_the_same_bits():
     for first, last in ((0, 2), (2, 5), (3, 3)):
         part = unpack_rows(pack_rows(matrix[first:last]), 83, torch.float32)
         assert torch.equal(part, whole[first:last])
+
+
+@needs_integer_shards
+def test_all_layers_of_gpt2_are_quantised_with_rows_as_they_are_stored(tmp_path):
+    model = build_on_meta(tiny_folder("gpt2", tmp_path))
+    stored = {name: part.weight.shape for name, part in model.named_modules() if isinstance(part, Conv1D)}
+    inject_lora(model, LORA_ON_CONV1D)
+    layers = {
+        name.removesuffix(".base_layer"): part
+        for name, part in model.named_modules()
+        if isinstance(part, QuantizedLinear)
+    }
+    assert layers.keys() == stored.keys()
+    for name, (num_inputs, num_outputs) in stored.items():
+        assert (layers[name].in_features, layers[name].out_features) == (num_inputs, num_outputs)
+        assert layers[name].weight.shape == (num_inputs, packed_bytes(num_outputs))
+        assert layers[name].outline().shape == (num_inputs, num_outputs)
 
 
 @needs_integer_shards
@@ -98,17 +118,26 @@ def trained(folder, lora, adapter, out, world):
     return metrics["train/loss"].result(), gradients, unpack(step, shards), packed, engine.num_parameters
 
 
-@pytest.fixture(scope="module", params=[("llama", LORA), ("qwen3_moe", LORA_ON_EXPERTS)], ids=["layers", "experts"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", LORA, WIDE), ("qwen3_moe", LORA_ON_EXPERTS, WIDE), ("gpt2", LORA_ON_CONV1D, WIDE_GPT2)],
+    ids=["layers", "experts", "conv1d"],
+)
 def wide(request, tmp_path_factory):
-    family, lora = request.param
-    folder = tiny_folder(family, tmp_path_factory.mktemp("wide"), **WIDE)
+    family, lora, sizes = request.param
+    folder = tiny_folder(family, tmp_path_factory.mktemp("wide"), **sizes)
     adapter = tmp_path_factory.mktemp("adapter") / "start"
     random_adapter(folder, lora, adapter)
     return folder, lora, adapter
 
 
+@torch.no_grad()
 def with_bitsandbytes_layers(model):
-    """A peft model whose base computes with bitsandbytes' own Linear4bit."""
+    """A peft model whose base computes with bitsandbytes' own Linear4bit. For a Conv1D transformers makes that of the
+    transposed weight, with other blocks; here it stays, with what bitsandbytes gives back of the weight as stored."""
+    for layer in model.modules():
+        if isinstance(layer, Conv1D):
+            layer.weight.copy_(dequantize_4bit(*quantize_4bit(layer.weight, blocksize=64, quant_type="nf4")))
     paths = [name for name, part in model.named_modules() if type(part) is nn.Linear and "lora_" not in name]
     for path in paths:
         if path.endswith("lm_head"):
@@ -162,7 +191,8 @@ def test_what_is_written_after_a_step_gives_the_engines_logprobs(run_ranks, wide
                 expected = reference_logprobs(model, sample.token_ids)
                 torch.testing.assert_close(found[sample.loss_mask], expected[sample.loss_mask], rtol=0, atol=1e-5)
     stored = load_file(Path(folder) / "model.safetensors")
-    numbers = sum(t.numel() for name, t in stored.items() if "proj" in name and ".experts." not in name)
+    layers = ("proj.weight", "c_attn.weight", "c_fc.weight")
+    numbers = sum(t.numel() for name, t in stored.items() if name.endswith(layers) and ".experts." not in name)
     assert packed + other[3] == numbers * 4.5 / 8
     rank = sum(t.numel() for t in load_file(tmp_path / "adapter" / "adapter_model.safetensors").values())
     assert num_parameters == sum(p.numel() for p in merged.parameters()) + rank

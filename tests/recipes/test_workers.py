@@ -139,6 +139,7 @@ ADAPTERS = {
     "plain": {"rank": 4},
     "dora": {"rank": 4, "use_dora": True},
     "with modules": {"rank": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    "conv1d": {"rank": 4},
     "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
 }
 
@@ -156,7 +157,8 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     lora = dict(ADAPTERS[kind])
     if kind == "with modules":
         lora["modules_to_save"] = ["lm_head", "norm"]
-    worker = build("qwen3_moe" if kind == "experts" else "llama", tmp_path, param_dtype=param_dtype, lora=lora)
+    family = {"conv1d": "gpt2", "experts": "qwen3_moe"}.get(kind, "llama")
+    worker = build(family, tmp_path, param_dtype=param_dtype, lora=lora)
     worker.sync_adapter_only()
     worker.sync_weights(1)
     before = roll_out(worker)

@@ -64,8 +64,8 @@ LORA = LoraConfig(rank=3, alpha=12)
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [("qwen3", None), ("llama", None), ("qwen3_moe", None), ("llama", LORA)],
-    ids=["tied", "untied", "mixture of experts", "adapters merged"],
+    [("qwen3", None), ("llama", None), ("qwen3_moe", None), ("llama", LORA), ("gpt2", LORA)],
+    ids=["tied", "untied", "mixture of experts", "adapters merged", "adapters merged into [in, out]"],
 )
 def test_the_engine_at_the_other_end_computes_what_the_trainer_does(tmp_path, family, lora):
     """1e-4 nats in float32; the step before the sync made a hundred times as much."""
