@@ -4,13 +4,11 @@ Exit codes: controller/exit_codes.py, and 0 for done.
 """
 
 import argparse
-import gc
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast, get_args
 
@@ -35,6 +33,7 @@ from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import REPORTS
+from shardwise.recipes.heavy_imports import heavy_imports
 from shardwise.recipes.writer_lock import require_no_writer
 
 RECIPES: dict[str, type[RecipeConfig]] = {
@@ -98,7 +97,7 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
             )
     elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
         return _launch_training(config, options, arguments)
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_recipe
 
     return run_recipe(config)
@@ -127,21 +126,6 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
     )
 
 
-@contextmanager
-def _importing() -> Iterator[None]:
-    """What torch and transformers make when they are imported stays. The garbage collector need not look through it:
-    not now, which takes a fifth of the time, and not later."""
-    if "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def _rank_command(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "shardwise", *arguments]
 
@@ -158,14 +142,14 @@ def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
                 stop_grace_seconds=TrainerConfig().stop_grace_seconds,
                 faults=Path(options.output_dir) / REPORTS,
             )
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_quickstart
 
     return run_quickstart(output_dir=options.output_dir, seed=options.seed)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.generate import converse
 
     converse(
@@ -183,7 +167,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
         return launch(_rank_command(arguments), nproc=options.nproc, stall=_stall_limit(options))
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_export
 
     return run_export(
@@ -203,7 +187,7 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
     if (options.config is None) != (options.recipe is None):
         raise ConfigError("--config and --recipe go together: the run that will go on, and what it is a run of")
     run = None if options.config is None else RECIPES[options.recipe].load(options.config)
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_import
 
     return run_import(
@@ -218,7 +202,7 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _parity(options: argparse.Namespace) -> int:
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_parity
 
     return run_parity(
@@ -231,7 +215,7 @@ def _parity(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    with _importing():
+    with heavy_imports():
         from shardwise.recipes.entry import run_replay
 
     return run_replay(bundle=options.bundle, micro_batch=options.micro_batch)

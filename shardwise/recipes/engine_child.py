@@ -8,13 +8,16 @@ This comes on standard input, the rest as `serving.serve` says. The device is th
 import json
 import sys
 
-import torch
+from shardwise.recipes.heavy_imports import heavy_imports
 
-from shardwise.config import GenerationConfig, LoraConfig, ModelConfig
-from shardwise.engine import take_device
-from shardwise.recipes.quiet import quiet_libraries
-from shardwise.recipes.rollout_engines import build_here
-from shardwise.rollout import RolloutEngine, serve
+with heavy_imports():
+    import torch
+
+    from shardwise.config import GenerationConfig, LoraConfig, ModelConfig
+    from shardwise.engine import take_device
+    from shardwise.recipes.quiet import quiet_libraries
+    from shardwise.recipes.rollout_engines import build_here
+    from shardwise.rollout import RolloutEngine, serve
 
 
 def main(*descriptors: int) -> None:

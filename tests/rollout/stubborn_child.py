@@ -6,9 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+from shardwise.recipes.heavy_imports import heavy_imports
 
-from shardwise.rollout import EmbeddedEngine, serve
+with heavy_imports():
+    import torch
+
+    from shardwise.rollout import EmbeddedEngine, serve
 
 
 class Stubborn:

@@ -13,13 +13,16 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import torch
-import yaml
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from shardwise.recipes.heavy_imports import heavy_imports
 
-from shardwise.rollout import EmbeddedEngine
-from shardwise.types import GenerateRequest
+with heavy_imports():
+    import torch
+    import yaml
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from shardwise.rollout import EmbeddedEngine
+    from shardwise.types import GenerateRequest
 
 CPU = torch.device("cpu")
 FLAGS = [
