@@ -177,14 +177,18 @@ def all_pairs():
     }
 
 
+def pairs_of(cell):
+    return list(itertools.combinations(cell._asdict().items(), 2))
+
+
 def covering_cells():
     """Greedy: a cell starts from the first pair that no cell has yet; its other axes take, one by one, the option that
-    brings most pairs that are still missing."""
+    brings most pairs that are still missing. Of two orders of the axes the better one is taken."""
     missing = all_pairs()
     cells = []
-    while missing:
-        chosen = dict(next(iter(missing)))
-        for axis in (axis for axis in AXES if axis not in chosen):
+
+    def completed(chosen, axes):
+        for axis in (axis for axis in axes if axis not in chosen):
             possible = [option for option in AXES[axis] if can_combine({**chosen, axis: option})]
             start = len(cells) % len(possible)  # ties go around
             chosen[axis] = max(
@@ -193,8 +197,12 @@ def covering_cells():
                     ((axis, o), c) in missing or (c, (axis, o)) in missing for c in chosen.items()
                 ),
             )
-        cells.append(Cell(**chosen))
-        for pair in itertools.combinations(cells[-1]._asdict().items(), 2):
+        return Cell(**chosen)
+
+    while missing:
+        candidates = [completed(dict(next(iter(missing))), axes) for axes in (list(AXES), reversed(AXES))]
+        cells.append(max(candidates, key=lambda cell: sum(pair in missing for pair in pairs_of(cell))))
+        for pair in pairs_of(cells[-1]):
             missing.pop(pair, None)
     return cells
 
@@ -568,7 +576,7 @@ def assert_cells_equal_the_reference(run_ranks, families, cells):
 def test_covering_cells_hold_every_pair_of_options_that_can_be_combined():
     """Guards the tests below; pairs that the engine refuses are few."""
     cells = covering_cells()
-    held = {pair for cell in cells for pair in itertools.combinations(cell._asdict().items(), 2)}
+    held = {pair for cell in cells for pair in pairs_of(cell)}
     assert held == all_pairs().keys()
     assert len(set(cells)) == len(cells)
 
