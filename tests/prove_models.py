@@ -15,26 +15,26 @@ from family_table import FAMILIES, REFUSED
 from ranks import RankError, RankPool
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.ops import CHECKS, PROVEN, proven_record
+from shardwise.ops import CHECKS, PROVEN, other_release, proven_record
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "shardwise" / "ops" / "proven.json"
 PAGE = ROOT / "docs" / "models.md"
 
 
-def page(record: Mapping[str, Mapping[str, str]]) -> str:
-    """Markdown."""
+def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
+    """Markdown. `release`: of transformers."""
     proven = {family: row for family, row in record.items() if row["packing"] == PROVEN}
     lines = [
         "# Models",
         "",
-        f"Made by `make models` with transformers {transformers.__version__}, from `shardwise/ops/proven.json`: the",
+        f"Made by `make models` with transformers {release}, from `shardwise/ops/proven.json`: the",
         "record that engines read before they load a model. Of every family a tiny random model is compared with plain",
         f"transformers. {len(proven)} families are proven; of those below them every engine says why it refuses them.",
         "",
         "Whatever is not proven here is an error that names what is, unless `engine.allow_unproven=true` (training) or",
-        "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it. The record does not look at the",
-        "release of transformers that is installed: with another one, `make models` proves the families anew.",
+        "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it. With another release of transformers",
+        "a run warns, an error names both, and `make models` proves the families anew.",
         "",
         "Families with a vision tower read text here; [vision.md](vision.md) says what is proven of them with images.",
         f"A dash stands where a family {NO_EXPERTS}.",
@@ -87,7 +87,10 @@ def _cell(result: str, reasons: list[str]) -> str:
 def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
+    if chosen and (note := other_release()):
+        sys.exit(f"{note}: prove all families, not {', '.join(chosen)} alone")
     record = {family: row for family, row in proven_record().items() if family in {*FAMILIES, *REFUSED}}
+    write(record)  # with this release, which refusals would else name beside the one before
     pool = RankPool()
     run_ranks = partial(pool.run, timeout_seconds=600)  # a busy machine proves nothing of a family
     for family in chosen or [*FAMILIES, *REFUSED]:
@@ -102,9 +105,14 @@ def main(chosen: list[str]) -> None:
                 print(error, flush=True)
         record[family] = row if row["packing"] == PROVEN else {"packing": row["packing"]}
         print("==", family, {check: result for check, result in record[family].items() if result != PROVEN}, flush=True)
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write(record)
     pool.close()
-    PAGE.write_text(page(record), encoding="utf-8")
+    PAGE.write_text(page(record, transformers.__version__), encoding="utf-8")
+
+
+def write(record: Mapping[str, Mapping[str, str]]) -> None:
+    whole = {"families": record, "transformers": transformers.__version__}
+    RECORD.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,15 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.fault_plan import fault_point
-from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
+from shardwise.ops import (
+    HostCopies,
+    ModuleTrace,
+    UnreadableRouter,
+    nonfinite_names,
+    plain_name,
+    traced,
+    with_release,
+)
 from shardwise.types import Denominators, Metrics, MetricValue, Picture, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
@@ -496,7 +504,10 @@ class TrainEngine:
             sample_index=[],
         )
         try:
-            self.forward([batch])
+            with self._expert_loads.probing():
+                self.forward([batch])
+        except UnreadableRouter as error:
+            raise ModelError(with_release(str(error))) from None
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except RuntimeError as error:

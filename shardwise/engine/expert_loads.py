@@ -53,11 +53,25 @@ class ExpertLoads:
         self._detail = detail
         self._ulysses = ulysses
         self._pass: _Pass | None = None
+        self._is_probing = False
         self._loads: dict[int, Tensor] = {}
         self._aux_losses: dict[int, Tensor] = {}
         for place, router in enumerate(routers):
             for module in router.modules:
                 module.register_forward_hook(self._hook(place, router))
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Inside it a forward pass shows whether all routers can be read; nothing is counted.
+
+        Raises:
+            UnreadableRouter: one cannot.
+        """
+        self._is_probing = True
+        try:
+            yield
+        finally:
+            self._is_probing = False
 
     @contextmanager
     def watching(
@@ -147,9 +161,11 @@ class ExpertLoads:
     def _hook(self, place: int, router: Router) -> Callable[[nn.Module, Any, Any], Any]:
         @torch.compiler.disable
         def after_router(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if self._pass is None:
+            if self._pass is None and not self._is_probing:
                 return None
             logits, experts = router.read(output)
+            if self._pass is None:
+                return None
             rows = self._pass.next_rows(place, len(logits))
             if self._pass.is_counting:
                 self._pass.count(place, rows, logits.detach(), experts)

@@ -34,7 +34,15 @@ from shardwise.ops.finite import is_finite, nonfinite_names
 from shardwise.ops.host_copies import HostCopies
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
 from shardwise.ops.module_trace import ModuleTrace, Place, traced
-from shardwise.ops.proven import CHECKS, PROVEN, proven_record, unproven_reason
+from shardwise.ops.proven import (
+    CHECKS,
+    PROVEN,
+    other_release,
+    proven_record,
+    proven_release,
+    unproven_reason,
+    with_release,
+)
 from shardwise.ops.rotary import RotaryLimit, rotary_limit
-from shardwise.ops.routers import EXPERTS, ROUTER_NAMES, Router, routers_of
+from shardwise.ops.routers import EXPERTS, ROUTER_NAMES, Router, UnreadableRouter, routers_of
 from shardwise.ops.wrappers import name_without_copies, plain_name

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.ops.proven import with_release
+
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
 LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
@@ -36,7 +38,7 @@ def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None
     """
     if (reason := _reason(model, has_projection)) is None:
         return None
-    return f"{type(model).__name__} (model_type {model.config.model_type}) is not supported: it {reason}"
+    return with_release(f"{type(model).__name__} (model_type {model.config.model_type}) is not supported: it {reason}")
 
 
 def _reason(model: Any, has_projection: bool) -> str | None:
@@ -192,7 +194,7 @@ def vision_reason(model: Any) -> str | None:
         missing.append("mm_encoder_outputs")
     if not missing:
         return None
-    return (
+    return with_release(
         f"{type(model).__name__} (model_type {model.config.model_type}) is not supported as a model that sees images: "
         f"it has no {missing[0]}"
     )

@@ -6,7 +6,9 @@
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
+from typing import Any
 
 RECORD_NAME = "proven.json"
 PROVEN = "proven"
@@ -30,10 +32,35 @@ CHECKS: Mapping[str, str] = {
 
 
 @cache
+def _record() -> Mapping[str, Any]:
+    record: dict[str, Any] = json.loads((files(__package__) / RECORD_NAME).read_text(encoding="utf-8"))
+    return record
+
+
 def proven_record() -> Mapping[str, Mapping[str, str]]:
     """model_type -> check -> PROVEN, or why it is not. Families refused as a whole have the check packing only."""
-    record: dict[str, dict[str, str]] = json.loads((files(__package__) / RECORD_NAME).read_text(encoding="utf-8"))
-    return record
+    families: Mapping[str, Mapping[str, str]] = _record()["families"]
+    return families
+
+
+def proven_release() -> str:
+    """Of transformers, with which all of it was proven."""
+    release: str = _record()["transformers"]
+    return release
+
+
+def other_release() -> str | None:
+    """What may be the reason where a family fails that is proven: another release of transformers, as far as the second
+    number. None with that one."""
+    installed = version("transformers")
+    if installed.split(".")[:2] == proven_release().split(".")[:2]:
+        return None
+    return f"model families are proven with transformers {proven_release()}, and {installed} is installed"
+
+
+def with_release(reason: str) -> str:
+    """What speaks against a model, and `other_release`."""
+    return reason if (note := other_release()) is None else f"{reason} ({note})"
 
 
 def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | None:
@@ -51,7 +78,7 @@ def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | No
     if not missing:
         return None
     proven = [words for check, words in CHECKS.items() if row.get(check) == PROVEN]
-    return (
+    return with_release(
         f"{', '.join(missing)}: not proven for the family {model_type}, of which "
         f"{', '.join(proven) or 'nothing'} is proven (docs/models.md has all families); choose another, or set "
         f"{key}=true to try it unproven"

@@ -17,6 +17,10 @@ ROUTER_NAMES = ("gate", "router")
 """What families call the module beside them that chooses."""
 
 
+class UnreadableRouter(Exception):
+    """What comes out of it does not say which experts it chooses, or why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """A module that chooses experts for tokens.
@@ -43,7 +47,7 @@ class Router:
         logits.
 
         Raises:
-            ValueError: it gives no logits, or nothing says how many experts it chooses.
+            UnreadableRouter: it gives no logits, or nothing says how many experts it chooses.
         """
         parts = output if isinstance(output, tuple) else (output,)
         logits = self._logits(parts).flatten(0, -2)
@@ -51,7 +55,7 @@ class Router:
             if isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape[:-1] == logits.shape[:1]:
                 return logits, part
         if self.num_chosen is None:
-            raise ValueError(
+            raise UnreadableRouter(
                 f"{self.path} is not supported: {self.kind} neither gives the experts that it chooses "
                 "nor says in top_k how many they are"
             )
@@ -75,7 +79,7 @@ class Router:
         logits = parts[self.logits_index if len(parts) > 1 else 0]
         if isinstance(logits, Tensor) and logits.is_floating_point():
             return logits
-        raise ValueError(f"{self.path} is not supported: {self.kind} does not give its logits")
+        raise UnreadableRouter(f"{self.path} is not supported: {self.kind} does not give its logits")
 
 
 def routers_of(model: Any) -> list[Router]:

@@ -1,6 +1,7 @@
 """From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -34,6 +35,7 @@ from shardwise.controller.stall import RankStalledError, StallLimit, watching_it
 from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import begin_plan
+from shardwise.ops import other_release
 from shardwise.recipes.background_worker import BackgroundWorker
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
@@ -56,6 +58,8 @@ def run_recipe(config: RecipeConfig) -> int:
     """Runs the recipe of a config on this rank. Returns the exit code of this process."""
 
     def recipe(group: RankGroup) -> None:
+        if note := other_release():
+            print(f"warning: {note}; make models proves them with that one", file=sys.stderr, flush=True)
         match config:
             case SFTConfig():
                 train_sft(config, group)

@@ -2,12 +2,14 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
 from tiny_models import tiny_folder
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from shardwise.config import ConfigError, EngineConfig, ModelError, OptimizerConfig, UserError
 from shardwise.engine import TrainEngine
@@ -257,3 +259,17 @@ def test_unknown_names_are_refused_with_the_known_ones(keys, message):
     with pytest.raises(ConfigError) as error:
         EngineConfig.parse(keys, origin="test")
     assert str(error.value).startswith(f"test: {message}")
+
+
+def build_with_routers_that_give_no_logits(folder):
+    """As those of other releases of transformers do."""
+    choose = Qwen3MoeTopKRouter.forward
+    with patch.object(Qwen3MoeTopKRouter, "forward", lambda *args: (None, *choose(*args)[1:])):
+        build_and_barrier(folder, {"param_dtype": "float32"})
+
+
+def test_routers_that_cannot_be_read_are_refused_before_any_step(run_ranks, folders):
+    message = "ModelError: model.layers.0.mlp.gate is not supported: Qwen3MoeTopKRouter does not give its logits"
+    with pytest.raises(RankError) as error:
+        run_ranks(build_with_routers_that_give_no_logits, 2, folders["qwen3_moe"])
+    assert str(error.value).count(message) == 2

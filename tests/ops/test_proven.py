@@ -14,7 +14,7 @@ from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, Opti
 from shardwise.engine import TrainEngine
 from shardwise.engine.model import _require_proven
 from shardwise.engine.quantized import SHARDS_INTEGERS
-from shardwise.ops import CHECKS, proven_record, unproven_reason
+from shardwise.ops import CHECKS, other_release, proven_record, proven_release, unproven_reason, with_release
 from shardwise.rollout import EmbeddedEngine
 
 COVERING = ["gemma3_text", "deepseek_v3", "mixtral", "falcon_h1"]
@@ -35,7 +35,7 @@ def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
     record = proven_record()
     assert record.keys() == FAMILIES.keys() | REFUSED.keys()
     assert all(row.keys() == CHECKS.keys() for family, row in record.items() if family in FAMILIES)
-    assert PAGE.read_text(encoding="utf-8") == page(record), "run make models"
+    assert PAGE.read_text(encoding="utf-8") == page(record, proven_release()), "run make models"
 
 
 def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name():
@@ -44,6 +44,20 @@ def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name(
     for row in proven:
         assert row["packing"] == row["fsdp2"] == row["export"] == "proven"
         assert not any(result.startswith("fails") for result in row.values())
+
+
+@pytest.mark.parametrize(
+    ("proven", "installed", "is_another"),
+    [("5.23.0", "5.23.4", False), ("5.23.0", "5.17.0", True), ("5.23.0", "5.2.3", True), ("5.23.0", "6.23.0", True)],
+)
+def test_another_release_of_transformers_is_named_with_the_one_of_the_record(
+    monkeypatch, proven, installed, is_another
+):
+    monkeypatch.setattr("shardwise.ops.proven.version", lambda package: {"transformers": installed}[package])
+    monkeypatch.setattr("shardwise.ops.proven.proven_release", lambda: proven)
+    note = f"model families are proven with transformers {proven}, and {installed} is installed"
+    assert other_release() == (note if is_another else None)
+    assert with_release("it has no gate") == (f"it has no gate ({note})" if is_another else "it has no gate")
 
 
 UNLISTED = "cwm"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.ops import Router, routers_of
+from shardwise.ops import Router, UnreadableRouter, routers_of
 
 COMMON = {
     "vocab_size": 97,
@@ -122,5 +122,5 @@ def test_a_model_that_declares_nothing_is_looked_through_for_gates_beside_expert
     ],
 )
 def test_a_router_that_cannot_be_read_is_named(output, problem):
-    with pytest.raises(ValueError, match=rf"^layers\.0\.gate is not supported: SimpleNamespace {problem}$"):
+    with pytest.raises(UnreadableRouter, match=rf"^layers\.0\.gate is not supported: SimpleNamespace {problem}$"):
         Router("layers.0.gate", (SimpleNamespace(),)).read(output)

@@ -136,3 +136,14 @@ def test_parity_is_an_exit_code(monkeypatch, agrees, code):
     options = {"engine": "embedded", "dtype": "float32", "prompts": None, "max_tokens": 4}
     assert entry.run_parity(model="m", **options) == code
     assert asked == [("m", options)]
+
+
+@pytest.mark.parametrize("note", [None, "model families are proven with transformers 5.23.0, and 5.17.0 is installed"])
+def test_another_release_of_transformers_than_the_records_is_a_warning_of_the_leader(capsys, monkeypatch, note):
+    monkeypatch.setattr(entry, "other_release", lambda: note)
+    monkeypatch.setattr(entry, "train_sft", lambda config, group: None)
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, **_: recipe(None) or 0)
+    config = RECIPES["sft"].load(None, ["model.path=m", "data.train_files=[t.jsonl]", "trainer.total_steps=1"])
+    assert entry.run_recipe(config) == 0
+    expected = "" if note is None else f"warning: {note}; make models proves them with that one\n"
+    assert capsys.readouterr().err == expected
