@@ -53,17 +53,35 @@ KINDS = [
 ]
 IN_PROCESSES = ("embedded in a process", "sglang_stub")
 """Kinds of which each engine starts a process, seconds of CPU time; what they compute with is that of `embedded`."""
+OF_SAMPLING = {
+    "test_first_tokens_are_distributed_as_the_softmax_of_the_logits",
+    "test_what_goes_on_behind_a_token_is_drawn_anew",
+    "test_trap_09_sampled_logprobs_are_of_the_policy_at_the_temperature",
+}
+"""Tests of what is computed, and of nothing that travels to a process and back."""
+OF_OPTIONS = {
+    "test_own_stop_tokens_end_a_completion_and_stay_in_it",
+    "test_bad_tokens_are_never_drawn",
+    "test_trap_33_a_stop_or_bad_token_outside_the_vocabulary_is_refused",
+}
+"""An engine of its own for each; the config travels as a whole, with stop strings as with these."""
 STUB = Path(__file__).parents[1] / "sglang_stub"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of engines in processes `make test` has one family in float32."""
+    """Of engines in processes `make test` has one family in float32, and what is theirs alone."""
     for item in items:
         drawn = getattr(item, "callspec", None)
-        if drawn is None or drawn.params.get("kind") not in IN_PROCESSES:
+        kind = None if drawn is None else drawn.params.get("kind")
+        if kind not in IN_PROCESSES:
             continue
-        if drawn.params.get("family") == "llama" or drawn.params.get("dtype") in ("bf16", torch.bfloat16):
+        is_repeated = item.originalname in OF_SAMPLING or (kind != "sglang_stub" and item.originalname in OF_OPTIONS)
+        if (
+            is_repeated
+            or drawn.params.get("family") == "llama"
+            or drawn.params.get("dtype") in ("bf16", torch.bfloat16)
+        ):
             item.add_marker("full")
 
 

@@ -63,7 +63,6 @@ def kill_points(entered, *, every):
 @pytest.mark.parametrize(
     ("world_size", "async_save", "every"),
     [
-        pytest.param(1, True, 6, id="one rank, in the background, at some"),
         pytest.param(1, True, 1, id="one rank, in the background", marks=pytest.mark.full),
         pytest.param(1, False, 1, id="one rank, at once", marks=pytest.mark.full),
         pytest.param(2, True, 14, id="two ranks, in the background, at some"),

@@ -203,6 +203,7 @@ def _kill(pid: int) -> None:
         wait_until(lambda: not is_alive(pid))
 
 
+@pytest.mark.full
 def test_f06_trap_25_after_a_sync_that_broke_off_no_process_generates_until_a_whole_one(
     undisturbed, supervised, synced
 ):
@@ -218,6 +219,7 @@ def test_f06_trap_25_after_a_sync_that_broke_off_no_process_generates_until_a_wh
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
 
 
+@pytest.mark.full
 def test_f06_trap_25_a_process_killed_as_it_is_interrupted_loses_no_token(undisturbed, supervised, synced):
     """The next one is interrupted in its place; what both have not sampled is asked for afterwards."""
     synced(13)
