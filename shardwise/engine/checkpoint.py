@@ -135,7 +135,7 @@ def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
 def verify_files(index: StateIndex, folder: Path) -> None:
     """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
     for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:
-        index.files[name].check(folder / name)
+        index.check(folder / name)
 
 
 def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex, *, only: str = "") -> None:

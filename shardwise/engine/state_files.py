@@ -31,6 +31,7 @@ from shardwise.engine.safetensors_file import (
     SafetensorsReader,
     SafetensorsWriter,
     TensorSpec,
+    differences,
 )
 from shardwise.engine.verified_files import bytes_hash, check_size, read_sealed_json, write_sealed_json
 
@@ -87,19 +88,34 @@ class ShardFile:
         with closing(SafetensorsReader(path)) as file:
             return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
 
-    def check(self, path: Path) -> None:
-        """Reads all of it. Raises ModelError: missing, cut or changed; names the tensor."""
-        check_size(path, self.num_bytes)
+    def check(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> None:
+        """Reads all of it. Raises ModelError: missing, cut or changed; names the tensor.
+
+        Args:
+            tensors: dtype and shape of each, as `described`, where they are recorded: a whole file with others, such as
+                the weights in another dtype, is then told by what is in it. The hash of the header says no more than
+                that it is another one.
+        """
+        changed = f"{path} is damaged: its header is not the one that was written"
         try:
             reader = SafetensorsReader(path)
         except ModelError:
-            raise ModelError(f"{path} is damaged: its header is not the one that was written") from None
+            check_size(path, self.num_bytes)
+            raise ModelError(changed) from None
         with closing(reader) as file:
+            if tensors is not None and (problems := differences(tensors, described(file))):
+                raise ModelError(f"{changed}: {problems}")
+            check_size(path, self.num_bytes)
             if bytes_hash(file.header) != self.header_xxh3:
-                raise ModelError(f"{path} is damaged: its header is not the one that was written")
+                raise ModelError(changed)
             for name, found in _tensor_hashes(file).items():
                 if found != self.tensor_xxh3[name]:
                     raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3)")
+
+
+def described(file: SafetensorsReader) -> dict[str, str]:
+    """By name, dtype and shape of every tensor, such as "bfloat16 [4]"."""
+    return {name: str(spec) for name, spec in file.specs.items()}
 
 
 def _tensor_hashes(file: SafetensorsReader) -> dict[str, str]:
@@ -158,6 +174,17 @@ class StateIndex:
         files = {name: asdict(file) for name, file in self.files.items()}
         content = {"format": FORMAT, "numbers": self.numbers, "files": files, "tensors": tensors}
         write_sealed_json(folder / INDEX, content)
+
+    def check(self, path: Path) -> None:
+        """Reads one of `files`. Raises ModelError: missing, cut or changed, or with other parts than it should have;
+        names the tensor."""
+        tensors = {
+            name: str(TensorSpec(self.specs[name].dtype, part.sizes))
+            for name, parts in self.parts.items()
+            for part in parts
+            if part.file == path.name
+        }
+        self.files[path.name].check(path, tensors=tensors)
 
     def file_of(self, name: str, offsets: Sequence[int] | None) -> str:
         """Where the part of a tensor is that begins at the offsets."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
-from shardwise.engine.safetensors_file import SafetensorsReader, differences
-from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, shard_files
+from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
@@ -63,18 +63,13 @@ class WeightsFile:
     @classmethod
     def of(cls, path: Path) -> Self:
         """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
-        return cls(**asdict(ShardFile.of(path)), tensors=_tensors_in(path))
+        with closing(SafetensorsReader(path)) as file:
+            tensors = described(file)
+        return cls(**asdict(ShardFile.of(path)), tensors=tensors)
 
     def check(self, path: Path) -> None:
         """Reads all of it. Raises ModelError: missing, cut or changed, or with other tensors; names the tensor."""
-        ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path)
-        if problems := differences(self.tensors, _tensors_in(path)):
-            raise ModelError(f"{path} holds other tensors than {MANIFEST} says: {problems}")
-
-
-def _tensors_in(path: Path) -> dict[str, str]:
-    with closing(SafetensorsReader(path)) as file:
-        return {name: str(spec) for name, spec in file.specs.items()}
+        ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path, tensors=self.tensors)
 
 
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -148,8 +143,8 @@ def _checks(checkpoint: Path, shards_of: Collection[str] | None) -> dict[str, Ca
     checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
     states = [Path(name).parent for name in files if Path(name).name == INDEX]
     for folder in [state for state in states if shards_of is None or state.name in shards_of]:
-        written = StateIndex.read(checkpoint / folder).files
-        checks |= {(folder / shard).as_posix(): file.check for shard, file in written.items()}
+        index = StateIndex.read(checkpoint / folder)
+        checks |= {(folder / shard).as_posix(): index.check for shard in index.files}
     return checks
 
 

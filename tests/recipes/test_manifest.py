@@ -1,5 +1,5 @@
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import TensorSpec
-from shardwise.engine.state_files import ShardFile, StateIndex
+from shardwise.engine.state_files import Part, ShardFile, StateIndex
 from shardwise.engine.verified_files import FileRecord, read_sealed_json
 from shardwise.recipes.manifest import Manifest, hash_share, verify_share, write_manifest
 
@@ -29,7 +29,8 @@ def checkpoint(tmp_path):
     tensors = {"master/w": torch.ones(3)}
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     files = {name: ShardFile.write(state / name, specs, tensors.items()) for name in SHARDS}
-    StateIndex({}, {}, files, {}).write(state)
+    parts = {"master/w": [Part((0,), (3,), SHARDS[0]), Part((3,), (3,), SHARDS[1])]}
+    StateIndex({"master/w": TensorSpec(torch.float32, (6,))}, parts, files, {}).write(state)
     return tmp_path / "step_1"
 
 
@@ -107,18 +108,40 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
 
 
 @pytest.mark.parametrize(
-    ("tensors", "expected"),
+    ("name", "tensors", "expected"),
     [
-        ({"a": "float32 [2]"}, "1 not part of the model: b"),
-        ({"a": "bfloat16 [2]", "b": "float32 [1, 2]"}, "2 of the wrong shape or dtype: a is float32 [2], expected bf"),
+        ("hf/model", {"a": torch.ones(2), "b": torch.ones(2, 1)}, "b is float32 [2, 1], expected float32 [2]"),
+        ("hf/model", {"a": torch.ones(2).bfloat16(), "b": torch.ones(2)}, "a is bfloat16 [2], expected float32 [2]"),
+        ("hf/model", {"a": torch.ones(2)}, "1 missing: b"),
+        ("state/policy/rank_1", {"master/w": torch.ones(3).int()}, "master/w is int32 [3], expected float32 [3]"),
+        ("state/policy/rank_1", {"master/w": torch.ones(2)}, "master/w is float32 [2], expected float32 [3]"),
     ],
 )
-def test_weights_of_another_dtype_or_shape_than_the_manifest_says_are_named(run_ranks, checkpoint, tensors, expected):
-    [share] = run_ranks(hash_share, 1, checkpoint)
-    name = "hf/model.safetensors"
-    write_manifest(checkpoint, [share | {name: share[name] | {"tensors": tensors}}], step=1)
+def test_a_whole_file_with_other_tensors_is_told_by_what_is_in_it(run_ranks, checkpoint, name, tensors, expected):
+    """Such as weights that somebody has converted, whatever the size of the file; the manifest or the index knows."""
+    write_manifest(checkpoint, run_ranks(hash_share, 1, checkpoint), step=1)
+    path = checkpoint / f"{name}.safetensors"
+    save_file(tensors, path)
     [[error]] = run_ranks(verified, 1, [checkpoint])
-    assert error.startswith(f"{checkpoint / name} holds other tensors than manifest.json says: {expected}")
+    assert error.startswith(f"{path} is damaged: its header is not the one that was written: 1 ")
+    assert expected in error
+
+
+def test_tensors_that_a_save_recorded_otherwise_than_it_wrote_them_are_named(run_ranks, checkpoint):
+    """In the manifest, and in the index; the hash of the header agrees."""
+    [share] = run_ranks(hash_share, 1, checkpoint)
+    name, state = "hf/model.safetensors", checkpoint / "state" / "policy"
+    other = {"tensors": {"a": "float32 [2]", "b": "int8 [8]"}}
+    write_manifest(checkpoint, [share | {name: share[name] | other}], step=1)
+    [[error]] = run_ranks(verified, 1, [checkpoint])
+    assert error.endswith("1 of the wrong shape or dtype: b is float32 [2], expected int8 [8]")
+    index = StateIndex.read(state)
+    replace(index, specs={"master/w": TensorSpec(torch.int32, (6,))}).write(state)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, run_ranks(hash_share, 1, checkpoint), step=1)
+    [[error]] = run_ranks(verified, 1, [checkpoint])
+    assert error.startswith(f"{state / SHARDS[0]} is damaged: its header is not the one that was written")
+    assert error.endswith("1 of the wrong shape or dtype: master/w is float32 [3], expected int32 [3]")
 
 
 @pytest.mark.parametrize(
