@@ -24,6 +24,8 @@ STORE_VARIABLE = "SHARDWISE_STORE"
 """The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER"
 """The process that started the ranks; when it is gone they end."""
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Every rank that torchrun started has it."""
 STARTED_VARIABLE = "SHARDWISE_STARTED"
 """When the job started, as time.monotonic()."""
 PROCESS_STARTED = time.monotonic()
@@ -100,12 +102,13 @@ def seconds_since_start() -> float:
 
 
 def die_with_launcher() -> None:
-    """Has the kernel end this rank when its launcher is gone, whatever the rank is doing, also where it is stopped, so
-    that no orphan keeps a device."""
+    """Has the kernel end this rank when its launcher or torchrun is gone, whatever the rank is doing, also where it is
+    stopped, so that no orphan keeps a device. (torchrun leaves before its ranks at a third signal.)"""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None:
-        return
-    die_with(int(launcher))
+    if launcher is not None:
+        die_with(int(launcher))
+    elif _TORCHRUN_VARIABLE in os.environ:
+        die_with(os.getppid())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.controller.exit_codes import FAILURE
+from shardwise.controller.exit_codes import FAILURE, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
 from shardwise.controller.process_group import Rank
+from shardwise.controller.signals import SecondSignal
 from shardwise.controller.watchdog import Activity, be_watched, collect, wait_until_collected, write_reports
 from shardwise.scratch import scratch_folder
 
@@ -24,6 +25,8 @@ _ASKED = "asked"
 _STOP = "stop"
 """In the store: the signal that a rank other than 0 was sent."""
 _SECONDS_BETWEEN_LOOKS = 1.0
+_LEAVE_SECONDS = 3.0
+"""What rank 0 gets to say why the job ends, before others of its host leave too."""
 
 
 class Peers:
@@ -37,9 +40,14 @@ class Peers:
             store: that of all ranks.
         """
         self._folder, self._rank, self._reports, self._store = folder, rank, reports, store
+        self._second = SecondSignal()
 
     def pass_on(self, number: int) -> None:
-        """Lets rank 0, on whatever host, have the signal too: a host alone may be taken away."""
+        """Lets rank 0, on whatever host, have the signal too: a host alone may be taken away. A second one ends this
+        rank, which may hang: torchrun sends it to every rank of its host, and waits for them."""
+        if self._second.has_come():
+            time.sleep(_LEAVE_SECONDS)
+            os._exit(code_of_signal(number))
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             self._store.set(_STOP, str(number))
 

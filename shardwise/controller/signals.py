@@ -3,12 +3,31 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 RANK_0_VARIABLE = "SHARDWISE_RANK_0"
 """The process of the rank that decides, for the other ranks that `launch` started."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+COPIES_SECONDS = 5.0
+"""For so long after the first signal others count as copies of it."""
+
+
+class SecondSignal:
+    """Tells a second wish to stop from copies of the first, where no launcher of ours counts them: torchrun sends a
+    signal to every rank of its host, they pass it on to rank 0 in a second, and a scheduler may send its own to all
+    processes beside that."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def has_come(self) -> bool:
+        """To be asked once at each signal."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        return now - self._first >= COPIES_SECONDS
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Self
 
 from shardwise.config import TrainerConfig
 from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
-from shardwise.controller.launch import seconds_since_start
-from shardwise.controller.signals import stop_signals
+from shardwise.controller.launch import is_launched, seconds_since_start
+from shardwise.controller.signals import SecondSignal, stop_signals
 from shardwise.recipes.checkpoints import step_folders
 
 _LOOK_SECONDS = 1.0
@@ -30,13 +30,14 @@ class Stopping:
     """Knows when a run has to stop. A context manager: inside, SIGTERM and SIGINT no longer end the process at once.
 
     From the first signal on, trainer.stop_grace_seconds are left for the step, the save, and leaving the context; then
-    the process ends as it is. A second signal ends it at once where it is alone. A rank leaves that to what started it,
-    which may repeat a signal that went to all processes.
+    the process ends as it is. A second signal ends it at once, under torchrun one that is no copy of the first. A rank
+    that `launch` started leaves that to it, which may repeat a signal that went to all processes.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._trainer = trainer
         self._signal: signal.Signals | None = None
+        self._second = SecondSignal()
         self._grace: threading.Timer | None = None
         self._longest_step_seconds = 0.0
 
@@ -82,6 +83,7 @@ class Stopping:
 
     def _react(self, number: int) -> None:
         """In the thread of signals."""
+        is_second = self._second.has_come()
         if self._signal is None:
             self._signal = signal.Signals(number)
             grace = self._trainer.stop_grace_seconds
@@ -90,7 +92,7 @@ class Stopping:
             self._grace.daemon = True
             self._grace.start()
             print(f"{self._signal.name}: saves and stops after this step", file=sys.stderr, flush=True)
-        elif "RANK" not in os.environ:
+        elif "RANK" not in os.environ or (is_second and not is_launched()):
             self._leave("ended at once")
 
     def _leave(self, reason: str) -> None:

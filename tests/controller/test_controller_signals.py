@@ -5,8 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
-from shardwise.controller.signals import pass_on, stop_signals
+import pytest
+
+from shardwise.controller.signals import SecondSignal, pass_on, stop_signals
 
 
 def test_signals_are_heard_while_the_main_thread_looks_at_none():
@@ -24,6 +27,16 @@ def test_signals_are_heard_while_the_main_thread_looks_at_none():
     assert [number for number, _ in heard] == [signal.SIGTERM, signal.SIGINT]
     assert heard[0][1] < returned
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("at", "are_second"),
+    [([100.0, 100.1, 101.5, 104.9, 105.0, 110.0], [False, False, False, False, True, True]), ([100.0, 900.0], [0, 1])],
+)
+def test_signals_within_five_seconds_of_the_first_are_its_copies(monkeypatch, at, are_second):
+    monkeypatch.setattr("shardwise.controller.signals.time", SimpleNamespace(monotonic=iter(at).__next__))
+    second = SecondSignal()
+    assert [second.has_come() for _ in at] == are_second
 
 
 def test_other_ranks_pass_signals_on_to_rank_0_where_a_launcher_started_them(monkeypatch):

@@ -203,6 +203,19 @@ def test_ranks_end_within_5_seconds_when_the_launcher_is_killed(command, tmp_pat
     assert_gone(tmp_path, 2, within_seconds=5)
 
 
+def test_ranks_end_within_5_seconds_when_torchrun_is_killed(command, tmp_path):
+    start = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    process = subprocess.Popen([sys.executable, "-c", start, *command(DEAF)], env=os.environ | variables)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready-0").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(map(is_running, pids(tmp_path)))
+    process.kill()
+    process.wait(timeout=5)
+    assert_gone(tmp_path, 1, within_seconds=5)
+
+
 def test_a_rank_that_is_stopped_ends_too_when_the_launcher_is_killed(command, tmp_path):
     """SIGKILL alone reaches it."""
     process = start_launcher(command(DEAF), tmp_path)

@@ -118,6 +118,29 @@ def test_a_signal_to_any_rank_reaches_rank_0(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+TOLD_TWICE = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from shardwise.controller import peers, signals
+peers._LEAVE_SECONDS, signals.COPIES_SECONDS = 0.0, float(sys.argv[1])
+store = dist.HashStore()
+rank = peers.Peers(Path(), 1, None, store)
+rank.pass_on(2)
+time.sleep(0.1)
+rank.pass_on(15)
+print("lives on", store.get("stop").decode())
+"""
+
+
+@pytest.mark.parametrize(("copies_seconds", "code", "said"), [("60", 0, "lives on 15\n"), ("0.1", 143, "")])
+def test_a_second_signal_that_is_no_copy_ends_a_rank_that_does_not_decide(copies_seconds, code, said):
+    """It may hang, and torchrun, which sends the signal to all ranks of its host, waits for it."""
+    ended = subprocess.run([sys.executable, "-c", TOLD_TWICE, copies_seconds], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (code, said)
+
+
 @pytest.mark.parametrize("group", [None, "3"])
 def test_the_ranks_of_a_host_find_the_folder_of_its_first(monkeypatch, group):
     monkeypatch.delenv("GROUP_RANK", raising=False)

@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from runs import MARK, ROOT
+
+from shardwise.controller.signals import COPIES_SECONDS
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -71,33 +74,77 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
+@contextmanager
+def going_on(assets, folder, *overrides):
+    """torchrun, when its ranks have trained two steps. They are marked with `folder`, whose `out` has what they say."""
+    run = folder / "run"
+    command = [sys.executable, "-m", *TORCHRUN, "-m", "shardwise", "sft", *options(assets, run)]
+    endless = ["trainer.total_steps=100000", "trainer.save_every_steps=0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    with (folder / "out").open("w") as out:
+        process = subprocess.Popen([*command, *endless, *overrides], env=environment, stdout=out, stderr=out)
+    try:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None, (folder / "out").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def seconds_until_gone(marked, mark):
+    """At most 60."""
+    began = time.monotonic()
+    while marked(mark) and time.monotonic() < began + 60:
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["torchrun", "1"])
 def test_f11_a_signal_to_torchrun_or_to_one_rank_saves_and_stops(assets, marked, tmp_path, victim):
     """A host that is taken away is told so alone; rank 0, which decides, may be on another."""
     run, mark = tmp_path / "run", str(tmp_path)
-    command = [sys.executable, "-m", *TORCHRUN, "-m", "shardwise", "sft", *options(assets, run)]
-    overrides = ["trainer.total_steps=100000", "trainer.save_every_steps=0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
-    with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen([*command, *overrides], env=environment, stdout=out, stderr=out)
-    try:
-        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-            assert process.poll() is None, (tmp_path / "out").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with going_on(assets, tmp_path) as process:
         pids = {"torchrun": process.pid, **{rank_of(pid): pid for pid in marked(mark)}}
         os.kill(pids[victim], signal.SIGTERM)
         process.wait(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     told = (tmp_path / "out").read_text()
-    last = len(metrics.read_text().splitlines())
+    last = len((run / "metrics.jsonl").read_text().splitlines())
     assert "SIGTERM: saves and stops after this step" in told
     assert f"stopped by SIGTERM; resumable: the same command goes on after step {last}" in told
     assert (run / "checkpoints" / f"step_{last}" / "manifest.json").is_file()
+
+
+HANGS = "trainer.faults=[rank=1 step=3 phase=forward action=hang]"
+
+
+@pytest.mark.full  # in make test too: tests/recipes/test_stopping.py, tests/controller
+def test_f10_a_second_signal_to_torchrun_ends_ranks_at_once_also_one_that_hangs(assets, marked, tmp_path):
+    """torchrun alone would wait 30 s for the rank that hangs; until then the first signal waits for its step."""
+    with going_on(assets, tmp_path, HANGS) as process:
+        time.sleep(0.5)  # until rank 1 hangs
+        process.send_signal(signal.SIGINT)
+        time.sleep(COPIES_SECONDS + 1)
+        assert {"0", "1"} <= {rank_of(pid) for pid in marked(str(tmp_path))}
+        process.send_signal(signal.SIGINT)
+        assert seconds_until_gone(marked, str(tmp_path)) < 15
+    told = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith(("SIG", "error"))]
+    assert told == [
+        "SIGINT: saves and stops after this step",
+        "SIGINT: ended at once without saving; there is no checkpoint yet, so the same command starts as before",
+    ]
+
+
+@pytest.mark.full  # in make test too: tests/controller/test_launch.py
+def test_f05_a_killed_torchrun_takes_all_with_it(assets, marked, tmp_path):
+    with going_on(assets, tmp_path) as process:
+        process.kill()
+        process.wait()
+        assert seconds_until_gone(marked, str(tmp_path)) < 5
 
 
 def rank_of(pid):

@@ -78,39 +78,47 @@ LONG_STEP = f"""
 import hashlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 from shardwise.config import TrainerConfig
+from shardwise.controller import signals
 from shardwise.recipes.stopping import Stopping
+signals.COPIES_SECONDS = 1.0
 with Stopping(TrainerConfig(stop_grace_seconds=float(sys.argv[1]), output_dir=sys.argv[2])):
     print("in a step", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000_000)
 """
 
 
+LATE = "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint; ended"
+UNDER_TORCHRUN = {"RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("grace", "num_signals", "variables", "reason"),
+    ("grace", "seconds_between", "variables", "reason"),
     [
-        ("0.3", 1, {}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint; ended"),
-        ("30", 2, {}, "ended at once"),
-        # What started a rank may say it twice.
-        ("0.3", 2, {"RANK": "0"}, "trainer.stop_grace_seconds=0.3 were too few for the step and the checkpoint; ended"),
+        ("0.3", [], {}, LATE),
+        ("30", [0.03], {}, "ended at once"),
+        ("0.3", [0.03], UNDER_TORCHRUN, LATE),  # a copy of the first
+        ("30", [0.03, 1.2], UNDER_TORCHRUN, "ended at once"),
+        ("1.5", [1.2], UNDER_TORCHRUN | {"SHARDWISE_JOB_FOLDER": "job"}, LATE.replace("0.3", "1.5")),  # our launcher's
     ],
 )
 def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(
-    grace, num_signals, variables, reason, tmp_path
+    grace, seconds_between, variables, reason, tmp_path
 ):
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | variables
+    others = {name: value for name, value in os.environ.items() if name not in ("RANK", "SHARDWISE_JOB_FOLDER")}
     process = subprocess.Popen(
         [sys.executable, "-c", LONG_STEP, grace, str(tmp_path)],
-        env=environment,
+        env=others | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "in a step\n"
-    for _ in range(num_signals):
+    process.terminate()
+    for seconds in seconds_between:
+        time.sleep(seconds)
         process.terminate()
-        time.sleep(0.1)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143
     assert err.splitlines() == [
