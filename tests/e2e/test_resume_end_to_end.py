@@ -172,6 +172,7 @@ LAYOUTS = {
     "4 to 1": (4, 1, []),
     "4 to replicas of 2": (4, 4, ["engine.fsdp_size=2"]),
     "2 to ulysses": (2, 2, ["engine.ulysses_size=2"]),
+    "1 to ulysses": (1, 2, ["engine.ulysses_size=2"]),
 }
 SKIPPED = ["trainer.faults=[step=3 phase=backward action=nan]", "trainer.save_every_steps=1"]
 """Step 3 has a loss that is NaN, so what is saved after it is what it began with."""
