@@ -24,7 +24,7 @@ from shardwise.engine.optimizer import MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec, differences
 from shardwise.engine.shards import local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
-from shardwise.engine.state_files import ShardFile, StateIndex, shard_name
+from shardwise.engine.state_files import ShardFile, StateIndex, own_share, shard_name
 from shardwise.engine.state_plan import StatePlan
 from shardwise.ops import nonfinite_names
 
@@ -134,7 +134,7 @@ def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
 
 def verify_files(index: StateIndex, folder: Path) -> None:
     """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
-    for name in sorted(index.files)[dist.get_rank() :: dist.get_world_size()]:
+    for name in own_share(index.files):
         index.check(folder / name)
 
 

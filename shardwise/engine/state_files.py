@@ -6,7 +6,8 @@ index.json           where every part of every tensor is, the hash of each, and 
 Nothing is pickled, so nothing that is read can execute; torch's own files of distributed checkpoints (`.metadata`) can.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -40,8 +42,25 @@ FORMAT = 1
 """Raised when what was written before can no longer be read."""
 
 
+_SHARD = re.compile(r"rank_(\d+)\.safetensors")
+
+
 def shard_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
+
+
+def own_share(names: Collection[str]) -> list[str]:
+    """This rank's of files that all ranks read together, each once: a shard belongs to the rank of the number that
+    wrote it, which goes on from it where the layout is the same, and whose host then reads it once; of the other files
+    every rank has its turn.
+
+    Args:
+        names: file names or paths, the same on every rank.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    writers = {name: int(shard[1]) for name in names if (shard := _SHARD.fullmatch(Path(name).name))}
+    others = sorted(set(names) - writers.keys())
+    return sorted(name for name, writer in writers.items() if writer % num_ranks == rank) + others[rank::num_ranks]
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -1,19 +1,17 @@
 """manifest.json: every file of a checkpoint with its size and hash, of weights dtype, shape and hash of each tensor. It
 is written last, so a checkpoint that has one is whole."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-import torch.distributed as dist
-
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
 from shardwise.engine.safetensors_file import SafetensorsReader
-from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, shard_files
+from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
 
 MANIFEST = "manifest.json"
@@ -78,7 +76,7 @@ def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
     Shards of a training state are left out: the index beside them holds dtypes, shapes and hashes of their tensors.
     Raises OSError, ModelError: a file cannot be read.
     """
-    return {name: asdict(_record_of(checkpoint / name)) for name in _share(_files(checkpoint))}
+    return {name: asdict(_record_of(checkpoint / name)) for name in own_share(_files(checkpoint))}
 
 
 def write_manifest(
@@ -121,7 +119,7 @@ def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) 
     """
     with raised_on_every_rank(ModelError):
         checks = _checks(checkpoint, shards_of)
-        for name in _share(checks):
+        for name in own_share(checks):
             checks[name](checkpoint / name)
 
 
@@ -163,7 +161,3 @@ def _files(checkpoint: Path) -> list[str]:
     left_out = set(shard_files(checkpoint))
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path not in left_out]
     return [path.relative_to(checkpoint).as_posix() for path in files]
-
-
-def _share(names: Iterable[str]) -> list[str]:
-    return sorted(names)[dist.get_rank() :: dist.get_world_size()]

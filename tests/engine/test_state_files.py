@@ -4,7 +4,7 @@ from safetensors.torch import load_file
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import TensorSpec
-from shardwise.engine.state_files import Part, ShardFile, StateIndex
+from shardwise.engine.state_files import Part, ShardFile, StateIndex, own_share
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3), "step/a": torch.tensor(4.0), "master/b": torch.ones(3).bfloat16()}
@@ -87,3 +87,20 @@ def test_another_format_is_refused(tmp_path):
     write_sealed_json(tmp_path / "index.json", content | {"format": 2})
     with pytest.raises(ModelError, match="has format 2, and this version of Shardwise reads 1"):
         StateIndex.read(tmp_path)
+
+
+@pytest.mark.parametrize(("num_shards", "world_size"), [(12, 12), (12, 4), (3, 2), (2, 3)])
+def test_every_file_is_one_ranks_and_a_shard_that_of_its_writer(monkeypatch, num_shards, world_size):
+    shards = [f"state/{role}/rank_{rank}.safetensors" for role in ("policy", "critic") for rank in range(num_shards)]
+    others = ["hf/config.json", "hf/model.safetensors", "state/policy/index.json", "hf/rank_1.safetensors.txt"]
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+        shares.append(own_share([*others, *shards]))
+    assert sorted(name for share in shares for name in share) == sorted([*shards, *others])
+    for rank, share in enumerate(shares):
+        written = {f"rank_{writer}.safetensors" for writer in range(rank, num_shards, world_size)}
+        assert {name.rpartition("/")[2] for name in share if name in shards} == written
+    numbers = [sum(name in others for name in share) for share in shares]
+    assert max(numbers) - min(numbers) <= 1
