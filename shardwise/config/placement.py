@@ -32,8 +32,9 @@ class Split(Choice):
     """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them
     have mapped, which needs them on the host of rank 0, or safetensors files in `folder`."""
     folder: Path | None = None
-    """With medium=disk: a folder that rank 0 and the ranks that sample share, and nothing else uses. The newest version
-    stays in it when the run ends."""
+    """With medium=disk: a folder that rank 0 and the ranks that sample share, and nothing else uses: not another run
+    (trainer.output_dir tells them apart), which is refused. The newest version stays in it when the run ends, to be
+    loaded by other engines; with `delta` it is only what changed since the version before, which none can load."""
     delta: bool = False
     """Send only the elements whose value in engine.param_dtype a step has changed. Rank 0 keeps a copy of the weights
     in that dtype. Changes no number; sync/bytes tells what it saves."""

@@ -206,7 +206,10 @@ def run_rank(
             save_seconds = timeout_seconds if save_timeout_seconds is None else save_timeout_seconds
             links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
             beside = BackgroundWorker(rank.rank, links)
-            join = None if apart is None else _medium_of(rank, apart, store, device, timeout_seconds=timeout_seconds)
+            join = None
+            if apart is not None:
+                assert output_dir is not None  # of training, as `apart` is
+                join = _medium_of(rank, apart, store, device, run=output_dir, timeout_seconds=timeout_seconds)
             worker = Worker(device, join_medium=join, writer=beside, interruption=beside.interruption)
             if rank.rank == 0:
                 background = RankGroup(
@@ -270,7 +273,7 @@ def _num_together(rank: Rank, apart: Split | None) -> int:
 
 
 def _medium_of(
-    rank: Rank, apart: Split, store: dist.Store, device: torch.device, *, timeout_seconds: int
+    rank: Rank, apart: Split, store: dist.Store, device: torch.device, *, run: str, timeout_seconds: int
 ) -> Callable[[], Medium] | None:
     """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
     num_together = rank.world_size - apart.num_ranks
@@ -284,7 +287,7 @@ def _medium_of(
             join = SharedMemoryMedium.join
         case "disk":
             assert apart.folder is not None  # as the config says
-            join = partial(DiskMedium.join, folder=apart.folder)
+            join = partial(DiskMedium.join, folder=apart.folder, run=str(Path(run).resolve()))
     return partial(
         join,
         dist.PrefixStore("weights", store),

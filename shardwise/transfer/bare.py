@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.ops import all_gather_flat
 from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
-from shardwise.transfer.medium import Medium
+from shardwise.transfer.medium import MEASUREMENT, Medium
 
 _PIECE_BYTES = 1 << 25
 _NUM_PIECES = 4
@@ -37,7 +37,7 @@ def seconds_per_byte_sent(medium: Medium) -> float:
     medium.meet("measuring: beginning", "")
 
     def send() -> None:
-        writer = BucketWriter(medium, version=0, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        writer = BucketWriter(medium, version=MEASUREMENT, bucket_bytes=DEFAULT_BUCKET_BYTES)
         writer.write(Entry.of("piece", piece, 0, "whole", piece.nbytes), piece)
         writer.finish()
         medium.meet("measuring: piece", "")
@@ -50,7 +50,7 @@ def take_pieces(medium: Medium) -> None:
     medium.meet("measuring: beginning", "")
     for _ in range(_NUM_PIECES):
         reader = BucketReader(medium.receive)
-        reader.begin(0)
+        reader.begin(MEASUREMENT)
         for _, payload in reader.entries():
             _wait_for(payload)
         medium.meet("measuring: piece", "")

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,44 +22,68 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwise.config import ConfigError
 from shardwise.observability import write_json_atomic
 from shardwise.transfer.base import SyncReceipt, WeightSyncError
 from shardwise.transfer.buckets import BucketReader, Header, Segment
-from shardwise.transfer.medium import SENDER, Rendezvous
+from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Rendezvous
 from shardwise.transfer.sync import load_verified
 from shardwise.types import WeightReceiver
 
 MARKER = "complete.json"
-_PREFIX = "version-"
+OWNER = "owner.json"
+"""In a folder of weights: whose it is. What a folder held before a run came to it is never the run's to remove."""
+_VERSION = re.compile(r"version-(0|[1-9][0-9]*)")
+_MEASURED = "measurement"
+_REMEDY = "remove its folder, and the version before it is the newest; or let the run write another"
 
 
 class DiskMedium:
     """Each bucket is a safetensors file in the folder of its version. The marker, written last, holds the files' xxh3
     hashes; a version without one does not exist for readers. Where a version is begun, all are removed but the newest
-    whole one before it: later ones are of a run that has gone back to an earlier checkpoint."""
+    whole one before it: later ones are of a run that has gone back to an earlier checkpoint. Of measurements nothing
+    stays, and no version makes room for one."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
         self._folder, self._rendezvous = folder, rendezvous
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._hashes: dict[str, str] = {}
         self._unread: Iterator[tuple[str, Tensor]] | None = None
+        self._is_measuring = False
 
     @classmethod
     def join(
-        cls, store: dist.Store, rank: int, size: int, *, folder: Path, timeout: timedelta = timedelta(minutes=10)
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        folder: Path,
+        run: str,
+        timeout: timedelta = timedelta(minutes=10),
     ) -> Self:
         """Waits until all ends have joined.
 
         Args:
             store, rank, size: as ProcessGroupMedium.join.
-            folder: the same one for all ends; made if there is none.
+            folder: the same one for all ends; made if there is none. Else it is empty, or of the same run.
+            run: tells runs apart, and is the same whenever one goes on. The sender's counts.
             timeout: of every single wait; a whole version has to be written within it.
         Raises:
+            ConfigError: at every end: the folder is another run's, holds something else, or cannot be written to.
             MediumError: an end did not come in time.
         """
         rendezvous = Rendezvous(store, rank, size, timeout=timeout)
-        folder.mkdir(parents=True, exist_ok=True)
-        rendezvous.meet("joining the folder of weights", "")
+        phase = "joining the folder of weights"
+        if rank == SENDER:
+            try:
+                _claim(folder, run)
+            except ConfigError as error:
+                with suppress(MediumError):  # it has to be mended whoever else is missing
+                    rendezvous.meet(phase, str(error))
+                raise
+        if refusal := rendezvous.meet(phase, "")[SENDER]:
+            raise ConfigError(refusal)
         return cls(folder, rendezvous)
 
     @property
@@ -65,8 +92,13 @@ class DiskMedium:
         return torch.device("cpu")
 
     def meet(self, phase: str, message: str) -> list[str]:
-        """See Medium."""
-        return self._rendezvous.meet(phase, message)
+        """See Medium. Who has come has taken what was sent before."""
+        try:
+            return self._rendezvous.meet(phase, message)
+        finally:
+            if self._is_measuring:
+                shutil.rmtree(self._folder_of(MEASUREMENT))
+                self._is_measuring = False
 
     def buffer(self, num_bytes: int) -> Tensor:
         """See Medium. A bucket is on the disk when `send` returns, so one buffer is enough."""
@@ -81,7 +113,7 @@ class DiskMedium:
         if not bucket.failure:
             if bucket.index == 0:
                 self._begin(bucket.version)
-            name = f"bucket-{bucket.index:05}.safetensors"
+            name = _bucket_name(bucket.index)
             self._hashes[name] = _write_bucket(folder / name, header, bucket.segments, data)
         if bucket.is_last and not bucket.failure:
             _sync_folder(folder)
@@ -113,15 +145,16 @@ class DiskMedium:
         """See Medium. The newest whole version stays, for engines that start later."""
 
     def _folder_of(self, version: int) -> Path:
-        return self._folder / f"{_PREFIX}{version}"
+        return self._folder / (_MEASURED if version == MEASUREMENT else f"version-{version}")
 
     def _begin(self, version: int) -> None:
-        before = [whole for whole in _whole_versions(self._folder) if whole < version]
-        keep = self._folder_of(max(before)) if before else None
-        for folder in self._folder.glob(f"{_PREFIX}*"):
-            if folder != keep:
-                shutil.rmtree(folder)
+        if version != MEASUREMENT:
+            keep = max((whole for whole in _whole_versions(self._folder) if whole < version), default=None)
+            for other, folder in _versions(self._folder).items():
+                if other != keep:
+                    shutil.rmtree(folder)
         self._folder_of(version).mkdir()
+        self._is_measuring = version == MEASUREMENT
         self._hashes = {}
 
 
@@ -141,17 +174,55 @@ def load_version(receiver: WeightReceiver, folder: Path, *, version: int | None 
     return replace(receipt, seconds=time.perf_counter() - started)
 
 
+def _claim(folder: Path, run: str) -> None:
+    """Makes the folder the run's, or finds that it is. Raises ConfigError."""
+    given = f"rollout.placement.folder={folder}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # it can be written to
+            names = {name for name in os.listdir(folder) if not name.startswith(".")}  # file systems put those anywhere
+        ours = {OWNER, _MEASURED, *(path.name for path in _versions(folder).values())} if OWNER in names else set()
+        if others := sorted(names - ours):
+            raise ConfigError(
+                f"{given} holds {others[0]}, which is not a run's; give an empty folder, or one that is yet to be "
+                "made, or move away what is in this one"
+            )
+        try:
+            with (folder / OWNER).open("x") as file:  # of two runs that come at once, one
+                json.dump({"run": run}, file)
+        except FileExistsError:
+            _require_owner(folder / OWNER, run, given)
+        shutil.rmtree(folder / _MEASURED, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"{given} cannot be written to ({error}); give a folder that rank 0 may write to") from None
+
+
+def _require_owner(path: Path, run: str, given: str) -> None:
+    try:
+        owner = json.loads(path.read_text())["run"]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{given} is a run's, but {path} does not say whose; give another folder") from None
+    if owner != run:
+        raise ConfigError(
+            f"{given} is that of the run {owner}, and this run is {run}; give each run a folder of its own, or remove "
+            "this one if nothing needs the weights in it"
+        )
+
+
+def _versions(folder: Path) -> dict[int, Path]:
+    """Whole or not."""
+    named = ((_VERSION.fullmatch(path.name), path) for path in folder.glob("version-*"))
+    return {int(match[1]): path for match, path in named if match and path.is_dir() and not path.is_symlink()}
+
+
 def _whole_versions(folder: Path) -> dict[int, Path]:
-    """By version."""
-    return {
-        int(marker.parent.name.removeprefix(_PREFIX)): marker.parent for marker in folder.glob(f"{_PREFIX}*/{MARKER}")
-    }
+    return {version: path for version, path in _versions(folder).items() if (path / MARKER).exists()}
 
 
 def _newest(folder: Path) -> Path:
     whole = _whole_versions(folder)
     if not whole:
-        raise WeightSyncError(f"{folder} holds no whole version of the weights: no {_PREFIX}N/{MARKER} is in it")
+        raise WeightSyncError(f"{folder} holds no whole version of the weights: no version-N/{MARKER} is in it")
     return whole[max(whole)]
 
 
@@ -170,11 +241,7 @@ def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor
 def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Headers and data as they were sent, but for the places in a file: safetensors puts tensors in an order of its
     own."""
-    try:
-        marker = json.loads((folder / MARKER).read_text())
-    except OSError as error:
-        raise WeightSyncError(f"{folder} holds no whole version of the weights: {error}") from error
-    for name, expected in sorted(marker["xxh3"].items()):
+    for name, expected in _read_marker(folder):
         path = folder / name
         try:
             raw = np.fromfile(path, dtype=np.uint8)
@@ -187,6 +254,29 @@ def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
         bucket = Header.decode(table["__metadata__"]["bucket"])
         moved = [replace(segment, offset=table[_key(segment)]["data_offsets"][0]) for segment in bucket.segments]
         yield replace(bucket, segments=moved).encode(), torch.from_numpy(raw[8 + length :])
+    # Whoever reads stops at the last bucket.
+    raise WeightSyncError(f"{folder / MARKER} is damaged: it does not name the version's last file; {_REMEDY}")
+
+
+def _read_marker(folder: Path) -> list[tuple[str, str]]:
+    """Files and their hashes, in the order of the buckets. Raises WeightSyncError."""
+    path = folder / MARKER
+    try:
+        marker = json.loads(path.read_text())
+    except OSError as error:
+        raise WeightSyncError(f"{folder} holds no whole version of the weights: {error}") from error
+    except ValueError:  # no JSON, or no text
+        marker = None
+    match marker:
+        case {"xxh3": dict(hashes)} if hashes:
+            names = [_bucket_name(index) for index in range(len(hashes))]
+            if hashes.keys() == set(names):
+                return [(name, hashes[name]) for name in names]
+    raise WeightSyncError(f"{path} is damaged: it does not hold the hashes of the version's files; {_REMEDY}")
+
+
+def _bucket_name(index: int) -> str:
+    return f"bucket-{index:05}.safetensors"
 
 
 def _key(segment: Segment) -> str:

@@ -14,6 +14,9 @@ from shardwise.transfer.base import WeightSyncError
 SENDER = 0
 """The end that sends; all others receive."""
 
+MEASUREMENT = -1
+"""The version of bytes that travel only to see how fast they do: a medium that keeps versions keeps none of them."""
+
 
 def name_of(rank: int) -> str:
     """What errors call an end."""

@@ -97,7 +97,8 @@ def sync(medium, tmp_path):
     if medium == "in process":
         yield inside
         return
-    store, options = dist.HashStore(), {"folder": tmp_path / "weights"} if medium == "disk" else {}
+    store = dist.HashStore()
+    options = {"folder": tmp_path / "weights", "run": "/run"} if medium == "disk" else {}
     encoder, decoder = (DeltaEncoder(), DeltaDecoder()) if medium == "delta" else (None, None)
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(MEDIA[medium].join, store, 0, 2, **options)

@@ -38,7 +38,7 @@ def medium(request):
 @pytest.fixture
 def run(medium, tmp_path):
     """`run(push, pull, ...)`: as run_ends, over one of the media."""
-    folder = {"folder": tmp_path / "weights"} if medium == "disk" else {}
+    folder = {"folder": tmp_path / "weights", "run": "/run"} if medium == "disk" else {}
     return lambda *ends: run_ends([partial(end, MEDIA[medium], folder) for end in ends], tmp_path)
 
 
