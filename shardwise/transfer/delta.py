@@ -90,7 +90,9 @@ class DeltaDecoder:
             if served.is_meta:
                 self._copies[entry.name] = tensor.clone()
             return tensor
-        tensor = self._copies[entry.name] if served.is_meta else served.detach().clone()
+        tensor = (
+            self._copies[entry.name] if served.is_meta else served.detach().clone(memory_format=torch.contiguous_format)
+        )
         bits = _bits(tensor)
         places, values = _changes(entry, payload.to(bits.device), bits)
         bits[places] = values
@@ -117,7 +119,7 @@ def _changes(entry: Entry, payload: Tensor, bits: Tensor) -> tuple[Tensor, Tenso
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """[N] integers: NaNs compare equal, 0 and -0 do not."""
+    """tensor [...], contiguous -> [N] integers, the same memory: NaNs compare equal, 0 and -0 do not."""
     return tensor.view(-1).view(_BITS_OF[tensor.itemsize])
 
 

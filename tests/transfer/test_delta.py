@@ -164,3 +164,14 @@ def test_over_a_medium_only_changes_travel(tmp_path, readable):
 def test_a_receiver_that_was_replaced_makes_the_sync_whole(tmp_path):
     moved, *_ = run_ends([push, pull, partial(pull, forgetful_at=3)], tmp_path)
     assert moved[2] == moved[0]
+
+
+def test_a_served_tensor_whose_elements_lie_in_another_order_is_a_base_too():
+    old = random_bits(torch.bfloat16)
+    new = changed_at(old, torch.arange(0, NUM_ELEMENTS, 99))
+    encoding, payload = encoder_of(old).encode("a", new)
+    served = old.t().contiguous().t()
+    assert encoding == "delta"
+    assert not served.is_contiguous()
+    decoded = DeltaDecoder().decode(Entry.of("a", new, 0, encoding, payload.numel()), payload, served)
+    assert torch.equal(decoded.view(torch.uint8), new.view(torch.uint8))
