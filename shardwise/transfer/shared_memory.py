@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -43,8 +44,8 @@ class SharedMemoryMedium:
         self._rendezvous, self._peers = rendezvous, peers
         self._timeout, self._device = timeout, device
         self._slots: list[Tensor | None] = [None] * _NUM_SLOTS
-        self._new_slots: dict[int, tuple[dict[str, Any], list[int]]] = {}
-        """Slots that the receivers have not mapped yet: how to, and the descriptors to pass."""
+        self._new_slots: dict[int, list[int]] = {}
+        """Slots that the receivers have not mapped yet, and the descriptors to pass."""
         self._readers: list[set[int]] = [set() for _ in range(_NUM_SLOTS)]
         """Receivers that have not given a slot back."""
         self._turn = 0
@@ -124,11 +125,12 @@ class SharedMemoryMedium:
         """See Medium."""
         if data.device.type != "cpu":
             torch.accelerator.current_stream(data.device).synchronize()  # other processes do not see the stream
-        location, descriptors = self._new_slots.pop(self._turn, ({}, []))
-        announcement = json.dumps({"slot": self._turn, "num_bytes": data.numel(), **location}).encode()
-        packet = announcement + b"\n" + header.encode()
+        is_new = self._turn in self._new_slots
+        descriptors = self._new_slots.pop(self._turn, [])
         try:
             for rank in self._peers:
+                place = {"slot": self._turn, "num_bytes": data.numel(), **(self._location() if is_new else {})}
+                packet = json.dumps(place).encode() + b"\n" + header.encode()
                 self._send_packet("sending weights", rank, packet, descriptors)
                 self._readers[self._turn].add(rank)
         finally:
@@ -155,23 +157,54 @@ class SharedMemoryMedium:
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""
-        self.close()
-        return self._rendezvous.break_off(message)
+        self._let_go()
+        answers = self._rendezvous.break_off(message)
+        self._collect()  # who has answered has let go
+        return answers
 
     def close(self) -> None:
-        """See Medium. The memory goes when the last end that has it mapped lets go of it."""
-        for peer in self._peers.values():
-            peer.close()
+        """See Medium. The memory goes when the last end that has it mapped lets go of it; a GPU's is the sender's to
+        free, which waits for that as long as `break_off` waits for answers."""
+        if SENDER not in self._peers and self._device.type != "cpu":
+            self._wait_until_receivers_let_go()
+        self._let_go()
+        self._collect()
+
+    def _let_go(self) -> None:
         self._slots = [None] * _NUM_SLOTS
+        for peer in self._peers.values():  # last, for it tells the sender that nothing is mapped here
+            peer.close()
+
+    def _wait_until_receivers_let_go(self) -> None:
+        deadline = time.monotonic() + Rendezvous.GRACE.total_seconds()
+        for peer in self._peers.values():
+            with suppress(OSError):  # it is gone, or was closed here before
+                peer.shutdown(socket.SHUT_WR)  # whoever waits for more hears that there is none
+        for peer in self._peers.values():
+            with suppress(OSError):  # it is gone, or too slow
+                peer.settimeout(max(deadline - time.monotonic(), 0.001))
+                while peer.recv(_PACKET_BYTES):
+                    pass
+
+    def _collect(self) -> None:
+        if self._device.type != "cpu":
+            torch.cuda.ipc_collect()  # torch keeps what was freed while a receiver had it mapped until it is asked
+
+    def _location(self) -> dict[str, Any]:
+        """How one receiver maps the new slot."""
+        slot = self._slots[self._turn]
+        assert slot is not None
+        if self._device.type == "cpu":
+            return {"capacity_bytes": slot.numel()}
+        return {"cuda_ipc": _cuda_ipc_handle(slot)}
 
     def _allocate(self, index: int, num_bytes: int) -> Tensor:
         if self._device.type == "cpu":
             descriptor = create_memory(num_bytes)
-            self._new_slots[index] = {"capacity_bytes": num_bytes}, [descriptor]
+            self._new_slots[index] = [descriptor]
             return mapped(descriptor)
-        slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._new_slots[index] = {"cuda_ipc": _cuda_ipc_handle(slot)}, []
-        return slot
+        self._new_slots[index] = []
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _give_back(self) -> None:
         if self._held is None:
@@ -260,8 +293,8 @@ def _connect(address: str, rank: int, *, timeout: timedelta) -> dict[int, socket
 
 
 def _cuda_ipc_handle(slot: Tensor) -> list[Any]:
-    """What torch passes between processes for a CUDA storage, as JSON can hold it; without the device, whose number may
-    be another one there."""
+    """What torch passes to one other process for a CUDA storage, as JSON can hold it: a handle counts one process that
+    has the memory mapped. Without the device, whose number may be another one there."""
     _, *handle = slot.untyped_storage()._share_cuda_()
     return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
 

@@ -1,6 +1,7 @@
 """Weights between processes on GPUs: CUDA IPC handles on one, NCCL broadcasts between two."""
 
 import gc
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -63,13 +64,14 @@ def push(open_medium, delta, join):
     return receipts
 
 
-def pull(open_medium, delta, join):
+def pull(open_medium, delta, join, *, closes_after_seconds=0.0):
     device, medium = open_medium(join)
     receiver, decoder, receipts = DictReceiver(weights_on(device, 0)), DeltaDecoder() if delta else None, []
     for version in range(1, NUM_SYNCS + 1):
         receipts.append(pull_weights(receiver, medium, version=version, delta=decoder))
         assert same(receiver.weights, weights_on(device, version)), "other weights arrived"
         assert receiver.version == version
+    time.sleep(closes_after_seconds)
     medium.close()
     return receipts
 
@@ -123,7 +125,10 @@ def test_a_receiver_that_dies_in_the_middle_is_named(open_medium, tmp_path):
     assert "receiver 1" in said
 
 
-def test_buckets_leave_the_gpu_when_the_medium_is_closed(device, tmp_path):
-    """Of the receiver too, which has them mapped."""
-    held = run_ends([partial(held_after, push, over_cuda_ipc), partial(held_after, pull, over_cuda_ipc)], tmp_path)
-    assert held == [0, 0]
+@pytest.mark.parametrize("closes_after_seconds", [0.0, 1.0], ids=["at once", "after the sender"])
+def test_buckets_leave_the_gpu_when_the_medium_is_closed(device, tmp_path, closes_after_seconds):
+    """Of the receivers too, which have them mapped, whoever closes first."""
+    receive = partial(pull, closes_after_seconds=closes_after_seconds)
+    acts = [push, pull, receive]
+    held = run_ends([partial(held_after, act, over_cuda_ipc) for act in acts], tmp_path)
+    assert held == [0, 0, 0]

@@ -1,8 +1,11 @@
 """What is of shared memory alone."""
 
+import json
 import os
 import resource
 import socket
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -116,3 +119,61 @@ def test_a_meeting_takes_as_many_receivers_as_there_are(num_receivers, character
         heard = threads.map(hears_all, receivers, messages[1:])
         assert sender.meet("x", messages[0]) == messages
         assert all(heard)
+
+
+def ends_on_a_gpu(num_receivers):
+    """A sender and its receivers as they are where buckets lie on a GPU, without one."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_receivers)]
+    options = {"timeout": timedelta(seconds=20), "device": torch.device("cuda")}
+    sender = SharedMemoryMedium(None, {rank: ours for rank, (ours, _) in enumerate(pairs, start=1)}, **options)
+    return sender, [SharedMemoryMedium(None, {0: theirs}, **options) for _, theirs in pairs]
+
+
+def test_a_gpu_s_memory_is_freed_when_no_receiver_has_it_mapped_and_torch_is_asked_for_it(monkeypatch):
+    """Freed before, torch would keep it until it is asked. Tensors of the host stand for the GPU's."""
+    events = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("collected"))
+    sender, receivers = ends_on_a_gpu(2)
+    for name, end in zip(["freed", "let go", "let go"], [sender, *receivers], strict=True):
+        end._slots[0] = torch.zeros(8, dtype=torch.uint8)
+        weakref.finalize(end._slots[0], events.append, name)
+    receivers[0]._peers[0].send(b"b0")  # what it gave back, which nobody has read
+    with ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(sender.close)
+        for receiver in receivers:
+            time.sleep(0.2)
+            assert not closing.done()
+            receiver.close()
+        closing.result(1)
+    assert [event for event in events if event != "collected"] == ["let go", "let go", "freed"]
+    assert events[-1] == "collected"
+    sender.close()  # again, as after an error: there is nobody to wait for
+
+
+def test_a_receiver_that_does_not_let_go_of_a_gpu_s_memory_is_waited_for_two_seconds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    sender, receivers = ends_on_a_gpu(2)
+    started = time.monotonic()
+    sender.close()
+    assert 2 <= time.monotonic() - started < 3
+    assert receivers[0]._peers[0].recv(8) == b""  # it hears that nothing more comes
+
+
+def test_every_receiver_of_a_gpu_s_memory_has_a_handle_of_its_own_once(monkeypatch):
+    """torch counts one process for a handle: of one for all, the second to let go would make it less than none."""
+    handles = iter("abc")
+    monkeypatch.setattr(module, "_cuda_ipc_handle", lambda slot: [next(handles)])
+    sender, receivers = ends_on_a_gpu(3)
+
+    def allocate(index, num_bytes):
+        sender._new_slots[index] = []
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(sender, "_allocate", allocate)
+    sender.send("{}", sender.buffer(16))
+    said = [json.loads(end._peers[0].recv(1 << 10).split(b"\n")[0]) for end in receivers]
+    assert [place["cuda_ipc"] for place in said] == [["a"], ["b"], ["c"]]
+    sender._readers[sender._turn].clear()  # all have given it back
+    sender._turn -= 1
+    sender.send("{}", sender.buffer(8))
+    assert "cuda_ipc" not in json.loads(receivers[0]._peers[0].recv(1 << 10).split(b"\n")[0])
