@@ -8,9 +8,11 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
 
 from shardwise.config.errors import ConfigError
+
+_TOO_LARGE = 1 << 63
 
 
 class Config(BaseModel):
@@ -46,6 +48,14 @@ class Config(BaseModel):
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load` reads it back to an equal object."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_64_bits(cls, value: Any) -> Any:
+        """Nothing that computes with them takes other integers."""
+        if isinstance(value, int) and not -_TOO_LARGE <= value < _TOO_LARGE:
+            raise ValueError(f"{value} does not fit in 64 bits; give {-_TOO_LARGE} to {_TOO_LARGE - 1}")
+        return value
 
 
 class _Yaml(yaml.SafeLoader):

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from shardwise.config.base import Choice, Config
 from shardwise.config.custom import Custom, named
+from shardwise.config.temperature import Temperature
 
 
 class Dpo(Choice):
@@ -111,7 +112,7 @@ class DistillationConfig(Config):
 
     divergence: Divergence = ForwardKl()
     """Over the whole vocabulary, per token; a name, {name, parameters}, or an import path."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Of both distributions."""
     cross_entropy_coef: NonNegativeFloat = 0.0
     """The weight of the cross-entropy of the data's own tokens beside it."""

@@ -8,11 +8,12 @@ from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
 from shardwise.config.placement import Colocated, Placement, Split
 from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig, SglangRollout, VllmRollout
+from shardwise.config.temperature import Temperature
 
 VLLM_LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
-SGLANG_LEAST_TEMPERATURE = 1e-6
-"""SGLang takes the likeliest token at lower ones."""
+LARGEST_TOP_K = 2**31 - 1
+"""SGLang keeps it in 32 bits."""
 
 
 class GenerationConfig(Config):
@@ -20,9 +21,10 @@ class GenerationConfig(Config):
 
     engine: RolloutEngineConfig = EmbeddedRollout()
     """What samples them: embedded, vllm or sglang, alone or as the type in a group of keys."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Logits are divided by this before sampling; rollout and trainer logprobs are of that distribution."""
-    top_k: NonNegativeInt = 0
+    temperature: Temperature = 1.0
+    """Logits are divided by this, 1e-6 to 1e6, before sampling; rollout and trainer logprobs are of that
+    distribution."""
+    top_k: Annotated[int, Field(ge=0, le=LARGEST_TOP_K)] = 0
     """So many likeliest tokens may be drawn; 0 sets no limit. Like top_p and min_p it bounds what is drawn and changes
     no logprob: those are of the policy at the temperature, in rollout and training alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -69,11 +71,6 @@ class GenerationConfig(Config):
         """SGLang leaves bad tokens out before it takes logprobs, and cannot draw by min_p from a request's own seed."""
         if not isinstance(self.engine, SglangRollout):
             return self
-        if 0 < self.temperature < SGLANG_LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature={self.temperature:g}: engine=sglang would take the likeliest token without a word; use "
-                f"at least {SGLANG_LEAST_TEMPERATURE:g}, or engine=embedded"
-            )
         if self.bad_token_ids:
             raise ValueError(
                 "bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left out that "

@@ -89,7 +89,7 @@ class VllmRollout(Choice):
     @model_validator(mode="after")
     def _devices_are_counted(self) -> Self:
         size = self.args.get("tensor_parallel_size", 1)
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:  # True is an int, too
             raise ValueError(f"args.tensor_parallel_size={size!r}: give how many devices share the model, 1 or more")
         return self
 
@@ -161,7 +161,7 @@ class SglangRollout(Choice):
 def _limit_in(args: dict[str, Any], key: str) -> tuple[str, int] | None:
     """Both engines take what is no positive number for a word to choose by themselves, or refuse it."""
     given = args.get(key)
-    return (f"rollout.engine.args.{key}", given) if isinstance(given, int) and given > 0 else None
+    return (f"rollout.engine.args.{key}", given) if type(given) is int and given > 0 else None
 
 
 RolloutEngineConfig = Annotated[

@@ -32,7 +32,11 @@ class RolloutEngine(WeightReceiver, Protocol):
         """
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of every token after the first, at temperature 1, in nats. Raises RuntimeError as `generate`."""
+        """Of every token after the first, at temperature 1, in nats.
+
+        Raises:
+            DataError: a sequence that no engine could score; see RequestLimits. RuntimeError: as `generate`.
+        """
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """Inside it what this engine's modules compute is kept, by the names that they have in transformers, as far as

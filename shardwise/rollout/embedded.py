@@ -81,6 +81,7 @@ class EmbeddedEngine:
         self._max_rows = max_rows
         self._device = device
         text_config = model.config.get_text_config()
+        require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         self._transform = LogitTransform.from_config(text_config)
         self._attention_layers = attention_layers(text_config)
         self._mixer_layers = [part.layer for part in model.modules() if isinstance(part, CachedMixer)]
@@ -99,7 +100,6 @@ class EmbeddedEngine:
         self._on_host = HostCopies()
         self._version: int | None = 0
         self._record: ExpertRecord | None = None
-        require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
 
     @classmethod
     def from_folder(
@@ -216,6 +216,7 @@ class EmbeddedEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See RolloutEngine.logprobs. One sequence at a time: what a probe asks for is little."""
         self._require_version()
+        self._limits.require_scorable(sequences)
         projection, results = self.projection(), []
         for sequence in sequences:
             tokens = torch.tensor([sequence], device=self._device)

@@ -6,7 +6,7 @@ from typing import Self
 
 from transformers import PretrainedConfig
 
-from shardwise.config import DataError
+from shardwise.config import LARGEST_TEMPERATURE, LARGEST_TOP_K, LEAST_TEMPERATURE, DataError
 from shardwise.types import GenerateRequest
 
 
@@ -28,28 +28,60 @@ class RequestLimits:
         return cls(vocab_size=text_config.vocab_size, context_tokens=context_tokens)
 
     def require(self, requests: Sequence[GenerateRequest]) -> None:
-        """Raises DataError: names the request that is empty, asks for no token, has one that the vocabulary lacks, or
-        is too long."""
+        """Raises DataError: names the request that is empty, asks for no token, has one that the vocabulary lacks, is
+        too long, or wants to be sampled in a way that there is not."""
         for request in requests:
             if fault := self._fault(request):
                 raise DataError(f"request {request.uid}: {fault}")
 
+    def require_scorable(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Raises DataError: names the sequence that is empty, has a token that the vocabulary lacks, or is too long."""
+        for place, sequence in enumerate(sequences):
+            if fault := self._fault_of_tokens(sequence, "it") or self._too_long(len(sequence), "its tokens"):
+                raise DataError(f"sequence {place} to score: {fault}")
+
     def _fault(self, request: GenerateRequest) -> str | None:
-        given = request.prompt_ids + request.begun
-        if not request.prompt_ids:
-            return "its prompt has no token; give it at least one, such as the one that begins a text"
-        if request.max_tokens < 1:
-            return f"max_tokens={request.max_tokens}; a completion has at least 1"
-        if min(given) < 0 or max(given) >= self.vocab_size:
-            place, token = next((p, token) for p, token in enumerate(given) if not 0 <= token < self.vocab_size)
-            return (
-                f"token {place} of its prompt is {token}, but the model's vocabulary begins at 0 and ends at "
-                f"{self.vocab_size - 1}; use the model's own tokenizer"
-            )
-        length = len(given) + request.max_tokens
-        if self.context_tokens is not None and length > self.context_tokens:
-            return (
-                f"a prompt of {len(given)} tokens and its max_tokens={request.max_tokens} are {length}, more than the "
-                f"{self.context_tokens} of {self.context_key}; shorten one of them"
-            )
-        return None
+        given = request.prompt_ids + request.begun if request.prompt_ids else []
+        both = f"a prompt of {len(given)} tokens and its max_tokens={request.max_tokens}"
+        return (
+            self._fault_of_tokens(given, "its prompt")
+            or _fault_of_sampling(request)
+            or self._too_long(len(given) + request.max_tokens, both)
+        )
+
+    def _fault_of_tokens(self, tokens: Sequence[int], what: str) -> str | None:
+        if not tokens:
+            return f"{what} has no token; give it at least one, such as the one that begins a text"
+        if min(tokens) >= 0 and max(tokens) < self.vocab_size:
+            return None
+        place, token = next((p, token) for p, token in enumerate(tokens) if not 0 <= token < self.vocab_size)
+        return (
+            f"token {place} of {what} is {token}, but the model's vocabulary begins at 0 and ends at "
+            f"{self.vocab_size - 1}; use the model's own tokenizer"
+        )
+
+    def _too_long(self, num_tokens: int, what: str) -> str | None:
+        if self.context_tokens is None or num_tokens <= self.context_tokens:
+            return None
+        return f"{what} are {num_tokens}, more than the {self.context_tokens} of {self.context_key}; shorten them"
+
+
+def _fault_of_sampling(request: GenerateRequest) -> str | None:
+    """Written so that NaN is in no range."""
+    temperature = request.temperature
+    problems = {
+        "max_tokens": (request.max_tokens >= 1, "a completion has at least 1"),
+        "num_completions": (request.num_completions >= 0, "give 0 or more"),
+        "temperature": (
+            temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE,
+            f"give {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}, or 0 for the likeliest token",
+        ),
+        "top_k": (0 <= request.top_k <= LARGEST_TOP_K, f"give 1 to {LARGEST_TOP_K}, or 0 for no limit"),
+        "top_p": (0 < request.top_p <= 1, "give more than 0 and at most 1, which is all"),
+        "min_p": (0 <= request.min_p < 1, "give at least 0, which is all, and less than 1"),
+        "stop": (all(request.stop), "every text holds an empty string; leave it out"),
+    }
+    return next(
+        (f"{name}={getattr(request, name)!r}; {allowed}" for name, (holds, allowed) in problems.items() if not holds),
+        None,
+    )

@@ -61,12 +61,13 @@ class Settings:
     @classmethod
     def of(cls, requests: Sequence[GenerateRequest], device: torch.device) -> Self:
         """One row for each request."""
+        temperatures = torch.tensor([request.temperature for request in requests], dtype=torch.float32)
         return cls(
-            torch.tensor([request.temperature for request in requests], dtype=torch.float32, device=device),
+            temperatures.to(device),
             torch.tensor([request.top_k for request in requests], dtype=torch.int64, device=device),
             torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device),
             torch.tensor([request.min_p for request in requests], dtype=torch.float32, device=device),
-            any_greedy=any(request.temperature == 0 for request in requests),
+            any_greedy=bool((temperatures == 0).any()),
             any_restricted=any(request.restricts for request in requests),
         )
 

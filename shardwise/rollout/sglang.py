@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
-from shardwise.config import SGLANG_LEAST_TEMPERATURE, ConfigError, ModelError, SglangRollout, TrainingError
+from shardwise.config import ConfigError, ModelError, SglangRollout, TrainingError
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
@@ -138,6 +138,7 @@ class SglangEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         self._readiness.require()
+        self._limits.require_scorable(sequences)
         scoring = {"max_new_tokens": 0, "temperature": 0.0}
         answers = self._run(sequences, [scoring] * len(sequences), logprob_start_len=0)
         return [self._logprobs_of(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
@@ -278,11 +279,6 @@ def _require_possible(request: GenerateRequest) -> None:
     if request.temperature and request.min_p:
         raise ConfigError(
             f"min_p={request.min_p:g} in a request to SGLang, which cannot draw so from a seed of each request"
-        )
-    if 0 < request.temperature < SGLANG_LEAST_TEMPERATURE:
-        raise ConfigError(
-            f"a request at temperature {request.temperature:g} to SGLang, which would take the likeliest token; use at "
-            f"least {SGLANG_LEAST_TEMPERATURE:g}, or 0"
         )
 
 

@@ -234,6 +234,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self._readiness.require()
+        self._limits.require_scorable(sequences)
         scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         scores = []
         for sequence, output in zip(sequences, self._run(sequences, [scoring] * len(sequences)), strict=True):

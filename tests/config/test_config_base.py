@@ -377,6 +377,27 @@ def test_an_error_in_a_choice_says_what_is_allowed_and_its_path_names_keys_only(
     assert error_of(Chooses.load, write(tmp_path, tree)) == f"{tmp_path / 'config.yaml'}: {message}"
 
 
+@pytest.mark.parametrize(("given", "fits"), [(2**63 - 1, True), (2**63, False), (-(2**63), True), (-(10**20), False)])
+def test_an_integer_of_more_than_64_bits_is_refused_by_its_key_wherever_it_stands(tmp_path, given, fits):
+    text = f"name: x\noptimizer: {{warmup_steps: {given}}}"
+    if fits:
+        assert Tree.load(write(tmp_path, text)).optimizer.warmup_steps == given
+        return
+    assert error_of(Tree.load, write(tmp_path, text)) == (
+        f"{tmp_path / 'config.yaml'}: optimizer.warmup_steps: {given} does not fit in 64 bits; "
+        "give -9223372036854775808 to 9223372036854775807"
+    )
+
+
+@pytest.mark.parametrize("key", ["trainer.seed", "rollout.max_response_tokens", "rollout.max_concurrent_sequences"])
+def test_integers_that_reach_torch_are_among_them(key):
+    with pytest.raises(ConfigError, match=f"{key}: 99999999999999999999 does not fit in 64 bits"):
+        RLConfig.load(
+            None,
+            ["model.path=m", "data.train_files=a.jsonl", "reward.functions=r:score", f"{key}=99999999999999999999"],
+        )
+
+
 def test_config_imports_without_torch():
     code = "import sys, shardwise.config; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -25,6 +25,7 @@ from shardwise.config.recipes import PreferenceConfig
         (JensenShannon, "beta", 0),
         (JensenShannon, "beta", 1),
         (DistillationConfig, "temperature", 0),
+        (DistillationConfig, "temperature", 1e-46),
         (DistillationConfig, "cross_entropy_coef", -1),
     ],
 )

@@ -71,12 +71,15 @@ def test_an_override_chooses_the_engine():
             {"engine": {"type": "vllm", "args": {"tensor_parallel_size": "2"}}},
             "tensor_parallel_size='2': give how many",
         ),
+        (
+            {"engine": {"type": "vllm", "args": {"tensor_parallel_size": True}}},
+            "tensor_parallel_size=True: give how many",
+        ),
         ({"engine": {"process": {"max_restarts": -1}}}, "greater than or equal to 0"),
         ({"engine": {"process": {"health_timeout_seconds": 0}}}, "greater than 0"),
         ({"engine": {"process": {"restarts": 3}}}, "max_restarts"),
         ({"engine": {"type": "sglang", "mem_fraction_static": 1.0}}, "less than 1"),
         ({"engine": {"type": "sglang", "sleep_level": 3}}, "0, 1 or 2"),
-        ({"engine": "sglang", "temperature": 1e-7}, "would take the likeliest token without a word; use at least 1e-0"),
         ({"engine": "sglang", "bad_token_ids": [5]}, "bad_token_ids with engine=sglang: it can give no logprobs"),
         ({"engine": "sglang", "min_p": 0.1}, r"min_p=0\.1 with engine=sglang: it cannot draw so"),
         ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
@@ -101,3 +104,9 @@ def test_what_cannot_work_is_refused(rollout, message):
 )
 def test_logprobs_of_the_policy_can_be_had_at_temperature_one_or_with_nothing_left_out(rollout):
     assert parse(**rollout).temperature == rollout.get("temperature", 1.0)
+
+
+@pytest.mark.parametrize(("type_", "key"), [("vllm", "max_model_len"), ("sglang", "context_length")])
+def test_a_limit_that_is_true_is_no_number(type_, key):
+    assert parse(engine={"type": type_, "args": {key: True}}).engine.context_limit is None
+    assert parse(engine={"type": type_, "args": {key: 2000}}).engine.context_limit[1] == 2000

@@ -261,8 +261,9 @@ def test_bad_tokens_are_never_drawn(not_in_a_server, open_engine, references):
 
 
 def test_trap_33_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engine):
-    with pytest.raises(ConfigError, match="have 9999, but the model's vocabulary begins at 0 and ends at 260"):
-        open_engine("llama", bad_token_ids=[9999])
+    for token in (9999, 10**20):
+        with pytest.raises(ConfigError, match=f"have {token}, but the model's vocabulary begins at 0 and ends at 260"):
+            open_engine("llama", bad_token_ids=[token])
 
 
 def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_one_is_answered(open_engine):
@@ -275,9 +276,21 @@ def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_o
         ({"prompt_ids": [5, 261]}, f"token 1 of its prompt is 261, {vocabulary}"),
         ({"prompt_ids": [-1, 5]}, f"token 0 of its prompt is -1, {vocabulary}"),
         ({"prompt_ids": [5] * 300, "max_tokens": 21}, "a prompt of 300 tokens .* are 321, more than the 320 of"),
+        ({"num_completions": -1}, "num_completions=-1; give 0 or more"),
+        ({"temperature": 1e-7}, "temperature=1e-07; give 1e-06 to"),
+        ({"temperature": float("nan")}, "temperature=nan; give 1e-06 to"),
+        ({"top_p": 0.0}, r"top_p=0\.0; give more than 0"),
+        ({"stop": [""]}, r"stop=\[''\]; every text holds an empty string"),
     ):
         with pytest.raises(DataError, match=f"^request row 9: {reason}"):
             engine.generate([request, replace(request, uid="row 9", **fault)])
+    for sequence, reason in (
+        ([], "it has no token"),
+        ([5, 261], f"token 1 of it is 261, {vocabulary}"),
+        ([5] * 321, "its tokens are 321, more than the 320 of"),
+    ):
+        with pytest.raises(DataError, match=f"^sequence 1 to score: {reason}"):
+            engine.logprobs([[5, 6], sequence])
     assert tokens(engine.generate([request])) == before
 
 

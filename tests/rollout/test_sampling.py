@@ -90,6 +90,15 @@ def test_temperature_zero_takes_the_likeliest_and_scores_it_at_one():
     assert torch.equal(logprobs, expected[torch.arange(2), tokens])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-46, 1e-6])
+def test_what_is_zero_in_float32_is_greedy_for_tokens_and_logprobs_alike(temperature):
+    """Rows that `sample` would score at temperature 1 are those whose likeliest token it takes."""
+    chosen = settings(3, temperature=temperature)
+    assert chosen.any_greedy == bool((chosen.temperatures == 0).any()) == (temperature < 1e-45)
+    tokens, _ = sample(torch.tensor([[1.0, 1.5, 1.2]]).repeat(3, 1), chosen, torch.tensor([0.01, 0.5, 0.99]).double())
+    assert tokens.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-53])
 def test_extreme_draws_never_take_an_impossible_token(draw):
     """The largest draw rounds to 1 in float32, where the cumulative distribution has ended already."""
