@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, SglangRollout, TrainingError
 from shardwise.ops import ModuleTrace
+from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
@@ -90,18 +91,20 @@ class SglangEngine:
         _require_same_ends(folder, skeleton)
         _require_room(Path(config.weights_folder), sum(tensor.nbytes for _, tensor in served_by(skeleton)))
         own = {
-            "model_path": str(folder),
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_running_requests": max_rows,
-            "skip_tokenizer_init": not has_stop_strings,
-            "enable_deterministic_inference": True,
-            "mem_fraction_static": config.mem_fraction_static,
-            "disable_radix_cache": not config.enable_prefix_caching,
-            "enable_memory_saver": config.sleep_level > 0,
-            "enable_weights_cpu_backup": config.sleep_level == 1,
-            "weight_version": "0",
-            "tp_size": 1,
-            "base_gpu_id": device.index or 0,
+            "model_path": OwnArgument(str(folder), "model.path"),
+            "dtype": OwnArgument(str(dtype).removeprefix("torch."), "engine.param_dtype"),
+            "max_running_requests": OwnArgument(max_rows, "rollout.max_concurrent_sequences"),
+            "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
+            "enable_deterministic_inference": OwnArgument(True),
+            "mem_fraction_static": OwnArgument(config.mem_fraction_static, "rollout.engine.mem_fraction_static"),
+            "disable_radix_cache": OwnArgument(
+                not config.enable_prefix_caching, "rollout.engine.enable_prefix_caching"
+            ),
+            "enable_memory_saver": OwnArgument(config.sleep_level > 0, "rollout.engine.sleep_level"),
+            "enable_weights_cpu_backup": OwnArgument(config.sleep_level == 1, "rollout.engine.sleep_level"),
+            "weight_version": OwnArgument("0"),
+            "tp_size": OwnArgument(1),
+            "base_gpu_id": OwnArgument(device.index or 0),
         }
         return cls(SglangServer(config, own), skeleton, config, stop_token_ids=stop_token_ids)
 

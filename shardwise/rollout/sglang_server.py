@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from shardwise.config import ConfigError, SglangRollout, TrainingError
 from shardwise.processes import variables_of_its_own
+from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
 from shardwise.scratch import scratch_folder
 
 _LAUNCH = """
@@ -31,7 +33,10 @@ os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", "--confi
 """
 _ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Logprobs at the temperature of the request."""
-_OTHER_NAMES = {"model", "tensor_parallel_size", "dp_size", "data_parallel_size", "pp_size", "nnodes"}
+_OTHER_NAMES = {
+    "model": OwnArgument(None, "model.path"),
+    **dict.fromkeys(("tensor_parallel_size", "dp_size", "data_parallel_size", "pp_size", "nnodes"), OwnArgument(1)),
+}
 """Of arguments that are set here, and what else would take more than the one device of a rank."""
 _HOST = "127.0.0.1"
 _GLANCE_SECONDS = 5.0
@@ -55,7 +60,7 @@ def check_sglang(config: SglangRollout) -> None:
 class SglangServer:
     """A server process and the calls to it. Two keys, made here: one for requests, one for everything else."""
 
-    def __init__(self, config: SglangRollout, own: dict[str, Any]) -> None:
+    def __init__(self, config: SglangRollout, own: Mapping[str, OwnArgument]) -> None:
         """Starts it and waits until it generates.
 
         Args:
@@ -67,16 +72,15 @@ class SglangServer:
         self._config = config
         self._port = _free_port()
         self._key, self._admin_key = secrets.token_hex(32), secrets.token_hex(32)
-        own = own | {"host": _HOST, "port": self._port, "api_key": self._key, "admin_api_key": self._admin_key}
-        for name in config.args:
-            if name.replace("-", "_") in own.keys() | _OTHER_NAMES:
-                raise ConfigError(f"rollout.engine.args.{name}: Shardwise sets this itself; remove it")
+        address = {"host": _HOST, "port": self._port, "api_key": self._key, "admin_api_key": self._admin_key}
+        own = {**own, **{name: OwnArgument(value) for name, value in address.items()}}
+        require_left_alone(config.args, own | _OTHER_NAMES)
         with ExitStack() as undone:
             folder = undone.enter_context(scratch_folder())
             self._log = folder / "log"
             # In a folder of this user's alone: everybody can read the arguments of a process.
             arguments = folder / "arguments.yaml"
-            given = {"log_level": "warning"} | config.args | own
+            given = {"log_level": "warning"} | config.args | {name: ours.value for name, ours in own.items()}
             arguments.write_text(json.dumps({name.replace("_", "-"): value for name, value in given.items()}))
             self._process = self._launch(arguments)
             undone.callback(self._end)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from shardwise.checksum import checksum, checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
+from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
 from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
@@ -164,25 +165,35 @@ class VllmEngine:
         has_raw_logprobs = temperature == 1
         has_workers = config.tensor_parallel_size > config.ranks_per_engine
         own = {
-            "model": str(folder),
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_num_seqs": max_rows,
-            "logprobs_mode": "raw_logprobs" if has_raw_logprobs else "processed_logprobs",
-            "skip_tokenizer_init": not has_stop_strings,
-            "generation_config": "vllm",
-            "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
-            "enable_sleep_mode": config.sleep_level > 0,
-            "distributed_executor_backend": "mp" if has_workers else _executor(config.tensor_parallel_size),
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "enable_chunked_prefill": config.enable_chunked_prefill,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
+            "model": OwnArgument(str(folder), "model.path"),
+            "dtype": OwnArgument(str(dtype).removeprefix("torch."), "engine.param_dtype"),
+            "max_num_seqs": OwnArgument(max_rows, "rollout.max_concurrent_sequences"),
+            "logprobs_mode": OwnArgument(
+                "raw_logprobs" if has_raw_logprobs else "processed_logprobs", "rollout.temperature"
+            ),
+            "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
+            "generation_config": OwnArgument("vllm"),
+            "worker_extension_cls": OwnArgument(f"{WeightLoader.__module__}.{WeightLoader.__name__}"),
+            "enable_sleep_mode": OwnArgument(config.sleep_level > 0, "rollout.engine.sleep_level"),
+            "distributed_executor_backend": OwnArgument(
+                "mp" if has_workers else _executor(config.tensor_parallel_size), "rollout.engine.process"
+            ),
+            "gpu_memory_utilization": OwnArgument(
+                config.gpu_memory_utilization, "rollout.engine.gpu_memory_utilization"
+            ),
+            "max_num_batched_tokens": OwnArgument(
+                config.max_num_batched_tokens, "rollout.engine.max_num_batched_tokens"
+            ),
+            "enable_chunked_prefill": OwnArgument(
+                config.enable_chunked_prefill, "rollout.engine.enable_chunked_prefill"
+            ),
+            "enable_prefix_caching": OwnArgument(config.enable_prefix_caching, "rollout.engine.enable_prefix_caching"),
+            "pipeline_parallel_size": OwnArgument(1),
+            "data_parallel_size": OwnArgument(1),
         }
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
-            own |= _lora_arguments(skeleton)
+            own |= {name: OwnArgument(value, "engine.lora") for name, value in _lora_arguments(skeleton).items()}
         llm = _open(own, config.args)
         is_whole = config.tensor_parallel_size == 1
         return cls(
@@ -535,7 +546,7 @@ def _check_vllm(device: torch.device) -> None:
         )
 
 
-def _open(own: dict[str, Any], args: dict[str, Any]) -> "LLM":
+def _open(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
     """Builds vLLM with our arguments and the user's own.
 
     Raises:
@@ -543,9 +554,10 @@ def _open(own: dict[str, Any], args: dict[str, Any]) -> "LLM":
     """
     from vllm import LLM, EngineArgs
 
-    _require_known(args, own, [field.name for field in fields(EngineArgs)])
+    require_left_alone(args, own)
+    _require_known(args, [field.name for field in fields(EngineArgs)])
     try:
-        llm = LLM(**own, **args)
+        llm = LLM(**{name: argument.value for name, argument in own.items()}, **args)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {_said(error)}") from error
     # What vLLM runs when it is collected ends the process group, which is the trainer's.
@@ -553,10 +565,8 @@ def _open(own: dict[str, Any], args: dict[str, Any]) -> "LLM":
     return llm
 
 
-def _require_known(args: dict[str, Any], own: dict[str, Any], known: Sequence[str]) -> None:
+def _require_known(args: dict[str, Any], known: Sequence[str]) -> None:
     for name in args:
-        if name in own:
-            raise ConfigError(f"rollout.engine.args.{name}: Shardwise sets this itself; remove it")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `vllm serve --help=all`"

@@ -31,9 +31,10 @@ def test_without_sglang_the_error_says_how_to_install_it(folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"model_path": "other"}, "args.model_path: Shardwise sets this itself"),
-        ({"tensor-parallel-size": 2}, "args.tensor-parallel-size: Shardwise sets this itself"),
-        ({"api_key": "mine"}, "args.api_key: Shardwise sets this itself"),
+        ({"model_path": "other"}, "args.model_path: Shardwise sets this itself, from model.path; set that, and"),
+        ({"tensor-parallel-size": 2}, "args.tensor-parallel-size: .*, no key changes it; remove it"),
+        ({"api_key": "mine"}, "args.api_key: Shardwise sets this itself, no key changes it; remove it"),
+        ({"mem-fraction-static": 0.9}, "args.mem-fraction-static: .*, from rollout.engine.mem_fraction_static; set"),
         ({"attention_bakend": "fa3"}, "SGLang cannot start: .*unrecognized arguments: --attention-bakend fa3"),
     ],
 )

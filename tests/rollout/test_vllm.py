@@ -102,9 +102,9 @@ def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
     [
         ({"enforce_eagr": True}, r"args.enforce_eagr: vLLM's EngineArgs have no such argument; did you mean enforce_e"),
         ({"xyzzy": 1}, "args.xyzzy: .* no such argument; see"),
-        ({"model": "other"}, "args.model: Shardwise sets this itself"),
-        ({"max_num_seqs": 2}, "args.max_num_seqs: Shardwise sets this itself"),
-        ({"pipeline_parallel_size": 2}, "args.pipeline_parallel_size: Shardwise sets this itself"),
+        ({"model": "other"}, "args.model: Shardwise sets this itself, from model.path; set that, and"),
+        ({"max_num_seqs": 2}, "args.max_num_seqs: .*, from rollout.max_concurrent_sequences; set"),
+        ({"pipeline_parallel_size": 2}, "args.pipeline_parallel_size: .*, no key changes it; remove it"),
         ({"block_size": "large"}, "vLLM cannot start: .*block_size"),
         ({"max_model_len": 4096}, "vLLM cannot start: .*max_model_len"),
     ],

@@ -1,0 +1,25 @@
+"""What an engine of others is started with by Shardwise, and may not be given in rollout.engine.args."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class OwnArgument:
+    """Example: `{"max_num_seqs": OwnArgument(128, "rollout.max_concurrent_sequences")}`"""
+
+    value: Any
+    key: str | None = None
+    """Of ours that it comes from; None: no key changes it."""
+
+
+def require_left_alone(args: Iterable[str], own: Mapping[str, OwnArgument]) -> None:
+    """Raises ConfigError: one of `args`, whose words an underscore or a dash may part, is ours."""
+    for name in args:
+        if (ours := own.get(name.replace("-", "_"))) is None:
+            continue
+        hint = "no key changes it; remove it" if ours.key is None else f"from {ours.key}; set that, and remove this"
+        raise ConfigError(f"rollout.engine.args.{name}: Shardwise sets this itself, {hint}")
