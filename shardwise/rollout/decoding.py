@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.config import TrainingError
-from shardwise.rollout.kv_cache import KVCache
+from shardwise.config import ConfigError, TrainingError
+from shardwise.rollout.free_memory import free_bytes
+from shardwise.rollout.kv_cache import CacheSize, KVCache
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.types import Completion, FinishReason, GenerateRequest
 
@@ -69,6 +70,10 @@ class Decoding:
     """The state of one `generate` call: what waits, what is being decoded, and the cache between them."""
 
     def __init__(self, engine: "EmbeddedEngine", requests: Sequence[GenerateRequest]) -> None:
+        """
+        Raises:
+            ConfigError: the device has no room for the cache.
+        """
         self._engine = engine
         self._requests = requests
         self._waiting = deque(index for index, request in enumerate(requests) if request.num_completions)
@@ -81,6 +86,9 @@ class Decoding:
         self._capacity = min(engine.max_rows, sum(request.num_completions for request in requests))
         num_slots = min(len(self._waiting), -(-self._capacity // _ROWS_PER_SLOT))
         self._free_slots = list(range(self._capacity, self._capacity + num_slots))
+        _require_room(
+            engine.cache_size, engine.device, num_active=self._capacity, num_slots=num_slots, requests=requests
+        )
         self._cache = KVCache(
             num_rows=self._capacity + num_slots,
             capacity_tokens=longest(requests),
@@ -233,6 +241,23 @@ class Decoding:
         self._tokens, self._positions = self._tokens[:remaining], self._positions[:remaining]
         self._ahead, self._keys = self._ahead[:remaining], self._keys[:remaining]
         self._settings = self._settings[:remaining]
+
+
+def _require_room(
+    size: CacheSize, device: torch.device, *, num_active: int, num_slots: int, requests: Sequence[GenerateRequest]
+) -> None:
+    """Raises ConfigError: a cache of so many rows would take more memory than is free."""
+    row_bytes, free = size.row_bytes(longest(requests)), free_bytes(device)
+    needed = (num_active + num_slots) * row_bytes
+    if free is None or needed <= free:
+        return
+    num_fitting = free // row_bytes * _ROWS_PER_SLOT // (_ROWS_PER_SLOT + 1)
+    fewer = f"set rollout.max_concurrent_sequences to {num_fitting} or less, or " if num_fitting else ""
+    raise ConfigError(
+        f"rollout.max_concurrent_sequences: keys and values of {num_active} sequences at a time and {num_slots} "
+        f"prompts that wait, {longest(requests)} tokens each, take {needed / 2**30:.2f} GiB, and {device} has "
+        f"{free / 2**30:.2f} GiB free; {fewer}lower data.max_prompt_tokens or rollout.max_response_tokens"
+    )
 
 
 def _num_given(request: GenerateRequest) -> int:

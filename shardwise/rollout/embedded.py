@@ -37,7 +37,14 @@ from shardwise.ops import (
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.decoding import Decoding, Row, longest
 from shardwise.rollout.expert_record import ExpertRecord
-from shardwise.rollout.kv_cache import CACHED_ATTENTION, CachedMixer, KVCache, cache_mixers, register_cached_attention
+from shardwise.rollout.kv_cache import (
+    CACHED_ATTENTION,
+    CachedMixer,
+    CacheSize,
+    KVCache,
+    cache_mixers,
+    register_cached_attention,
+)
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
@@ -73,7 +80,8 @@ class EmbeddedEngine:
             sleep_level: where the weights are while the engine sleeps: 0 on the device, 1 in host memory.
 
         Raises:
-            ConfigError: compile_decode on a CPU, and there is no C++ compiler.
+            ConfigError: compile_decode on a CPU, and there is no C++ compiler; tokens outside the vocabulary.
+            ModelError: as `hidden_states`.
         """
         self._model = model
         self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
@@ -100,6 +108,7 @@ class EmbeddedEngine:
         self._on_host = HostCopies()
         self._version: int | None = 0
         self._record: ExpertRecord | None = None
+        self._cache_size = self._measured()
 
     @classmethod
     def from_folder(
@@ -181,6 +190,7 @@ class EmbeddedEngine:
         """Completes every request; see RolloutEngine.generate.
 
         Raises:
+            ConfigError: the device has no room for the cache of the sequences that are decoded at a time.
             ModelError: a prompt and its completion would be so long that they change what others are computed with;
                 images that do not fit their prompt, or of a model that sees none.
             DataError, RuntimeError: as RolloutEngine.generate.
@@ -220,11 +230,8 @@ class EmbeddedEngine:
         projection, results = self.projection(), []
         for sequence in sequences:
             tokens = torch.tensor([sequence], device=self._device)
-            cache = KVCache(num_rows=1, capacity_tokens=len(sequence), device=self._device)
-            cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device), [len(sequence)])
-            positions = torch.arange(len(sequence), device=self._device)[None]
-            hidden = self.hidden_states(tokens, positions, cache)[0, :-1]
-            scored = self.logits(hidden, projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
+            hidden, _ = self._read(tokens)
+            scored = self.logits(hidden[0, :-1], projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
             results.append(scored[:, 0].tolist())
         return results
 
@@ -274,6 +281,20 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Has nothing that does not go with it."""
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, KVCache]:
+        """tokens [1, L] of one sequence -> [1, L, D], and what is cached of it. Raises as `hidden_states`."""
+        length = tokens.shape[1]
+        cache = KVCache(num_rows=1, capacity_tokens=length, device=self._device)
+        cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device), [length])
+        positions = torch.arange(length, device=self._device)[None]
+        return self.hidden_states(tokens, positions, cache), cache
+
+    @torch.inference_mode()
+    def _measured(self) -> CacheSize:
+        """By one token, whatever it is: families keep as many heads of as many sizes as they like."""
+        _, cache = self._read(torch.zeros(1, 1, dtype=torch.int64, device=self._device))
+        return cache.size
 
     def _require_version(self) -> int:
         assert not self._on_host, "the engine sleeps"
@@ -360,6 +381,11 @@ class EmbeddedEngine:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def cache_size(self) -> CacheSize:
+        """Of what a sequence is decoded from."""
+        return self._cache_size
 
     @property
     def kernels(self) -> DecodeKernels | None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def register_cached_attention() -> None:
     """Makes `attn_implementation=CACHED_ATTENTION` known; models then take `kv_cache=KVCache(...)` in forward."""
     AttentionInterface.register(CACHED_ATTENTION, _cached_attention)
     AttentionMaskInterface.register(CACHED_ATTENTION, _no_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """What a cache takes, over all layers."""
+
+    token_bytes: int
+    """Keys and values of a token in one row."""
+    carried_bytes: int
+    """What mixers carry on in one row, however long it is."""
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Of a row with room for so many tokens."""
+        return num_tokens * self.token_bytes + self.carried_bytes
 
 
 class KVCache:
@@ -118,6 +133,15 @@ class KVCache:
         """The layers whose sequence mixer has run in this forward pass, in their order."""
         return self._mixers_seen
 
+    @property
+    def size(self) -> "CacheSize":
+        """As far as layers have stored something."""
+        rows = [tensor[0] for tensor in self._carried()]
+        tokens = [tensor[0, :, 0] for pair in self._layers.values() for tensor in pair]
+        return CacheSize(
+            token_bytes=sum(tensor.nbytes for tensor in tokens), carried_bytes=sum(tensor.nbytes for tensor in rows)
+        )
+
     def mix(self, mixer: "CachedMixer", hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """What a mixer computes of hidden_states [B or P, L, D], and what it carries on from the last token of each."""
         self._mixers_seen.append(mixer.layer)
@@ -179,14 +203,17 @@ class KVCache:
     def _storage(self, layer: int, key: Tensor, value: Tensor, *, heads_inside: bool) -> tuple[Tensor, Tensor]:
         """[rows, K, capacity, d] each; in memory a row's heads one after the other, with `heads_inside` its tokens."""
         if layer not in self._layers:
-            self._layers[layer] = (self._zeros(key, heads_inside), self._zeros(value, heads_inside))
+            self._layers[layer] = (self._room(key, heads_inside), self._room(value, heads_inside))
         return self._layers[layer]
 
-    def _zeros(self, like: Tensor, heads_inside: bool) -> Tensor:
+    def _room(self, like: Tensor, heads_inside: bool) -> Tensor:
         _, num_heads, _, dim = like.shape
         if heads_inside:
             return like.new_zeros(self._num_rows, self._capacity_tokens, num_heads, dim).transpose(1, 2)
-        return like.new_zeros(self._num_rows, num_heads, self._capacity_tokens, dim)
+        shape = (self._num_rows, num_heads, self._capacity_tokens, dim)
+        # Our kernels read what was written. Others may read on, and a mask does not keep the rest out: NaN times a
+        # weight of 0 is NaN.
+        return like.new_zeros(shape) if self._kernels is None else like.new_empty(shape)
 
     def _carried(self) -> Iterator[Tensor]:
         """[rows, ...] each: what mixers carry on."""

@@ -11,7 +11,7 @@ from shardwise.config import ModelError
 from shardwise.ops import attention
 from shardwise.rollout import kv_cache
 from shardwise.rollout.decode_kernels import DecodeKernels
-from shardwise.rollout.kv_cache import KVCache, _cached_attention
+from shardwise.rollout.kv_cache import CacheSize, KVCache, _cached_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 3
 OPTIONS = {"scaling": 0.7, "softcap": None, "window": None, "chunk": None}
@@ -53,6 +53,13 @@ class Sequence:
 NUM_ROWS = 4
 
 
+@pytest.fixture
+def memory_begins_as_nan(monkeypatch):
+    """As memory may that others have used."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: empty(*a, **b).fill_(torch.nan))
+
+
 def prefill(cache, sequences, rows_of, first_row, options):
     """Right-padded with numbers that would show if anything looked at them. Into the rows behind the active ones; from
     there each goes to its rows, `first_row` and those after it."""
@@ -82,6 +89,7 @@ def decode(cache, rows, options):
     return cache.attend(0, *parts, **options)[:, :, 0]
 
 
+@pytest.mark.usefixtures("memory_begins_as_nan")
 @pytest.mark.parametrize("kernels", ["torch", "own", "varlen"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
@@ -120,6 +128,18 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypat
             torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
     assert bool(calls) == (kernels == "varlen" and softcap is None and chunk is None)
+
+
+def test_a_cache_takes_the_bytes_of_its_layers():
+    """Two layers with values of another head dim, in float32."""
+    cache = KVCache(num_rows=3, capacity_tokens=8, device=torch.device("cpu"))
+    assert cache.size == CacheSize(token_bytes=0, carried_bytes=0)
+    cache.begin_prefill(torch.tensor([0]), [2])
+    for layer, value_dim in enumerate((3, 5)):
+        query, key = torch.ones(1, HEADS, 2, DIM), torch.ones(1, KV_HEADS, 2, DIM)
+        cache.attend(layer, query, key, torch.ones(1, KV_HEADS, 2, value_dim), **OPTIONS)
+    assert cache.size == CacheSize(token_bytes=4 * KV_HEADS * ((DIM + 3) + (DIM + 5)), carried_bytes=0)
+    assert CacheSize(token_bytes=112, carried_bytes=10).row_bytes(8) == 8 * 112 + 10
 
 
 def test_layers_do_not_share_keys():
