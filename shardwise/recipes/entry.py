@@ -181,6 +181,7 @@ def run_rank(
     be_watched(rank.rank)
     note: Callable[[Exception], int] = partial(note_failure, rank=rank.rank)
     react: Callable[[int], None] = pass_on
+    code = 0
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
@@ -225,8 +226,11 @@ def run_rank(
             code = note(error)
             if rank.rank > 0:
                 os._exit(code)  # the thread that serves in the background may be in a library, which would abort
-            return code
-    return 0
+    if code and rank.world_size > 1:  # so may one of rank 0 that asks another rank
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:

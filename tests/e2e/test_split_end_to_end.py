@@ -243,3 +243,18 @@ def environ_of(pid: int) -> bytes:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.mark.full
+def test_a_folder_for_weights_that_holds_something_else_is_one_line_and_stays_as_it_is(assets, shell, tmp_path):
+    """While a thread of rank 0 asks the rank that samples: the process ends without a word of that thread's."""
+    notes = tmp_path / "weights" / "version-notes"
+    notes.mkdir(parents=True)
+    split = f"rollout.placement={{type: split, medium: disk, folder: {notes.parent}}}"
+    done = shell("shardwise", "rl", "--nproc", "2", *options(assets, tmp_path / "run"), split)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        f"error: rollout.placement.folder={notes.parent} holds version-notes, which is not a run's; give an empty "
+        "folder, or one that is yet to be made, or move away what is in this one"
+    ]
+    assert [path.name for path in notes.parent.iterdir()] == ["version-notes"]
