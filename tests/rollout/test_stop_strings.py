@@ -2,10 +2,12 @@ import pytest
 
 from shardwise.rollout.stop_strings import brings_stop, first_stop_across
 
+SPECIAL = 256
+
 
 def decode(token_ids):
-    """Tokens are bytes."""
-    return bytes(token_ids).decode(errors="replace")
+    """Tokens are bytes; special ones are skipped."""
+    return bytes(token for token in token_ids if token != SPECIAL).decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,12 @@ def test_the_first_token_after_which_a_stop_string_is_there_that_began_before(be
 def test_half_a_character_is_on_each_side():
     text = "ä!".encode()
     assert first_stop_across([65, text[0]], list(text[1:]), ["ä!"], decode) == 2
+
+
+@pytest.mark.parametrize("num_special", [1, 8, 100])
+def test_special_tokens_inside_a_stop_string_do_not_hide_it(num_special):
+    between = [SPECIAL] * num_special
+    assert brings_stop([65, *between, 66], ["AB"], decode)
+    assert not brings_stop([65, *between, 67], ["AB"], decode)
+    assert first_stop_across([65], [*between, 66, 67], ["AB"], decode) == num_special + 1
+    assert first_stop_across([65, *between], [66, 67], ["AB"], decode) == 1
