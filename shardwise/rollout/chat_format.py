@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from shardwise.rollout.tool_calls import FORMATS
 from shardwise.types import GenerateRequest
@@ -44,7 +45,7 @@ class ApiError(Exception):
 class ChatRequest(BaseModel):
     """What is read of a request. How to sample is the run's to say: `require_sampling`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     messages: list[dict[str, Any]]
     model: str
@@ -74,6 +75,14 @@ class ChatRequest(BaseModel):
     store: Any = None
     service_tier: Any = None
 
+    @field_validator("n", "top_logprobs", "frequency_penalty", "presence_penalty", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any) -> Any:
+        """Python takes true for 1."""
+        if isinstance(value, bool):
+            raise PydanticCustomError("number", "Input should be a number")
+        return value
+
     @property
     def token_limit(self) -> int | None:
         """Of this turn."""
@@ -88,7 +97,7 @@ def read_request(body: Any) -> ChatRequest:
         ApiError: not of the form, or something that is not offered; says what is.
     """
     try:
-        request = ChatRequest.model_validate(body, strict=False)
+        request = ChatRequest.model_validate(body)
     except ValidationError as error:
         raise _refusal(error) from None
     if request.model != MODEL:
@@ -130,7 +139,7 @@ def plain_message(message: Message, number: int) -> Message:
         ApiError: another role, content that is no text, a key that nothing would read.
     """
     where = {"param": f"messages[{number - 1}]"}
-    role = {"developer": "system"}.get(message.get("role", ""), message.get("role"))
+    role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in _ROLES:
         raise ApiError(
             400, f"message {number} has the role {role!r}; use {', '.join(_ROLES)}, or developer for system", **where
@@ -139,8 +148,13 @@ def plain_message(message: Message, number: int) -> Message:
     if unread and role != "assistant":  # clients add keys of their own to what they were answered
         raise ApiError(400, f"message {number} has the key {unread[0]!r}, which no one would read; remove it", **where)
     plain = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call, number) for call in message["tool_calls"]]
+    for key, value in plain.items():
+        if not isinstance(value, str):
+            raise ApiError(400, f"message {number} has {key}={preview(value)}, expected a string", **where)
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ApiError(400, f"message {number} has tool_calls={preview(calls)}, expected a list of calls", **where)
+        plain["tool_calls"] = [_plain_call(call, number) for call in calls]
     return {"role": role, "content": _text(message.get("content"), number), **plain}
 
 
@@ -247,16 +261,20 @@ def _wire_message(answer: ChatAnswer) -> Message:
 
 
 def _text(content: Any, number: int) -> str:
-    parts = [{"text": content or ""}] if content is None or isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(map(_is_text, parts)):
         raise ApiError(
             400,
             f"message {number} has a content that is not text: {preview(content)}; the policy reads strings, and parts "
-            'of the form {"type": "text", "text": ...}',
+            'of the form {"type": "text", "text": ...}; images are not offered here',
             param=f"messages[{number - 1}]",
         )
     joined = "".join(part["text"] for part in parts)
     return joined.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _plain_call(call: Any, number: int) -> dict[str, Any]:

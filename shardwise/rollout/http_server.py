@@ -36,7 +36,7 @@ Answer = Callable[[HttpRequest], Awaitable[dict[str, Any] | Events]]
 class HttpServer:
     """Serves from a thread of its own, on the loopback interface alone. One request for each connection.
 
-    Nothing of a body is read before its token is known. However slowly a client writes or reads, its connection ends at
+    Nothing of a body is kept before its token is known. However slowly a client writes or reads, its connection ends at
     the deadline, which is of a whole request or answer: bytes that drip do not move it.
     """
 
@@ -74,6 +74,8 @@ class HttpServer:
                 head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
                 writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
                 await writer.drain()
+                if status >= 400:
+                    await _outlast(reader, writer)
         except (OSError, TimeoutError, asyncio.CancelledError):  # it has gone, takes nothing, or the server closes
             writer.transport.abort()
         finally:
@@ -131,18 +133,23 @@ class HttpServer:
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit() and len(length) < 16):
             raise ApiError(400, f"Content-Length is {length[:40]!r}, expected a number")
-        num_left = int(length)
-        if num_left > self._max_body_bytes:
-            while num_left > 0 and (chunk := await reader.read(_MAX_HEAD_BYTES)):  # who is cut off reads no answer
-                num_left -= len(chunk)
+        if int(length) > self._max_body_bytes:
             raise ApiError(
                 413, f"the body has {length} bytes, at most {self._max_body_bytes} are read", code="too_large"
             )
         try:
-            written = await reader.readexactly(num_left)
+            written = await reader.readexactly(int(length))
         except asyncio.IncompleteReadError:
             raise ConnectionResetError("the client went before it had asked") from None
         try:
             return json.loads(written) if written else None
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+async def _outlast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads on until the client, which may still be sending what is refused, has gone: who is cut off while it sends
+    reads no answer."""
+    writer.write_eof()
+    while await reader.read(_MAX_HEAD_BYTES):
+        pass

@@ -51,6 +51,10 @@ def test_what_clients_send_unasked_is_taken():
         ({"response_format": {"type": "json_object"}}, "response_format", "response_format.type"),
         ({"frequency_penalty": 0.5}, "frequency_penalty=0.5", "frequency_penalty"),
         ({"max_tokens": 0}, "max_tokens=0: Input should be greater than 0", "max_tokens"),
+        ({"max_tokens": True}, "max_tokens=true: Input should be a valid integer", "max_tokens"),
+        ({"n": True}, "n=true: Input should be a number", "n"),
+        ({"frequency_penalty": False}, "frequency_penalty=false: Input should be a number", "frequency_penalty"),
+        ({"temperature": "1.0"}, 'temperature="1.0": Input should be a valid number', "temperature"),
         ({"messages": "hi"}, 'messages="hi": Input should be a valid list', "messages"),
     ],
 )  # fmt: skip
@@ -82,6 +86,17 @@ def test_there_is_one_model():
     [
         ({"role": "critic", "content": "no"}, "message 3 has the role 'critic'; use system, user, assistant, tool"),
         ({"content": "no"}, "message 3 has the role None"),
+        ({"role": [], "content": "no"}, "message 3 has the role []; use system, user, assistant, tool"),
+        ({"role": {}, "content": "no"}, "message 3 has the role {}; use system, user, assistant, tool"),
+        ({"role": "assistant", "tool_calls": 5}, "message 3 has tool_calls=5, expected a list of calls"),
+        ({"role": "user", "content": "a", "name": {"a": 1}}, 'message 3 has name={"a": 1}, expected a string'),
+        ({"role": "tool", "content": "a", "tool_call_id": 7}, "message 3 has tool_call_id=7, expected a string"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "text": "a", "image_url": {"url": "b"}}]},
+            "message 3 has a content that is not text",
+        ),
+        ({"role": "user", "content": [{"type": "image_url", "text": "a"}]}, "images are not offered here"),
+        ({"role": "user", "content": [{"text": "a"}]}, '{"type": "text", "text": ...}'),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "message 3 has a content that is"),
         ({"role": "user", "content": 5}, "message 3 has a content that is not text: 5"),
         ({"role": "user", "content": "a", "mood": "good"}, "message 3 has the key 'mood'"),

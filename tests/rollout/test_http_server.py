@@ -101,6 +101,18 @@ def test_f47_a_huge_body_is_refused_and_not_kept(server):
     assert "the body has 2000000 bytes, at most 5000 are read" in body
 
 
+def test_f47_a_huge_body_without_a_known_token_is_told_so(server):
+    status, body = ask(server, body=b"x" * 12_000_000, token="c")
+    assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.alone
+def test_f47_a_refused_client_that_goes_on_sending_is_cut_off(server):
+    began = time.monotonic()
+    assert send(server, b"POST /x HTTP/1.1\r\nContent-Length: 1000\r\n\r\n" + b"x" * 1000, pause=0.02) == ""
+    assert 0.4 < time.monotonic() - began < 5
+
+
 HEAD = b"POST /x HTTP/1.1\r\nAuthorization: Bearer a\r\n"
 
 
