@@ -41,6 +41,7 @@ from shardwise.config.errors import (
     RewardError,
     TrainingError,
     UserError,
+    error_text,
 )
 from shardwise.config.kl import AdaptiveKl, KlController
 from shardwise.config.placement import Colocated, Split

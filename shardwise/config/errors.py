@@ -36,3 +36,11 @@ class EngineLostError(RuntimeError):
 
 class RewardError(UserError):
     """A reward function that failed; names the function and the row."""
+
+
+def error_text(error: BaseException) -> str:
+    """What an exception says, also one of user code's that cannot say it."""
+    try:
+        return str(error)
+    except (Exception, SystemExit) as trouble:
+        return f"(its __str__ raised {type(trouble).__name__})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, error_text
 
 RewardFunction = Callable[..., Any]
 """compute_score(data_source, solution_str, ground_truth, extra_info), called with keywords."""
@@ -131,7 +131,7 @@ def load_function(
 def describe_error(error: BaseException) -> str:
     """One line: type, message, and the last line of user code (not Python's, Shardwise's or a package's) that was
     reached."""
-    text = f"{type(error).__name__}: {one_line(str(error))}".removesuffix(": ")
+    text = f"{type(error).__name__}: {one_line(error_text(error))}".removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     user_lines = [(file, line) for file, line in lines if not file.startswith(_NOT_USER_CODE)]
     if not user_lines:

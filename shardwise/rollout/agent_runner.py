@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.rollout.environment import is_coroutine
 from shardwise.rollout.loop_thread import LoopThread
+from shardwise.rollout.timed_calls import USER_ERRORS, is_coroutine, uncancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class AgentRunner:
 
 async def _await(call: Callable[[], Any], done: Callable[[Any], None]) -> None:
     try:
-        result = await call()
-    except (Exception, SystemExit) as error:
+        result = await uncancelled(call())
+    except USER_ERRORS as error:
         result = error
     done(result)
 
@@ -59,6 +59,6 @@ async def _await(call: Callable[[], Any], done: Callable[[Any], None]) -> None:
 def _run(call: Callable[[], Any], done: Callable[[Any], None]) -> None:
     try:
         result = call()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         result = error
     done(result)

@@ -41,17 +41,33 @@ class LoopThread:
         """Runs a coroutine; the future may be waited for or cancelled from any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def close(self) -> None:
-        """Cancels what runs and ends the loop. A coroutine that does not let go of the loop keeps its thread, which
-        then goes on without anybody waiting for it."""
+    def comes_round(self, seconds: float) -> bool:
+        """Whether nothing holds the loop for longer than this."""
+        came = threading.Event()
+        self.loop.call_soon_threadsafe(came.set)
+        return came.wait(seconds)
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Cancels what runs and ends the loop. A coroutine that does not let go of the loop for so long keeps its
+        thread, which then goes on without anybody waiting for it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        self._run_forever()
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
+
+    def _run_forever(self) -> None:
+        """Until the loop is stopped. asyncio lets go of a loop where a task raises one of these, which who waits for
+        the task is told of too."""
+        while True:
+            try:
+                return self.loop.run_forever()
+            except (KeyboardInterrupt, SystemExit):
+                continue

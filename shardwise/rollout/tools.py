@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.rollout.environment import Messages, call_in_time
+from shardwise.config import error_text
+from shardwise.rollout.environment import Messages
+from shardwise.rollout.timed_calls import USER_ERRORS, Deadline, call_in_time
 from shardwise.rollout.tool_calls import FORMATS, ToolCall
 from shardwise.types import Example
 
@@ -90,11 +92,12 @@ class ToolEnvironment:
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tools are {', '.join(sorted(self._offered))}"
             raise _CallError(f"there is no tool {call.name!r}; {hint}")
         try:
-            return str(await call_in_time(partial(self._functions[call.name], **call.arguments), self._seconds))
+            function = partial(self._functions[call.name], **call.arguments)
+            return str(await call_in_time(function, Deadline(self._seconds)))
         except ValidationError as error:
             raise _CallError(f"{call.name}: {_first_problem(error)}") from None
-        except (Exception, SystemExit) as error:
-            raise _CallError(f"{call.name}: {type(error).__name__}: {error}") from None
+        except USER_ERRORS as error:
+            raise _CallError(f"{call.name}: {type(error).__name__}: {error_text(error)}") from None
 
 
 class _CallError(Exception):

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.config import ConfigError, DataError, ModelError, RewardError, TrainingError, UserError
+from shardwise.config import ConfigError, DataError, ModelError, RewardError, TrainingError, UserError, error_text
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, RewardError, TrainingError])
@@ -12,3 +12,12 @@ def test_every_error_is_a_user_error_of_its_own_and_no_value_error(kind):
     assert str(error) == "what was given"
     others = {ConfigError, DataError, ModelError, RewardError, TrainingError} - {kind}
     assert not isinstance(error, tuple(others))
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_told_all_the_same():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    assert error_text(Mute("a")) == "(its __str__ raised ValueError)"
+    assert error_text(KeyError("a")) == "'a'"

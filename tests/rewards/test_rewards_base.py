@@ -75,6 +75,14 @@ def test_describe_error_names_the_last_user_line_even_when_a_library_raised(tmp_
     assert "(parses.py line 3)" in describe_error(caught.value)
 
 
+def test_describe_error_names_the_line_of_an_error_without_words(tmp_path):
+    text = "class Mute(LookupError):\n    def __str__(self): raise ValueError\ndef f(**_):\n    raise Mute\n"
+    (tmp_path / "mute.py").write_text(text)
+    with pytest.raises(LookupError) as caught:
+        load_function("mute.py:f")()
+    assert describe_error(caught.value) == "Mute: (its __str__ raised ValueError) (mute.py line 4)"
+
+
 def test_one_line_is_one_line_and_bounded():
     assert one_line("a\n  b\tc") == "a b c"
     assert len(one_line("x" * 10_000_000)) == MAX_MESSAGE_CHARS + 3

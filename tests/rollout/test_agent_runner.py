@@ -36,6 +36,22 @@ async def raises_later():
     raise SystemExit(3)
 
 
+async def cancels_itself():
+    raise asyncio.CancelledError
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [(cancels_itself, "RuntimeError('the call was cancelled from inside')"), (interrupts, "KeyboardInterrupt()")],
+)
+def test_what_an_agent_lets_out_is_its_own_failure(runner, call, told):
+    assert repr(run(runner, call)[0].get(timeout=5)) == told
+
+
 def test_functions_and_coroutines_are_told_of(runner):
     assert run(runner, doubled)[0].get(timeout=5) == 4
     assert run(runner, lambda: 5)[0].get(timeout=5) == 5

@@ -68,6 +68,112 @@ def test_a_call_that_hangs_costs_its_deadline_and_nobody_elses_answer():
     assert str(answers[0]) == "no answer within 0.3 s"
 
 
+@pytest.mark.alone
+def test_a_coroutine_that_blocks_misses_its_own_deadline_and_nobody_elses():
+    async def quick():
+        await asyncio.sleep(0.01)
+        return "quick"
+
+    async def blocks():
+        time.sleep(0.9)
+        return "late"
+
+    with caller(timeout_seconds=0.3) as environments:
+        first, late, last = environments.call([quick, blocks, quick])
+        (alone,) = environments.call([blocks])
+    assert (first, last) == ("quick", "quick")
+    assert type(late) is type(alone) is TimeoutError
+    assert str(alone).startswith("no answer within 0.3 s: it blocked the event loop; await what takes long")
+
+
+@pytest.mark.alone
+def test_time_in_which_others_hold_the_loop_does_not_count():
+    async def holds():
+        time.sleep(0.2)
+        return 1
+
+    async def waits():
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+        return 2
+
+    with caller(timeout_seconds=0.5) as environments:
+        assert environments.call([waits, *[holds] * 5]) == [2, *[1] * 5]
+
+
+@pytest.mark.alone
+def test_a_tool_that_blocks_in_its_task_is_known_by_its_call():
+    async def slow():
+        time.sleep(0.9)
+
+    async def blocks():
+        await asyncio.gather(slow())
+
+    async def waits():
+        await asyncio.sleep(0.02)
+        return 2
+
+    with caller(timeout_seconds=0.3) as environments:
+        late, answer = environments.call([blocks, waits])
+    assert (type(late), answer) == (TimeoutError, 2)
+
+
+@pytest.mark.alone
+def test_a_coroutine_that_never_lets_go_costs_its_deadline_and_its_loop():
+    release = threading.Event()
+
+    async def first():
+        return 1
+
+    async def hangs():
+        release.wait(60)
+        return "never read"
+
+    async def waits():
+        await asyncio.sleep(0.05)
+
+    async def loop():
+        return asyncio.get_running_loop()
+
+    began = time.perf_counter()
+    with caller(timeout_seconds=0.3, max_concurrent_calls=3) as environments:
+        (before,) = environments.call([loop])
+        answers = environments.call([first, waits, hangs, loop])
+        assert time.perf_counter() - began < 10
+        release.set()
+        assert answers[0] == 1
+        assert type(answers[1]) is type(answers[2]) is TimeoutError
+        assert "event loop was given up, which the coroutine of another environment had blocked" in str(answers[1])
+        assert "no answer within 0.3 s: it blocked the event loop" in str(answers[2])
+        assert environments.call([loop]) == [answers[3]]
+    assert answers[3] is not before  # who had not begun is played on the next loop
+
+
+def test_what_cancels_itself_or_interrupts_fails_alone():
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    async def cancels_its_task():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+
+    async def interrupts():
+        raise KeyboardInterrupt
+
+    def interrupts_its_thread():
+        raise KeyboardInterrupt
+
+    with caller() as environments:
+        calls = [cancelled, lambda: cancelled(), cancels_its_task, interrupts, interrupts_its_thread, lambda: 5]
+        *failed, answer = environments.call(calls)
+    assert answer == 5
+    assert [repr(error) for error in failed] == [
+        *["RuntimeError('the call was cancelled from inside')"] * 2,
+        "CancelledError()",
+        *["KeyboardInterrupt()"] * 2,
+    ]
+
+
 def test_a_timeout_of_the_environments_own_is_told_as_its_own():
     def gives_up():
         raise TimeoutError("the tool is away")

@@ -52,6 +52,37 @@ def test_closing_does_not_wait_for_what_holds_the_loop():
     release.set()
 
 
+def test_a_loop_that_is_held_does_not_come_round():
+    thread, holds, release = LoopThread("beside"), threading.Event(), threading.Event()
+
+    async def hold():
+        holds.set()
+        release.wait(60)
+
+    assert thread.comes_round(20)
+    thread.start(hold())
+    assert holds.wait(20)
+    assert not thread.comes_round(0.1)
+    release.set()
+    assert thread.comes_round(20)
+    thread.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_task_that_would_end_the_program_ends_itself_alone(error):
+    thread = LoopThread("beside")
+
+    async def fails():
+        raise error
+
+    async def waits():
+        return await asyncio.gather(asyncio.create_task(fails()), return_exceptions=True)
+
+    assert [type(told) for told in thread.start(waits()).result(20)] == [error]
+    assert thread.start(where()).result(20).name == "beside"
+    thread.close()
+
+
 def test_what_a_coroutine_gave_to_a_thread_does_not_keep_the_process():
     program = """
 import asyncio, time

@@ -35,9 +35,32 @@ def fails() -> None:
     raise RuntimeError("the tool is away")
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def mutters() -> None:
+    raise Mute
+
+
+async def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+async def blocks() -> str:
+    time.sleep(2.2)
+    return "too late"
+
+
 def environment(**options):
     defaults = {"call_format": "hermes", "tool_timeout_seconds": 5.0, "max_calls_per_turn": 16, "max_result_chars": 60}
-    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails, active_threads)}
+    odd = (mutters, cancels, interrupts, blocks)
+    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails, active_threads, *odd)}
     return ToolEnvironment(tools, **(defaults | options))
 
 
@@ -85,11 +108,15 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_made():
     ("asked", "answer"),
     [
         (call("ad", a=1), "error: there is no tool 'ad'; did you mean add?"),
-        (call("xyz"), "error: there is no tool 'xyz'; the tools are active_threads, add, fails, nap, slow_echo"),
+        (call("xyz"), "error: there is no tool 'xyz'; the tools are active_threads, add, blocks, cancels, fails,"),
         (call("add", a="two"), "error: add: a: Input should be a valid integer"),
         (call("add"), "error: add: a: Missing required argument"),
         (call("add", a=1, c=1), "error: add: c: Unexpected keyword argument"),
         (call("fails"), "error: fails: RuntimeError: the tool is away"),
+        (call("mutters"), "error: mutters: Mute: (its __str__ raised ValueError)"),
+        (call("cancels"), "error: cancels: RuntimeError: the call was cancelled from inside"),
+        (call("interrupts"), "error: interrupts: KeyboardInterrupt: "),
+        (call("blocks"), "error: blocks: TimeoutError: no answer within 2 s: it blocked the event loop; await"),
         ("<tool_call>{</tool_call>", "error: the tool call is not valid JSON"),
         (call("nap", seconds=9), "error: nap: TimeoutError: no answer within 2 s"),
         (call("slow_echo", text="", seconds=9), "error: slow_echo: TimeoutError: no answer within 2 s"),
