@@ -51,13 +51,15 @@ class Vision:
         Raises:
             ModelError: as `ImageReader.load`.
         """
-        from transformers import AutoConfig, AutoModelForImageTextToText
+        from transformers import AutoModelForImageTextToText
+
+        from shardwise.model_config import blaming_config, read_model_config
 
         reader = ImageReader.load(folder)
         if reader is None:
             return None
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
+        config = read_model_config(folder)
+        with blaming_config(folder, "ImageTextToText"), torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config).base_model
         if not hasattr(model, "get_rope_index"):
             return None

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
@@ -19,6 +19,7 @@ from shardwise.engine.heads import VALUE_PROJECTIONS
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_classes import class_named
 from shardwise.engine.model_folder import take_generation_config
+from shardwise.model_config import blaming_config, read_model_config
 
 
 def convert_folder(
@@ -72,9 +73,10 @@ def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelError: its class is none of transformers, and none that an export made.
     """
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = _model_class(folder, config)._from_config(config, dtype=dtype)
+    config = read_model_config(folder)
+    model_class = _model_class(folder, config)
+    with blaming_config(folder, model_class.__name__), torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
     take_generation_config(model, folder)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():

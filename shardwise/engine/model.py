@@ -1,15 +1,13 @@
 """From a model folder to a sharded model. The order of `build_sharded` is the documentation."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
@@ -41,6 +39,7 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
+from shardwise.model_config import blaming_config, read_model_config
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     attention_layers,
@@ -293,19 +292,16 @@ def build_on_meta(
     register_packed_attention()
     has_value_head = head_name != "logprobs"
     options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
-    try:
-        config = AutoConfig.from_pretrained(folder, **options)
-        _check_groups_of_heads(folder, config)
-        attention = attention_of(config, PACKED_ATTENTION)
-        with torch.device("meta"):
+    config = read_model_config(folder, **options)
+    _check_groups_of_heads(folder, config)
+    with blaming_config(folder, kind_of(head_name)), torch.device("meta"):
+        try:
+            attention = attention_of(config, PACKED_ATTENTION)
             model = model_from_config(config, head_name, dtype=torch.float32, attn_implementation=attention)
-    except (ValueError, OSError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        if error.args == (PACKED_ATTENTION,):  # some families look the name up in a table of their own
+        except KeyError as error:
+            if error.args != (PACKED_ATTENTION,):  # some families look the name up in a table of their own
+                raise
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
-        raise ModelError(
-            f"{folder} cannot be built as a model for {kind_of(head_name)}; look into its config.json. "
-            f"{_reason(error, folder)}"
-        ) from None
     if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
     if sees_images(config) and (reason := vision_reason(model)):
@@ -318,17 +314,6 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    """In words. A KeyError is of a value that a table of transformers lacks: which field has it stands in the file."""
-    if isinstance(error, KeyError):
-        written = json.loads((folder / "config.json").read_text())
-        for section in (written, *(value for value in written.values() if isinstance(value, dict))):
-            for name, value in section.items():
-                if error.args == (value,):
-                    return f"{name}={value} is not known to transformers"
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:

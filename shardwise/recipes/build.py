@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, EmbeddedRollout, GenerationConfig, ModelConfig, ModelError
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
+from shardwise.model_config import read_model_config
 from shardwise.ops import rotary_limit
 from shardwise.recipes.checkpoints import latest_hf_folder
 
@@ -51,11 +52,8 @@ def open_model(config: ModelConfig) -> OpenedModel:
     """
     folder = resolve_folder(latest_hf_folder(config.path))
     resolved = config.model_copy(update={"path": str(folder)})
+    text_config = read_model_config(folder).get_text_config()
     tokenizer = load_tokenizer(resolved)
-    try:
-        text_config = AutoConfig.from_pretrained(folder).get_text_config()
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder / 'config.json'} is not a model config: {error}") from None
     check_vocabulary(tokenizer, text_config.vocab_size)
     context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
     rotary = rotary_limit(text_config)

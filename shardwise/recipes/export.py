@@ -4,10 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.controller.base import WorkerGroup
+from shardwise.model_config import read_model_config
 from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.checkpoints import ADAPTER_CONFIG, latest_checkpoint
 
@@ -69,7 +68,7 @@ def _open(source: str) -> _Source:
 
 def named_dtype(folder: Path) -> str:
     """Of the weights, as config.json says. Raises ConfigError: it does not."""
-    dtype = AutoConfig.from_pretrained(folder).dtype
+    dtype = read_model_config(folder).dtype
     if dtype is None:
         raise ConfigError(f"{folder / 'config.json'} names no dtype; choose one with --dtype, such as bfloat16")
     return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, ModelConfig, ModelError, PreferenceConfig, RLConfig, SFTConfig, TrainingConfig
 from shardwise.controller.base import WorkerGroup
@@ -15,6 +15,7 @@ from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, Ve
 from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
+from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpoints import step_folder
 from shardwise.recipes.export import named_dtype, require_empty, written
 from shardwise.recipes.manifest import write_manifest
@@ -115,11 +116,7 @@ def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> P
             f"{folder / 'config.json'} does not exist; name a folder with the model's config.json and tokenizer as "
             "--model (it needs no weights)"
         )
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder / 'config.json'} is not a config of a transformers model: {reason}") from None
+    read_model_config(folder)  # or it is refused
     return folder
 
 

@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig
 
 from shardwise.config import (
     ConfigError,
@@ -22,6 +21,7 @@ from shardwise.config import (
 from shardwise.config.engine import DtypeName
 from shardwise.data import pack, render_prompt
 from shardwise.engine import TrainEngine
+from shardwise.model_config import read_model_config
 from shardwise.ops import ModuleTrace, Place
 from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.rollout_engines import build_rollout
@@ -146,7 +146,7 @@ def parity(
 
 def _traceable_vllm(model: OpenedModel, num_tokens: int) -> VllmRollout:
     """For sequences of so many tokens. All of it has to be seen: no graphs, and no prompt that is remembered."""
-    config = AutoConfig.from_pretrained(model.folder).get_text_config()
+    config = read_model_config(model.folder).get_text_config()
     token_bytes = 16 * config.num_hidden_layers * config.hidden_size  # keys and values in float32, and as much again
     args = {
         "enforce_eager": True,

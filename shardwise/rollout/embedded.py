@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
+from shardwise.model_config import read_model_config
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
     HostCopies,
@@ -136,8 +136,8 @@ class EmbeddedEngine:
                 "CPU they are there anyway; set it to 0"
             )
         register_cached_attention()
+        config = read_model_config(folder)
         try:
-            config = AutoConfig.from_pretrained(folder)
             model, report = language_model_class(
                 config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
             ).from_pretrained(
@@ -146,13 +146,15 @@ class EmbeddedEngine:
                 attn_implementation=attention_of(config, CACHED_ATTENTION),
                 output_loading_info=True,
             )
-        except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # whatever a value in config.json leads to, or damaged weights
             if isinstance(error, ValueError) and "AutoModelForImageTextToText" in str(error):
-                family = AutoConfig.from_pretrained(folder).model_type
-                raise ModelError(f"{folder}: transformers has no model for CausalLM of the family {family}") from None
+                raise ModelError(
+                    f"{folder}: transformers has no model for CausalLM of the family {config.model_type}"
+                ) from None
             if error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
-                family = AutoConfig.from_pretrained(folder).model_type
-                raise ModelError(f"{folder}: {family} is not supported: it {UNREGISTERED_ATTENTION}") from None
+                raise ModelError(
+                    f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}"
+                ) from None
             raise ModelError(f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}") from None
         if reason := unsupported_reason(model):
             raise ModelError(f"{folder}: {reason}")

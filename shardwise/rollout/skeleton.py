@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -17,20 +16,21 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ModelError
+from shardwise.model_config import read_model_config
 from shardwise.ops import language_model_class
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The transformers model of a folder on the meta device. Raises ModelError where transformers cannot read it."""
+    config = read_model_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = language_model_class(
                 config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
             ).from_config(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # whatever a value in config.json leads to
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelError(f"{folder} cannot be loaded for generation: {said}") from None
     return model

@@ -129,14 +129,14 @@ QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 2
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"cannot be built as a model for CausalLM; look into its config\.json\. OSError: "),
-        (json.dumps({"model_type": "no-such-model"}), r"look into its config\.json\. ValueError: [^\n]+$"),
+        ("{", r"config\.json is not a model config: OSError: "),
+        (json.dumps({"model_type": "no-such-model"}), r"config\.json is not a model config: ValueError: [^\n]+$"),
         (T5Config(num_layers=1).to_json_string(), r"for CausalLM; look into its config\.json\. ValueError: "),
         (QWEN3 | {"num_attention_heads": 4, "num_key_value_heads": 3},
          r"num_key_value_heads=3 does not divide num_attention_heads=4; correct its config\.json"),
         (QWEN3 | {"num_attention_heads": 0}, "num_key_value_heads=2 does not divide num_attention_heads=0"),
         (QWEN3 | {"hidden_act": "swoosh"}, r"config\.json\. hidden_act=swoosh is not known to transformers$"),
-        (QWEN3 | {"num_hidden_layers": "two"}, r"look into its config\.json\. \w+: .*num_hidden_layers"),
+        (QWEN3 | {"num_hidden_layers": "two"}, r"config\.json is not a model config: \w+: .*num_hidden_layers"),
         (BertConfig(num_hidden_layers=1, is_decoder=True).to_json_string(), "bias on its output projection"),
         (GPT2Config(n_layer=1).to_json_string(), r"dropout.*transformer\.drop=0\.1, .*set it to 0"),
     ],

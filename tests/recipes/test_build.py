@@ -56,6 +56,14 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(fold
         open_folder(folder)
 
 
+@pytest.mark.parametrize(("key", "value"), [("dtype", "foo"), ("text_config", {"a": 1})])
+def test_a_config_that_is_wrong_is_named_before_a_tokenizer_is_missed(folder, key, value):
+    edit(folder / "config.json", **{key: value})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"model/config\.json is not a model config: "):
+        open_folder(folder)
+
+
 def test_spare_rows_of_the_embedding_are_fine(folder):
     edit(folder / "config.json", vocab_size=320)
     assert len(open_folder(folder).tokenizer) == 261

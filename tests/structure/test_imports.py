@@ -12,19 +12,22 @@ PACKAGE = Path(__file__).parents[2] / "shardwise"
 SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes"}
 TENSORS = {"codec", "checksum", "memfd"}
 """Of weights and messages between processes."""
+MODELS = {"model_config"}
+"""Of model folders."""
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"cli"},
     "cli": {"recipes", "controller", "planner", "observability", "config"},
     "recipes": SHARED
     | TENSORS
+    | MODELS
     | {"planner", "engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops"},
     "planner": {"engine", "config", "types"},
-    "engine": SHARED | {"ops"},
-    "rollout": SHARED | TENSORS | {"ops"},
+    "engine": SHARED | MODELS | {"ops"},
+    "rollout": SHARED | TENSORS | MODELS | {"ops"},
     "transfer": SHARED | TENSORS | {"ops"},
     "controller": SHARED | {"codec"},
-    "data": SHARED,
+    "data": SHARED | MODELS,
     "rewards": SHARED,
     "algorithms": {"types"},
     "observability": {"types", "fault_plan"},
@@ -36,6 +39,7 @@ MAY_IMPORT = {
     "codec": {"types"},
     "checksum": set(),
     "memfd": set(),
+    "model_config": {"config"},
     "ops": set(),
 }
 """Folders and top-level modules. Each may import itself too, and `shardwise`, which holds only the version."""
@@ -49,6 +53,7 @@ THIRD_PARTY = {
     "codec": {"torch"},
     "checksum": {"torch", "xxhash"},
     "memfd": {"torch"},
+    "model_config": {"transformers"},
     "ops": {"torch"},
     "algorithms": {"torch"},
 }

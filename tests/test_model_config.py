@@ -1,0 +1,57 @@
+import json
+
+import pytest
+from tiny_models import tiny_folder
+
+from shardwise.config import ModelError
+from shardwise.engine.model import build_on_meta
+from shardwise.model_config import blaming_config, read_model_config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "foo"),
+        ("rms_norm_eps", "a"),
+        ("vocab_size", "x"),
+        ("max_position_embeddings", None),
+        ("tie_word_embeddings", "maybe"),
+        ("rope_parameters", []),
+        ("num_hidden_layers", 3),
+        ("layer_types", ["foo", "bar"]),
+        ("head_dim", 7),
+        ("text_config", {"a": 1}),
+        ("intermediate_size", -3),
+        ("pad_token_id", 999),
+    ],
+)
+def test_a_wrong_value_in_config_json_is_an_error_of_that_file_in_one_line(tmp_path, key, value):
+    file = tiny_folder("qwen3", tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ModelError) as error:
+        build_on_meta(tmp_path)
+    reading, building = f"{file} is not a model config: ", "for CausalLM; look into its config.json. "
+    assert str(error.value).startswith((reading, f"{tmp_path} cannot be built as a model {building}"))
+    assert "\n" not in str(error.value)
+
+
+def test_code_beside_a_config_is_not_run(tmp_path):
+    (tmp_path / "code.py").write_text("raise SystemExit")
+    content = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"config\.json is not a model config: ValueError: "):
+        read_model_config(tmp_path)
+
+
+def test_a_value_that_a_table_lacks_is_named_with_its_key(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_act": "swoosh"}}))
+    with (
+        pytest.raises(ModelError, match=r"config\.json\. hidden_act=swoosh is not known to transformers$"),
+        blaming_config(tmp_path, "CausalLM"),
+    ):
+        raise KeyError("swoosh")
+
+
+def test_an_error_that_is_in_words_already_stays_as_it_is(tmp_path):
+    with pytest.raises(ModelError, match=r"^no experts$"), blaming_config(tmp_path, "CausalLM"):
+        raise ModelError("no experts")
