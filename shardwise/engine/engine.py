@@ -20,7 +20,7 @@ from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
-from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.model import ROW_BYTES, ShardedModel, build_sharded, unaligned_expert
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
@@ -511,9 +511,14 @@ class TrainEngine:
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            if name := unaligned_expert(self._model.hf_model, getattr(torch, config.param_dtype).itemsize):
+                raise ConfigError(
+                    f"engine.param_dtype={config.param_dtype}: grouped_mm cannot compute {name} ({reason}); it needs "
+                    f"rows of a multiple of {ROW_BYTES} bytes. Set engine.experts_implementation to eager or batched_mm"
+                ) from None
             if not config.module_precision:
                 raise
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
                 f"engine.module_precision does not fit the model: {reason}. Modules that do not cast their inputs "
                 "themselves need cast_forward_inputs=true"

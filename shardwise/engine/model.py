@@ -41,12 +41,14 @@ from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
 from shardwise.model_config import blaming_config, read_model_config
 from shardwise.ops import (
+    EXPERTS,
     UNREGISTERED_ATTENTION,
     attention_layers,
     attention_of,
     backbone,
     hand_on_keywords,
     packed_tokens_limit,
+    plain_name,
     rotary_limit,
     routers_of,
     sequence_mixers,
@@ -55,6 +57,9 @@ from shardwise.ops import (
     vision_path,
     vision_reason,
 )
+
+ROW_BYTES = 16
+"""torch.grouped_mm reads matrices whose rows are a multiple of so many bytes."""
 
 
 class ScoringModel(nn.Module):
@@ -336,6 +341,16 @@ def _set_experts(model: PreTrainedModel, implementation: str) -> None:
             "experts that can be computed in several ways; remove it"
         )
     model.set_experts_implementation(implementation)
+
+
+def unaligned_expert(model: PreTrainedModel, itemsize: int) -> str | None:
+    """The first weight of fused experts whose rows, of so many bytes a value, grouped_mm cannot read: their length is
+    no multiple of 16 bytes. None where there is none, or experts are computed in another way."""
+    if model.config.get_text_config()._experts_implementation != "grouped_mm":
+        return None
+    names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    fused = {name: parameter for name, parameter in names.items() if EXPERTS in name.split(".")}
+    return next((name for name, weight in fused.items() if weight.shape[-1] * itemsize % ROW_BYTES), None)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -211,7 +211,7 @@ def test_what_one_rank_alone_cannot_build_is_raised_on_every_rank(run_ranks, fol
     flash = {"attention_implementation": "flash_attention_2"}
     rates = {"module_learning_rates": {"nowhere": 1.0}}
     for other, error_class, message in [
-        ((str(broken), {}, {}), ModelError, f"rank 1: {broken} cannot be built as a model for CausalLM; "),
+        ((str(broken), {}, {}), ModelError, f"rank 1: {broken}/config.json is not a model config: "),
         ((folders["qwen3"], flash, {}), ConfigError, "rank 1: engine.attention_implementation=flash_attention_2 "),
         ((folders["qwen3"], {}, rates), ConfigError, "rank 1: trainer.module_learning_rates"),
     ]:

@@ -397,6 +397,30 @@ def test_what_the_model_cannot_compute_is_refused_when_it_is_built(run_ranks, tm
         run_ranks(build_with, 1, str(tiny_folder("qwen3", tmp_path)), options)
 
 
+def train_once(folder, options):
+    engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([9, 7, 5]), num_shards=1, max_tokens=32)
+    return engine.forward_backward(step.shards[0], sft_loss, step.denominators)["train/loss"].result()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_experts_whose_rows_grouped_mm_cannot_read_are_refused_with_what_can(run_ranks, tmp_path, dtype):
+    """12 values of 2 bytes."""
+    folder = str(tiny_folder("qwen3_moe", tmp_path, moe_intermediate_size=12))
+    message = (
+        rf"ConfigError: engine\.param_dtype={dtype}: grouped_mm cannot compute model\.layers\.0\.mlp\.experts\."
+        r"down_proj \(.*\); it needs rows of a multiple of 16 bytes\. Set engine\.experts_implementation to eager or "
+        "batched_mm"
+    )
+    options = {"param_dtype": dtype}
+    with pytest.raises(RankError, match=message):
+        run_ranks(build_with, 1, folder, options)
+    (whole,) = run_ranks(train_once, 1, folder, {})
+    for implementation in ("eager", "batched_mm"):
+        (loss,) = run_ranks(train_once, 1, folder, options | {"experts_implementation": implementation})
+        assert loss == pytest.approx(whole, rel=1e-2)
+
+
 def poisoned_tensors(folder, optimizer):
     """What each rank finds: before a step, after one, and with NaN in a state on rank 1 and in a weight on rank 0."""
     engine = TrainEngine.build(
