@@ -68,7 +68,7 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainingConfig,
 )
-from shardwise.config.resume import changes_that_matter, is_among, require_known_keys, without_places
+from shardwise.config.resume import changes_of_state, changes_that_matter, is_among, require_known_keys, without_places
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import LARGEST_TOP_K, GenerationConfig, RolloutConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig

@@ -1,6 +1,6 @@
 """Which keys of a config may differ from those of the run that is resumed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.config.base import key_paths
@@ -41,6 +41,16 @@ _RUN_KEYS = (
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
 """What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""
+_TENSOR_KEYS = (
+    *("master_dtype", "freeze_module_prefix", "freeze_router", "lora.rank", "lora.use_dora"),
+    *("lora.target_modules", "lora.target_parameters", "lora.modules_to_save"),
+)
+_SCALED_KEYS = ("param_dtype", "reduce_dtype", "module_precision.param_dtype")
+"""float16 in one of them brings a loss scale."""
+_TRAINED = {"engine": "trainer.optimizer", "critic.engine": "critic.optimizer.optimizer"}
+"""Engines with a training state, and what names their optimizer."""
+_ALIKE = frozenset(("adamw", "adamw_cpu"))
+"""Optimizers whose states are the same."""
 LENGTH_KEYS = frozenset(("trainer.total_steps", "trainer.num_epochs"))
 """May change too where no learning rate depends on how long the run is."""
 
@@ -58,6 +68,20 @@ def changes_that_matter(
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
     pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not is_among(key, may_differ)}
+
+
+def changes_of_state(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Of `changes_that_matter`, the keys with which an engine keeps other masters, states or numbers between steps, so
+    that it cannot take over those of the earlier one, whatever trainer.resume_allow says."""
+    tensors = {f"{engine}.{key}" for engine in _TRAINED for key in _TENSOR_KEYS}
+    scaled = {f"{engine}.{key}" for engine in _TRAINED for key in _SCALED_KEYS}
+    found = []
+    for path, pair in changes.items():
+        key = without_places(path)
+        differs = key in _TRAINED.values() and not _ALIKE.issuperset(pair)
+        if differs or key in tensors or (key in scaled and "float16" in pair):
+            found.append(path)
+    return found
 
 
 def is_among(key: str, names: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from shardwise.config import ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.export import fsync_folder, named_failures
-from shardwise.engine.optimizer import MASTER, ShardedOptimizer
+from shardwise.engine.optimizer import BEGIN_WITHOUT_STATE, MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec, differences
 from shardwise.engine.shards import local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
@@ -145,7 +145,7 @@ def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex
     if problems := differences(wanted, stored):
         raise ModelError(
             f"{folder} is not the state of this engine: {problems}; resume with the model, the optimizer, the dtypes "
-            "and the adapters that it was saved with"
+            f"and the adapters that it was saved with, {BEGIN_WITHOUT_STATE}"
         )
 
 

@@ -25,6 +25,11 @@ from shardwise.types import Metrics, MetricValue
 
 MASTER = "master/"
 """What the names of weights begin with in a training state."""
+BEGIN_WITHOUT_STATE = (
+    "or begin without that state: trainer.resume=never, or model.path=PATH of the hf/ beside it with another "
+    "trainer.output_dir"
+)
+"""How an error about one that cannot be taken over ends."""
 
 
 class ShardedOptimizer:
@@ -194,7 +199,8 @@ class ShardedOptimizer:
             saved, here = ("another dtype", "float16") if self.scaler is not None else ("float16", "another dtype")
             raise ModelError(
                 f"the state was saved by an engine that computes in {saved}, this one computes in {here} "
-                "(engine.param_dtype), and only float16 has a loss scale; resume with the same dtype"
+                "(engine.param_dtype), and only float16 has a loss scale; resume with the same dtype, "
+                f"{BEGIN_WITHOUT_STATE}"
             )
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from shardwise.config import (
     ConfigError,
     ModelError,
     TrainingConfig,
+    changes_of_state,
     changes_that_matter,
     is_among,
     require_known_keys,
@@ -238,10 +239,12 @@ def _require_same(
     changes = changes_that_matter(content["config"], config, allowed=[*allowed, *map(without_places, moved)])
     if changes:
         listed = ", ".join(f"{key} was {before!r} and is {now!r}" for key, (before, now) in changes.items())
-        raise ConfigError(
-            f"{checkpoint} was trained with another config: {listed}; set it back, allow it with "
-            f"trainer.resume_allow=[{_allowing(changes)}], {anew}"
-        )
+        remedy = f"set it back, allow it with trainer.resume_allow=[{_allowing(changes)}]"
+        if others := changes_of_state(changes):
+            remedy = (
+                f"its training state does not fit another {_allowing(others)}: set it back{_without_state(checkpoint)}"
+            )
+        raise ConfigError(f"{checkpoint} was trained with another config: {listed}; {remedy}, {anew}")
     changed = {key: name for key, name in changed_files(before, files or {}).items() if not is_among(key, allowed)}
     if changed:
         listed = " and ".join(f"those of {key} ({name})" for key, name in changed.items())
@@ -249,6 +252,13 @@ def _require_same(
             f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
             f"trainer.resume_allow=[{_allowing(changed)}], {anew}"
         )
+
+
+def _without_state(checkpoint: Path) -> str:
+    weights = checkpoint / WEIGHTS
+    if not weights.is_dir():
+        return ""
+    return f", begin a run from its weights (model.path={weights} with another trainer.output_dir)"
 
 
 def _allowing(keys: Iterable[str]) -> str:

@@ -307,6 +307,46 @@ def test_an_allowed_change_takes_effect_from_the_checkpoint_on(sft_run, assets, 
     assert rates[2:] == pytest.approx([rate / 5 for rate in whole[2:]])
 
 
+@pytest.fixture(scope="module")
+def lora_run(assets, job, tmp_path_factory):
+    run = tmp_path_factory.mktemp("lora") / "run"
+    done = job(2, "sft", *rows_options(assets, run), "engine.lora={rank: 2}", timeout=240)
+    assert done.code == 0, done.err
+    return run
+
+
+STATE_CHANGES = {
+    "muon": (["trainer.optimizer=muon"], "trainer.optimizer"),
+    "bfloat16 masters": (["engine.param_dtype=bfloat16", "engine.master_dtype=bfloat16"], "engine"),
+    "float16": (["engine.param_dtype=float16"], "engine"),
+    "lora": (["engine.lora={rank: 2}"], "engine"),
+    "rank": (["engine.lora={rank: 4}"], "engine"),
+    "frozen": (["engine.freeze_module_prefix=model.layers.0"], "engine"),
+}
+
+
+@pytest.mark.parametrize("name", list(STATE_CHANGES))
+def test_f26_a_change_that_no_state_survives_is_refused_with_what_works(request, assets, command, tmp_path, name):
+    """Allowed all the same, it is refused by the engine, with the same ways out; the weights can be gone on from."""
+    change, allowed = STATE_CHANGES[name]
+    run = stop_after(request.getfixturevalue("lora_run" if name == "rank" else "sft_run"), 2, tmp_path / "run")
+    options, folder = [*rows_options(assets, run), *change], run / "checkpoints" / "step_2"
+    done = command("sft", *options)
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "trainer.resume_allow" not in done.err
+    assert f"begin a run from its weights (model.path={folder / 'hf'} with another trainer.output_dir)" in done.err
+    done = command("sft", *options, f"trainer.resume_allow=[{allowed}]")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].endswith(
+        "or begin without that state: trainer.resume=never, or model.path=PATH of the hf/ beside it with another "
+        "trainer.output_dir"
+    )
+    anew = [f"model.path={folder / 'hf'}", f"trainer.output_dir={tmp_path / 'anew'}", "trainer.total_steps=1"]
+    done = command("sft", *options, *anew)
+    assert done.code == 0, done.err
+
+
 def test_a_finished_run_says_so_and_changes_nothing(sft_run, assets, command):
     before = {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()}
     done = command("sft", *rows_options(assets, sft_run))

@@ -85,6 +85,73 @@ def test_f26_another_config_is_named_with_both_values_and_the_ways_out(tmp_path)
     assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
 
 
+STATE_CHANGES = {
+    "muon": ({}, {"trainer": {"optimizer": "muon"}}, "trainer.optimizer"),
+    "bfloat16 masters": (
+        {},
+        {"engine": {"param_dtype": "bfloat16", "master_dtype": "bfloat16"}},
+        "engine.master_dtype",
+    ),
+    "float16": ({}, {"engine": {"param_dtype": "float16"}}, "engine.param_dtype"),
+    "full to lora": (
+        {},
+        {"engine": {"lora": {"rank": 2}}},
+        "engine.lora.rank, engine.lora.target_modules, engine.lora.target_parameters, engine.lora.modules_to_save, "
+        "engine.lora.use_dora",
+    ),
+    "rank": ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 4}}}, "engine.lora.rank"),
+    "frozen": ({}, {"engine": {"freeze_module_prefix": "model.layers.0"}}, "engine.freeze_module_prefix"),
+}
+
+
+def changed(output_dir, change) -> SFTConfig:
+    tree = config(output_dir).model_dump(mode="json", exclude_defaults=True)
+    return SFTConfig.parse({**tree, **change, "trainer": {**tree["trainer"], **change.get("trainer", {})}}, origin="t")
+
+
+def leave_changed(run, change):
+    folder = run / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, changed(run, change), step=3, parts={}, files={})
+    write_manifest(folder, [{}], step=3)
+    return folder
+
+
+@pytest.mark.parametrize("fallback", ["previous", "weights"])
+@pytest.mark.parametrize("name", list(STATE_CHANGES))
+def test_f26_a_change_that_no_state_survives_is_refused_without_the_offer_to_allow_it(tmp_path, name, fallback):
+    before, after, keys = STATE_CHANGES[name]
+    folder = leave_changed(tmp_path, before)
+    after = {**after, "trainer": {**after.get("trainer", {}), "resume_fallback": fallback}}
+    with pytest.raises(ConfigError) as error:
+        find_start(changed(tmp_path, after))
+    assert str(error.value).endswith(
+        f"; its training state does not fit another {keys}: set it back, or start a new run with trainer.resume=never, "
+        "which moves what is in trainer.output_dir aside"
+    )
+    (folder / "hf").mkdir()
+    with pytest.raises(ConfigError) as error:
+        find_start(changed(tmp_path, after))
+    assert (
+        f": set it back, begin a run from its weights (model.path={folder / 'hf'} with another trainer.output_dir), or "
+    ) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"trainer": {"optimizer": "adamw_cpu"}}),
+        ({}, {"engine": {"param_dtype": "bfloat16"}}),
+        ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 2, "quantize_base": "nf4"}}}),
+        ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 2, "alpha": 8.0}}}),
+    ],
+)
+def test_a_change_that_the_state_survives_may_be_allowed(tmp_path, before, after):
+    leave_changed(tmp_path, before)
+    with pytest.raises(ConfigError, match=r"; set it back, allow it with trainer\.resume_allow=\["):
+        find_start(changed(tmp_path, after))
+
+
 def test_f32_other_files_are_named_by_key_with_the_ways_out(tmp_path):
     for path, text in (("base/config.json", "{}"), ("base/model.safetensors", "weights"), ("t.jsonl", "rows")):
         (tmp_path / path).parent.mkdir(exist_ok=True)
