@@ -4,6 +4,9 @@
 class UserError(Exception):
     """Something the user gave cannot be used; the message says what was given, what is allowed and how to fix it."""
 
+    is_shared = False
+    """Every rank raises it, in the same words."""
+
 
 class ConfigError(UserError):
     """A configuration file, an override or a combination of keys that cannot work."""

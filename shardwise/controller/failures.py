@@ -45,6 +45,8 @@ class Note:
     """Rank 0 does not go on: this rank, or what it waits for."""
     lacks_host_memory: bool = False
     """It asked for more than it could have."""
+    is_shared: bool = False
+    """Every rank says the same: one of them is enough."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
@@ -64,6 +66,7 @@ class Note:
             is_timeout=is_silent or (is_lost_peer(error) and bool(_TIMED_OUT.search(message))),
             is_stalled=is_stalled,
             lacks_host_memory=lacks_host_memory,
+            is_shared=isinstance(error, UserError) and error.is_shared,
         )
 
     def leave(self, folder: Path) -> None:
@@ -105,7 +108,8 @@ def _lacks_host_memory(error: BaseException) -> bool:
 
 
 def note_failure(error: BaseException, rank: int) -> int:
-    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none.
+    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none,
+    one that all ranks share on rank 0.
 
     Returns:
         The exit code.
@@ -117,8 +121,8 @@ def note_failure(error: BaseException, rank: int) -> int:
             wait_until_collected(Path(folder))
     elif note.is_lost_peer and rank > 0:
         print(f"rank {rank}: another rank ended or hangs; its own message tells why", file=sys.stderr)
-    else:
-        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    elif not note.is_shared or rank == 0:
+        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not note.is_shared else ""
         print(("" if note.is_user_error else note.traceback) + f"error: {where}{note.message}", file=sys.stderr)
     return USER_ERROR if note.is_user_error else FAILURE
 

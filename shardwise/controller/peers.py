@@ -56,6 +56,8 @@ class Peers:
         note = Note.of(error, self._rank)
         try:
             note.leave(self._folder)
+            if note.is_shared and self._rank > 0:
+                time.sleep(_LEAVE_SECONDS)  # torchrun ends rank 0 as soon as another one has left
             if not (note.is_timeout or note.is_stalled):
                 return note_failure(error, self._rank)
             (self._folder / _ASKED).touch(exist_ok=False)

@@ -49,7 +49,9 @@ def _raise_together(error: Exception | None, error_classes: Sequence[type[UserEr
         return
     if error is not None and not isinstance(error, (UserError, OSError)):
         raise error  # a bug, or out of memory: keep its traceback
-    raise error_classes[kind](message) from None
+    shared = error_classes[kind](message)
+    shared.is_shared = True
+    raise shared from None
 
 
 def _failed_ranks(kind: int | None) -> dict[int, int]:

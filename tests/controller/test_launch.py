@@ -368,6 +368,12 @@ def test_a_failure_without_a_launcher_is_printed_by_the_rank(capsys, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert note_failure(ConfigError("use 1, 2 or 4"), 3) == 2
     assert capsys.readouterr().err == "error: rank 3: use 1, 2 or 4\n"
+    shared = ConfigError("use 1, 2 or 4")
+    shared.is_shared = True
+    assert note_failure(shared, 3) == 2
+    assert capsys.readouterr().err == ""
+    assert note_failure(shared, 0) == 2
+    assert capsys.readouterr().err == "error: use 1, 2 or 4\n"
     assert note_failure(ZeroDivisionError("division by zero"), 3) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: rank 3: division by zero"
     assert note_failure(RuntimeError("Connection closed by peer [127.0.0.1]:4"), 3) == 1

@@ -72,6 +72,16 @@ def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path
     assert hanging.poll() is None
 
 
+def test_an_error_that_all_ranks_share_is_told_by_rank_0_which_the_others_let_speak(tmp_path, capsys, monkeypatch):
+    waits, shared = [], ConfigError("use 1, 2 or 4")
+    shared.is_shared = True
+    monkeypatch.setattr(peers.time, "sleep", waits.append)
+    assert Peers(tmp_path, 1, None, dist.HashStore()).note_failure(shared) == 2
+    assert (waits, capsys.readouterr().err) == ([3.0], "")
+    assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(shared) == 2
+    assert (waits, capsys.readouterr().err) == ([3.0], "error: use 1, 2 or 4\n")
+
+
 def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp_path, capsys):
     body = WAITING.replace('with commanded("train", ["policy"]):\n    time', "enter_service()\ntime")
     body = body.replace("import be_watched, commanded", "import be_watched, enter_service")

@@ -419,17 +419,23 @@ def test_an_output_folder_that_is_a_file_is_named(sft, tmp_path):
 
 
 @pytest.mark.full
-def test_under_torchrun_a_mistake_is_told_by_one_rank_without_a_traceback(assets, shell, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1="\n')
+@pytest.mark.parametrize("met_by", ["rank 0", "every rank"])
+def test_under_torchrun_a_mistake_is_told_by_one_rank_without_a_traceback(assets, model, shell, tmp_path, met_by):
+    rows, told = assets.sft, "model.safetensors"
+    if met_by == "rank 0":
+        rows, told = tmp_path / "bad.jsonl", "bad.jsonl line 1"
+        rows.write_text('{"prompt": "1+1="\n')
+    else:
+        file = model / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:2000])
     run = shell(
         *["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardwise", "sft"],
-        *[f"model.path={assets.model}", f"data.train_files={bad}", "data.max_sequence_tokens=64"],
+        *[f"model.path={model}", f"data.train_files={rows}", "data.max_sequence_tokens=64"],
         f"trainer.output_dir={tmp_path}",
     )
     assert run.code != 0
     ours = [line for line in run.err.splitlines() if line.startswith(("error:", "rank "))]
-    assert sum("bad.jsonl line 1" in line for line in ours) == 1, run.err
+    assert sum(told in line for line in ours) == 1, run.err
     assert "shardwise/recipes" not in run.err  # no frame of ours: no traceback
 
 

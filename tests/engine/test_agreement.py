@@ -7,13 +7,14 @@ from shardwise.engine.agreement import raised_on_every_rank
 
 def fails(errors):
     """`errors` by rank; returns the class and text of what is raised, and that a collective afterwards still works."""
-    result = "nothing"
+    result, is_shared = "nothing", True
     try:
         with raised_on_every_rank(ModelError, ConfigError):
             if error := errors[dist.get_rank()]:
                 raise error
     except Exception as error:
-        result = f"{type(error).__name__}: {error}"
+        result, is_shared = f"{type(error).__name__}: {error}", isinstance(error, TypeError) or error.is_shared
+    assert is_shared
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, result)
     return answers
