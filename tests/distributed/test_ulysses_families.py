@@ -173,7 +173,7 @@ def forward_versions(folders, versions):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_trap_6_sequences_of_one_pack_never_see_each_other_on_any_rank(run_ranks, folders, world_size):
+def test_trap_06_sequences_of_one_pack_never_see_each_other_on_any_rank(run_ranks, folders, world_size):
     """Trap 6: with the first token of one sequence changed, every other sequence keeps its bits, but for roundings in
     experts, which compute the tokens of all sequences together."""
     samples = random_samples([9, 7, 7, 3], prompt_tokens=1)

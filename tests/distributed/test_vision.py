@@ -80,7 +80,7 @@ def assert_same_step(found, expected):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *FAMILIES[2:]], indirect=True)
-def test_traps_6_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
+def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
     """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
     sample by itself."""
     model = tiny_vision_model(family)

@@ -164,7 +164,7 @@ def moved_by_small_updates(dtype):
     return (movement != 0).double().mean().item(), movement
 
 
-def test_trap_3_bf16_masters_lose_small_updates_unless_rounded_stochastically():
+def test_trap_03_bf16_masters_lose_small_updates_unless_rounded_stochastically():
     """Trap 3: at a learning rate of 1e-6 Adam moves each weight by 1e-6 a step, far below half the distance of bfloat16
     numbers near 0.02 (6e-5). Rounded to nearest, 2 % of the weights change; float32 masters change all of them, and
     stochastic rounding keeps the mean movement."""

@@ -44,7 +44,7 @@ def forward_packed(folder, versions, temperature, engine_config, max_tokens):
     return results, dtypes
 
 
-def test_trap_6_sequences_of_one_pack_never_see_each_other(run_ranks, folder):
+def test_trap_06_sequences_of_one_pack_never_see_each_other(run_ranks, folder):
     """Trap 6: with one token of one sequence changed, every other sequence keeps its bits."""
     samples = fully_trained(random_samples(LENGTHS))
     versions = [samples]
@@ -116,8 +116,8 @@ def train(folder, param_dtype, num_steps, learning_rate):
     return losses, before, weights, masters | gradient_dtypes | states
 
 
-def test_bfloat16_compute_keeps_float32_masters_and_follows_the_float32_loss(run_ranks, folder):
-    """Trap 3: at a learning rate of 1e-6 nearly all weights still move; of bfloat16 masters 2 % would."""
+def test_trap_03_bfloat16_compute_keeps_float32_masters_and_follows_the_float32_loss(run_ranks, folder):
+    """At a learning rate of 1e-6 nearly all weights still move; of bfloat16 masters 2 % would."""
     runs = {dtype: run_ranks(train, 2, str(folder), dtype, 4, 3e-3) for dtype in ("float32", "bfloat16")}
     losses = {dtype: [sum(x) for x in zip(*(r[0] for r in ranks), strict=True)] for dtype, ranks in runs.items()}
     assert losses["float32"][-1] < losses["float32"][0] - 0.05, (

@@ -42,7 +42,7 @@ def score_versions(folders, versions):
     return results
 
 
-def test_trap_6_with_one_sequence_changed_every_other_of_the_pack_keeps_its_bits(run_ranks, folders):
+def test_trap_06_with_one_sequence_changed_every_other_of_the_pack_keeps_its_bits(run_ranks, folders):
     samples = random_samples([9, 7, 7, 3], prompt_tokens=1, vocab=97)
     versions = [samples]
     for changed, sample in enumerate(samples):

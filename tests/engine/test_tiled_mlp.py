@@ -64,7 +64,7 @@ def test_output_and_gradients_equal_the_plain_mlp(num_tokens, num_shards, dtype,
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
-def test_trap_6_fewer_tokens_than_shards_lose_no_gradient():
+def test_trap_06_fewer_tokens_than_shards_lose_no_gradient():
     """torch.chunk cuts 6 tokens for 4 shards into 3 chunks; whoever waits for the fourth to hand on the gradient of the
     weights never does."""
     for num_tokens in range(1, 9):
