@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError
-from shardwise.engine.names import closest_modules, is_within
+from shardwise.engine.names import closest_modules, is_within, tied_elsewhere
 from shardwise.ops import EXPERTS, ROUTER_NAMES, Router, routers_of
 
 
@@ -19,6 +19,8 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
     """
     for prefix in prefixes:
         matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix.rstrip("."))]
+        if not matched and (tied := tied_elsewhere(model, prefix.rstrip("."))):
+            raise ConfigError(f"engine.freeze_module_prefix: {tied}")
         if not matched:
             raise ConfigError(
                 f"engine.freeze_module_prefix: {prefix!r} names no module or parameter of {type(model).__name__}; "

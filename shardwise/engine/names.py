@@ -23,6 +23,17 @@ def is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
+def tied_elsewhere(model: nn.Module, given: str) -> str | None:
+    """For errors: what to say of a module or parameter without a weight of its own, because the model has it under
+    another name; None where there is no such."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = names[id(parameter)]
+        if is_within(plain_name(name), given) and not is_within(own, given):
+            return f"{given} has no weight of its own, it is {own}; name that"
+    return None
+
+
 def closest_modules(model: nn.Module, given: str) -> str:
     """For errors: real module names that look like `given`."""
     paths = [plain_name(path) for path, part in model.named_modules() if path and not isinstance(part, CONTAINERS)]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
-from shardwise.engine.names import is_within
+from shardwise.engine.names import is_within, tied_elsewhere
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.ops import plain_name
 
@@ -103,7 +103,7 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
     if not trained:
         raise ConfigError("the optimizer has nothing to train: no parameter requires a gradient; freeze fewer modules")
     for prefix in longest_first:
-        _check_takes_effect(prefix, trained)
+        _check_takes_effect(prefix, trained, model)
     return trained
 
 
@@ -125,7 +125,7 @@ def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfi
     ]
 
 
-def _check_takes_effect(prefix: str, trained: Sequence[TrainedParameter]) -> None:
+def _check_takes_effect(prefix: str, trained: Sequence[TrainedParameter], model: nn.Module) -> None:
     if any(one.rate_prefix == prefix for one in trained):
         return
     if any(is_within(one.name, prefix) for one in trained):
@@ -134,6 +134,8 @@ def _check_takes_effect(prefix: str, trained: Sequence[TrainedParameter]) -> Non
             f"trainer.module_learning_rates.{prefix} has no effect: longer keys ({', '.join(longer)}) take all of its "
             "parameters; remove it"
         )
+    if tied := tied_elsewhere(model, prefix):
+        raise ConfigError(f"trainer.module_learning_rates.{prefix}: {tied}")
     parts = [one.name.split(".") for one in trained]
     modules = dict.fromkeys(".".join(path[:length]) for path in parts for length in range(1, len(path) + 1))
     nearest = difflib.get_close_matches(prefix, modules, n=5, cutoff=0.0)

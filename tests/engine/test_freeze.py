@@ -40,6 +40,18 @@ def test_trap_10_a_prefix_that_matches_nothing_is_refused(model, prefix):
     )
 
 
+@pytest.mark.parametrize("prefix", ["lm_head", "lm_head.weight"])
+def test_a_tied_projection_is_frozen_by_the_name_of_its_weight(tmp_path, prefix):
+    model = build_on_meta(tiny_folder("qwen3", tmp_path))
+    with pytest.raises(ConfigError) as error:
+        freeze(model, [prefix])
+    assert str(error.value) == (
+        f"engine.freeze_module_prefix: {prefix} has no weight of its own, it is model.embed_tokens.weight; name that"
+    )
+    freeze(model, ["model.embed_tokens.weight"])
+    assert not model.lm_head.weight.requires_grad
+
+
 @pytest.mark.parametrize("prefixes", [["model", "lm_head"], ["model.", "lm_head.weight"]])
 def test_freezing_everything_is_refused(model, prefixes):
     with pytest.raises(ConfigError) as error:

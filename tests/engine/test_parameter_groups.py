@@ -112,6 +112,15 @@ def test_a_prefix_ends_where_a_name_ends():
     assert [one.name for one in trained if one.rate_prefix == "layers.1"] == ["layers.1.weight"]
 
 
+def test_a_tied_projection_has_the_rate_of_its_weight():
+    with pytest.raises(ConfigError) as error:
+        trained_parameters(wrapped("qwen3"), ["lm_head"])
+    assert str(error.value) == (
+        "trainer.module_learning_rates.lm_head: lm_head has no weight of its own, it is model.embed_tokens.weight; "
+        "name that"
+    )
+
+
 def test_prefix_without_a_parameter_names_the_nearest():
     with pytest.raises(ConfigError) as error:
         trained_parameters(wrapped("llama"), ["model.layer.1"])
