@@ -190,7 +190,8 @@ class Worker:
         except UserError as error:
             if role in OF_MAIN_SECTION:
                 raise
-            raise type(error)(f"the {role}, whose options are not those under `engine`: {error}") from None
+            error.args = (f"the {role}, whose options are not those under `engine`: {error}",)
+            raise
         self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 

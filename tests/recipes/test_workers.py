@@ -22,6 +22,7 @@ from shardwise.config import (
     EngineConfig,
     GenerationConfig,
     ModelConfig,
+    ModelError,
     OptimizerConfig,
     TrainingError,
 )
@@ -50,6 +51,15 @@ def group(monkeypatch):
 
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.02)
+
+
+def test_a_model_beside_the_policy_that_no_rank_can_build_is_named_and_the_error_stays_a_shared_one(tmp_path):
+    folder = tiny_folder("qwen3", tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelError, match=r"^the critic, whose options are not those under `engine`: ") as raised:
+        build_one(Worker(torch.device("cpu")), "critic", folder, EngineConfig(), optimizer=OPTIMIZER)
+    assert raised.value.is_shared
 
 
 def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4):
