@@ -62,8 +62,9 @@ class TrainerConfig(OptimizerConfig):
     AdamW and float32 masters."""
     async_save: bool = True
     """Shards are copied to host memory (2 or 4 bytes for each parameter of the model and as many as save_state writes,
-    shared by the ranks) and written while training goes on; only the next optimizer step waits for the copies. false
-    waits for the disk, and needs no memory."""
+    shared by the ranks; from an accelerator up to twice that, as torch rounds what it pins up to powers of two) and
+    written while training goes on; only the next optimizer step waits for the copies. false waits for the disk, and
+    needs no memory."""
     resume: str = "auto"
     """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from; once the run has
