@@ -52,7 +52,7 @@ class WrapPolicyConfig(Config):
 class ModulePrecisionConfig(Config):
     """Another precision for one module and everything below it; it becomes an FSDP unit of its own."""
 
-    module: str
+    module: Annotated[str, Field(min_length=1)]
     """The module's name in the model (`model.layers.0.mlp.gate`), or a pattern with `*` for one part of a name
     (`model.layers.*.mlp.gate`). A name that matches nothing is an error."""
     param_dtype: DtypeName | None = None

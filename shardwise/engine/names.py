@@ -23,6 +23,10 @@ def is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def tied_elsewhere(model: nn.Module, given: str) -> str | None:
     """For errors: what to say of a module or parameter without a weight of its own, because the model has it under
     another name; None where there is no such."""
@@ -35,8 +39,9 @@ def tied_elsewhere(model: nn.Module, given: str) -> str | None:
 
 
 def closest_modules(model: nn.Module, given: str) -> str:
-    """For errors: real module names that look like `given`."""
-    paths = [plain_name(path) for path, part in model.named_modules() if path and not isinstance(part, CONTAINERS)]
+    """For errors: names of modules with parameters that look like `given`."""
+    parts = {plain_name(path): part for path, part in model.named_modules() if path}
+    paths = [path for path, part in parts.items() if has_parameters(part) and not isinstance(part, CONTAINERS)]
     near = difflib.get_close_matches(given, paths, n=NUM_SHOWN, cutoff=0.4) or paths[:NUM_SHOWN]
     return f"its modules have names such as {', '.join(near)}"
 
@@ -44,6 +49,6 @@ def closest_modules(model: nn.Module, given: str) -> str:
 def closest_classes(model: nn.Module, given: str) -> str:
     """For errors: class names of the model's modules with parameters, the most similar first."""
     parts = [part for part in model.modules() if not isinstance(part, CONTAINERS)]
-    names = sorted({type(part).__name__ for part in parts if next(part.parameters(), None) is not None})
+    names = sorted({type(part).__name__ for part in parts if has_parameters(part)})
     near = difflib.get_close_matches(given, names, n=len(names), cutoff=0.0)
     return f"its modules are of {', '.join(near)}"

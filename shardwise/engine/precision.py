@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
-from shardwise.engine.names import CONTAINERS, closest_modules, is_within
+from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
 from shardwise.ops import vision_path
 
 
@@ -23,7 +23,7 @@ class Precision:
     def __init__(self, model: PreTrainedModel, config: LayoutConfig) -> None:
         """
         Raises:
-            ConfigError: an entry of module_precision matches no module.
+            ConfigError: an entry of module_precision matches no module, or has no effect.
         """
         self._tower = vision_path(model)
         self._compute: torch.dtype = getattr(torch, config.param_dtype)
@@ -38,12 +38,17 @@ class Precision:
             paths = [
                 path
                 for path, part in model.named_modules()
-                if _matches(path, entry.module) and not isinstance(part, CONTAINERS)
+                if path and _matches(path, entry.module) and not isinstance(part, CONTAINERS)
             ]
             if not paths:
                 raise ConfigError(
                     f"engine.module_precision: {entry.module} matches no module of {type(model).__name__}; "
                     f"{closest_modules(model, entry.module)}"
+                )
+            if entry.param_dtype is None and not any(has_parameters(model.get_submodule(path)) for path in paths):
+                raise ConfigError(
+                    f"engine.module_precision: {entry.module} has no parameters and computes in engine.param_dtype "
+                    "anyway, so this entry has no effect; set its param_dtype, or remove it"
                 )
             if taken := [path for path in paths if path in self.overrides]:
                 raise ConfigError(

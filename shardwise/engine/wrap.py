@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
 from shardwise.engine.mesh import EngineMesh, divisors
-from shardwise.engine.names import CONTAINERS, closest_classes, is_within, outermost
+from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
 from shardwise.ops import decoder_layers, plain_name, vision_path
 
@@ -46,13 +46,18 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
 
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
-    """In the order of the modules, whatever the order of the names. Of an adapted module it is the outermost adapter
-    around it, which reads its weights before it is called."""
-    of_class = {path: type(part).__name__ for path, part in model.named_modules() if not isinstance(part, CONTAINERS)}
+    """Of modules with parameters, in the order of the modules, whatever the order of the names. Of an adapted module it
+    is the outermost adapter around it, which reads its weights before it is called."""
+    parts = {path: part for path, part in model.named_modules() if not isinstance(part, CONTAINERS)}
+    of_class = {path: type(part).__name__ for path, part in parts.items() if has_parameters(part)}
     for class_name in class_names:
+        if class_name == of_class[""]:
+            raise ConfigError(f"{key}: {class_name} is the whole model, which is the root unit; name classes inside it")
         if class_name not in of_class.values():
+            exists = any(type(part).__name__ == class_name for part in parts.values())
             raise ConfigError(
-                f"{key}: {class_name} matches no module of {type(model).__name__}; {closest_classes(model, class_name)}"
+                f"{key}: {class_name} matches no module {'with parameters ' if exists else ''}of "
+                f"{type(model).__name__}; {closest_classes(model, class_name)}"
             )
     return list(dict.fromkeys(outermost(path) for path, class_name in of_class.items() if class_name in class_names))
 
@@ -67,12 +72,19 @@ class Units:
         Args:
             spread_experts: the paths of those that ranks share, which are sharded over fewer ranks than all else.
         Raises:
-            ConfigError: a name that matches nothing, or a unit that would split tied weights.
+            ConfigError: a name that matches nothing or what is a unit anyway, or one that would split tied weights.
         """
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
+        for path in named:
+            if path in self.layers:
+                inside = closest_classes(nn.ModuleList(model.get_submodule(path).children()), "experts")
+                raise ConfigError(
+                    f"engine.wrap_policy.moe_experts: {path} is an FSDP unit already, as a layer; name a class inside "
+                    f"it: {inside}"
+                )
         self._experts = [*named, *(path for path in spread_experts if path not in named)]
         self._tower = vision_path(model)
         self._precision = precision

@@ -30,7 +30,7 @@ def test_the_outermost_of_nested_adapters_is_at_the_path_of_what_it_adapts():
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("layers.0.norms", "layers.0.norm, layers.1.norm, layers.0.mlp, layers.0, layers.0.mlp.1"),
+        ("layers.0.norms", "layers.0.norm, layers.1.norm, layers.0.mlp, layers.0, layers.0.mlp.0"),
         ("xyz", "embed, layers.0, layers.0.attention, layers.0.mlp, layers.0.mlp.0"),
     ],
 )

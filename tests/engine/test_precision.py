@@ -146,6 +146,28 @@ def test_name_that_matches_nothing_is_refused_with_names_that_would(folder, patt
     assert set(shown) <= {name for name, _ in build_on_meta(folder).named_modules()}
 
 
+def test_an_entry_without_a_module_is_refused():
+    with pytest.raises(ConfigError, match=r"module_precision.*module=''.* at least 1 character"):
+        EngineConfig.parse({"module_precision": [{"module": ""}]}, origin="the command line")
+
+
+def test_a_star_alone_does_not_stand_for_the_whole_model(folder):
+    config = EngineConfig(module_precision=[{"module": "*", "param_dtype": "bfloat16"}])
+    assert list(kept_dtypes(folder, config)[0].overrides) == ["model", "lm_head"]
+
+
+def test_an_entry_without_effect_is_refused(folder):
+    """A module without parameters may still compute its inputs in another dtype."""
+    with pytest.raises(ConfigError) as error:
+        kept_dtypes(folder, EngineConfig(module_precision=[{"module": "model.rotary_emb"}]))
+    assert str(error.value) == (
+        "engine.module_precision: model.rotary_emb has no parameters and computes in engine.param_dtype anyway, so "
+        "this entry has no effect; set its param_dtype, or remove it"
+    )
+    other = EngineConfig(module_precision=[{"module": "model.layers.*.mlp.act_fn", "param_dtype": "bfloat16"}])
+    assert len(kept_dtypes(folder, other)[0].overrides) == 2
+
+
 def seen_dtypes(folder, overrides, train):
     """Of a gate projection: what its forward is given, what its weight is then, and what it returns."""
     seen = []

@@ -113,6 +113,21 @@ def test_of_an_adapted_module_the_unit_is_the_outermost_adapter():
             "engine.wrap_policy.transformer_layer_cls_to_wrap: model.layers.0.self_attn is inside model.layers.0; name "
             "the class of one of them",
         ),
+        (
+            {"transformer_layer_cls_to_wrap": ["Qwen3MoeForCausalLM"]},
+            "engine.wrap_policy.transformer_layer_cls_to_wrap: Qwen3MoeForCausalLM is the whole model, which is the "
+            "root unit; name classes inside it",
+        ),
+        (
+            {"transformer_layer_cls_to_wrap": ["Qwen3MoeRotaryEmbedding"]},
+            "engine.wrap_policy.transformer_layer_cls_to_wrap: Qwen3MoeRotaryEmbedding matches no module with "
+            "parameters of Qwen3MoeForCausalLM; its modules are of Qwen3Moe",
+        ),
+        (
+            {"moe_experts": ["Qwen3MoeDecoderLayer"]},
+            "engine.wrap_policy.moe_experts: model.layers.0 is an FSDP unit already, as a layer; name a class inside "
+            "it: its modules are of Qwen3MoeExperts, ",
+        ),
     ],
 )
 def test_wrong_class_name_is_refused_with_those_of_the_model(policy, message):
