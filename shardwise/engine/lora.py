@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.heads import HeadName, value_projection_name
-from shardwise.engine.names import is_within, outermost
+from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
 from shardwise.engine.quantized import quantize_layers
 from shardwise.ops import plain_name
 
@@ -122,11 +122,11 @@ def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
     saved: list[str] = []
     tied = model.get_expanded_tied_weights_keys()
     for given in names:
-        matches = _matching(model, given)
+        matches = {name: module for name, module in _matching(model, given).items() if has_parameters(module)}
         if not matches:
             raise ConfigError(
-                f"engine.lora.modules_to_save: {given!r} matches no module of {type(model).__name__}; "
-                "give a module's name or the end of one, such as lm_head or model.norm"
+                f"engine.lora.modules_to_save: {given!r} matches no module of {type(model).__name__} with parameters; "
+                f"{closest_modules(model, given)}. Give a name or the end of one"
             )
         for name, module in matches.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict):

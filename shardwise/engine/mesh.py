@@ -104,7 +104,7 @@ def divisors(number: int) -> list[int]:
 
 
 def any_of(numbers: Iterable[int]) -> str:
-    """1, 2 or 4."""
+    """1, 2 or 4; of one number that one."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 

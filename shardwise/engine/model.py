@@ -189,7 +189,8 @@ def build_unloaded(
     ulysses = None
     if mesh.sp_group is not None:
         _refuse_split_states(folder, hf_model, mesh.dims.sp)
-        check_heads(hf_model.config.get_text_config().num_attention_heads, mesh.dims.sp)
+        num_heads = hf_model.config.get_text_config().num_attention_heads
+        check_heads(num_heads, mesh.dims.sp, mesh.dims.dp_shard * mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
     shared = [] if mesh.ep is None else spread_paths(hf_model, mesh.dims.ep)
     backend = AttentionBackend(config.attention_implementation, ulysses)

@@ -5,6 +5,7 @@ Shapes: P ranks, T tokens of the padded pack, t = T / P tokens of one rank, H he
 """
 
 import math
+from math import gcd
 from typing import Any
 
 import torch
@@ -103,10 +104,11 @@ class _GatherTokens(torch.autograd.Function):
         return grad.narrow(0, ctx.rank * ctx.num_tokens, ctx.num_tokens), None
 
 
-def check_heads(num_heads: int, ulysses_size: int) -> None:
-    """Raises ConfigError if the query heads cannot be split, listing the sizes that could."""
+def check_heads(num_heads: int, ulysses_size: int, num_ranks: int) -> None:
+    """Raises ConfigError if the query heads cannot be split, listing the sizes that could among the `num_ranks` which
+    share one copy of the model."""
     if num_heads % ulysses_size:
         raise ConfigError(
-            f"engine.ulysses_size={ulysses_size} does not divide num_attention_heads={num_heads}; use "
-            f"{any_of(divisors(num_heads))}"
+            f"engine.ulysses_size={ulysses_size} does not divide num_attention_heads={num_heads}; on "
+            f"{num_ranks} ranks that share one copy of the model use {any_of(divisors(gcd(num_heads, num_ranks)))}"
         )

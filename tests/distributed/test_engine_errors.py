@@ -84,7 +84,8 @@ def folders(tmp_path_factory):
             "llama",
             2,
             {"ulysses_size": 2},
-            "engine.ulysses_size=2 does not divide num_attention_heads=3; use 1 or 3",
+            "engine.ulysses_size=2 does not divide num_attention_heads=3; on 2 ranks that share one copy of the "
+            "model use 1",
         ),
         (
             "qwen3",

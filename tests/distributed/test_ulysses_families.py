@@ -257,5 +257,8 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(run_ranks, 
     folder = tiny_folder("llama", tmp_path)
     with pytest.raises(RankError) as error:
         run_ranks(build, 2, str(folder), 2)
-    message = "ConfigError: engine.ulysses_size=2 does not divide num_attention_heads=3; use 1 or 3\n"
+    message = (
+        "ConfigError: engine.ulysses_size=2 does not divide num_attention_heads=3; on 2 ranks that share one copy "
+        "of the model use 1\n"
+    )
     assert str(error.value).count(message) == 2

@@ -86,6 +86,8 @@ def test_only_adapters_and_modules_to_save_are_trained_in_float32(folders):
         ("qwen3", {"target_modules": ["lm_head"]}, "lm_head is the output head, which gets no adapter; put it into "),
         ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "['q_proj'] leaves no layer of Llama"),
         ("llama", {"modules_to_save": ["score"]}, "modules_to_save: 'score' matches no module of LlamaForCausalLM"),
+        ("llama", {"modules_to_save": ["lmhead"]}, "with parameters; its modules have names such as lm_head"),
+        ("llama", {"modules_to_save": ["rotary_emb"]}, "'rotary_emb' matches no module of LlamaForCausalLM with"),
         ("llama", {"modules_to_save": ["layers"]}, "model.layers is a list of modules without a forward of its own; "
          "name its members (model.layers.0)"),
         ("llama", {"modules_to_save": ["mlp", "1.mlp.up_proj"]}, "model.layers.1.mlp.up_proj lies inside another"),

@@ -195,9 +195,12 @@ def test_heads_that_ranks_do_not_divide_are_refused(run_ranks):
     with pytest.raises(RankError, match=r"engine\.ulysses_size=2 does not divide the 3 query heads of this model's"):
         run_ranks(too_few_heads, 2)
     with pytest.raises(ConfigError) as error:
-        check_heads(12, 8)
-    assert str(error.value) == ("engine.ulysses_size=8 does not divide num_attention_heads=12; use 1, 2, 3, 4, 6 or 12")
-    check_heads(12, 6)
+        check_heads(12, 8, 16)
+    assert str(error.value) == (
+        "engine.ulysses_size=8 does not divide num_attention_heads=12; on 16 ranks that share one copy of the "
+        "model use 1, 2 or 4"
+    )
+    check_heads(12, 6, 6)
 
 
 def collectives_of_a_pass(folder, train):
