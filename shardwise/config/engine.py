@@ -141,8 +141,7 @@ class LayoutConfig(ComputeConfig):
     """Modules that compute in another dtype than param_dtype."""
     attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
     """Packed attention. auto: varlen (torch's own FlashAttention) on CUDA in half precision, else loop (scaled dot
-    product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3, the
-    latter a Hopper GPU."""
+    product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3."""
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
     """How fused experts are computed; null leaves the choice to transformers. Only for mixture-of-experts models."""
     apply_expert_patch: bool = False

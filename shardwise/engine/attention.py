@@ -54,8 +54,6 @@ class AttentionBackend:
         if self._implementation == "loop":
             return None
         problem = varlen_problem(query, value, sinks=sinks)
-        if problem is None and self._implementation == "flash_attention_3":
-            problem = _hopper_problem()
         if problem is None and softcap is not None and self._implementation in ("auto", "varlen"):
             problem = "soft-capped scores"
         if problem is None:
@@ -65,14 +63,6 @@ class AttentionBackend:
         raise ModelError(
             f"engine.attention_implementation={self._implementation} cannot compute {problem}; set it to auto or loop"
         )
-
-
-def _hopper_problem() -> str | None:
-    """What flash-attn-3, which is built for one generation of GPUs, cannot compute on the current one; None: it can."""
-    major, minor = torch.cuda.get_device_capability()
-    if major == 9:
-        return None
-    return f"tensors on a GPU of compute capability {major}.{minor}, but only on Hopper (9.0)"
 
 
 def _flash_kernel(implementation: str) -> PackedKernel:

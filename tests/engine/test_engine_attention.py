@@ -118,7 +118,7 @@ class OnCuda:
     is_cuda: bool = True
 
 
-BLACKWELL, HOPPER, AMPERE, TURING = (10, 0), (9, 0), (8, 0), (7, 5)
+AMPERE, TURING = (8, 0), (7, 5)
 PROBLEMS = {
     "tensors on a GPU older than Ampere": {"capability": TURING},
     "tensors on the CPU": {"query": OnCuda(is_cuda=False)},
@@ -137,7 +137,7 @@ def flash_modules(monkeypatch):
         module = ModuleType(name)
         module.flash_attn_varlen_func = partial(stand_in_flash, returns_tuple=name == "flash_attn_interface")
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: AMPERE)
 
 
 def stand_in_flash(
@@ -181,7 +181,7 @@ def test_kernel_is_used_where_it_can_and_refused_where_it_was_asked_for_and_cann
 ):
     backend = AttentionBackend(implementation, None)
     arguments = {"query": OnCuda(), "value": OnCuda(), "softcap": None, "sinks": None} | PROBLEMS.get(problem, {})
-    capability = arguments.pop("capability", HOPPER)
+    capability = arguments.pop("capability", AMPERE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     flash = implementation.startswith("flash")
     if problem is None or (flash and problem == "soft-capped scores"):
@@ -196,19 +196,6 @@ def test_kernel_is_used_where_it_can_and_refused_where_it_was_asked_for_and_cann
         assert str(error.value) == (
             f"engine.attention_implementation={implementation} cannot compute {problem}; set it to auto or loop"
         )
-
-
-@pytest.mark.parametrize("capability", [AMPERE, BLACKWELL])
-def test_flash_attention_3_is_refused_on_gpus_that_its_package_is_not_built_for(flash_modules, monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    for implementation in ("varlen", "flash_attention_2"):
-        assert AttentionBackend(implementation, None).kernel(OnCuda(), OnCuda(), softcap=None, sinks=None) is not None
-    with pytest.raises(ModelError) as error:
-        AttentionBackend("flash_attention_3", None).kernel(OnCuda(), OnCuda(), softcap=None, sinks=None)
-    assert str(error.value) == (
-        f"engine.attention_implementation=flash_attention_3 cannot compute tensors on a GPU of compute capability "
-        f"{capability[0]}.0, but only on Hopper (9.0); set it to auto or loop"
-    )
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
