@@ -1,5 +1,6 @@
 """The embedded engine on prompts with images, against transformers' own generate and forward."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -71,8 +72,18 @@ def whole(sample: Sample, token_ids: list[int]) -> Sample:
 
 @torch.no_grad()
 def assert_own_logprobs(model, sample: Sample, completion) -> None:
-    expected = reference_logprobs(model, whole(sample, completion.token_ids))[len(sample.token_ids) :]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+    """Within 1e-5 of the policy's in float64, or twice as far as transformers' own in float32: the recurrences of
+    qwen3_5 turn rounding into more on some prompts."""
+    seen = whole(sample, completion.token_ids)
+    exact, policy = seen, deepcopy(model).double()
+    policy.set_experts_implementation("eager")  # grouped products have no float64
+    if seen.images is not None:
+        exact = replace(seen, images=replace(seen.images, pixel_values=seen.images.pixel_values.double()))
+    rounded = reference_logprobs(model, seen)[len(sample.token_ids) :]
+    expected = reference_logprobs(policy, exact)[len(sample.token_ids) :]
+    bound = max(1e-5, 2 * float((rounded - expected).abs().max()))
+    assert bound < 2e-4
+    torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected.double(), atol=bound, rtol=1e-5)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
