@@ -92,6 +92,29 @@ class Precision:
         return self._compute if name is None else getattr(torch, name)
 
 
+def emulated_dtype(dtype: torch.dtype) -> str | None:
+    """A sentence about layers that compute in `dtype` on a CPU without instructions for it, None where there are some
+    or an accelerator computes. No error: so few tokens may be computed that it does not matter.
+
+    On a CPU with AVX2 alone products of 512 x 512 in bfloat16 take 5 times as long as in float32, and their gradients
+    22 times.
+    """
+    if torch.accelerator.is_available() or dtype == torch.float32:
+        return None
+    mkldnn = torch.ops.mkldnn
+    has_instructions = {
+        torch.bfloat16: mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: mkldnn._is_mkldnn_fp16_supported,
+    }
+    if torch.backends.mkldnn.is_available() and has_instructions[dtype]():
+        return None
+    name, processor = str(dtype).removeprefix("torch."), torch.backends.cpu.get_cpu_capability()
+    return (
+        f"param_dtype={name}: this processor ({processor}) has no instructions for {name} and takes many times as long "
+        "as in float32; set param_dtype=float32"
+    )
+
+
 def _matches(path: str, pattern: str) -> bool:
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

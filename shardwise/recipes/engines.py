@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
+from shardwise.engine.precision import emulated_dtype
 from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.losses import LossKind
 from shardwise.recipes.sampled_tokens import require_sampled
@@ -161,6 +163,8 @@ def build_engine(
     """
     if optimizer is not None and (doubt := missed_peak(optimizer, total_steps, key=optimizer_key)):
         print(f"warning: {doubt}", file=sys.stderr, flush=True)
+    if doubt := emulated_dtype(getattr(torch, layout.param_dtype)):
+        print(f"warning: {role}: {doubt}", file=sys.stderr, flush=True)
     built = group.call(
         "build_engine",
         role,

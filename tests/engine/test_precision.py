@@ -9,7 +9,7 @@ from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.freeze import freeze
 from shardwise.engine.model import build_on_meta
-from shardwise.engine.precision import Precision
+from shardwise.engine.precision import Precision, emulated_dtype
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
@@ -232,3 +232,23 @@ def uncast_inputs(folder, cast):
 def test_inputs_come_as_they_are_where_they_are_not_cast(run_ranks, folder, cast):
     [seen] = run_ranks(uncast_inputs, 1, str(folder), cast)
     assert seen == [(BF16 if cast else F32, BF16)]
+
+
+@pytest.mark.parametrize(("capability", "is_told"), [("AVX2", True), ("AVX512", False)])
+def test_a_processor_without_instructions_for_a_dtype_is_told(monkeypatch, capability, is_told):
+    for dtype in ("bf16", "fp16"):
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported", lambda: not is_told)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert emulated_dtype(F32) is None
+    for dtype, name in ((BF16, "bfloat16"), (F16, "float16")):
+        expected = (
+            f"param_dtype={name}: this processor ({capability}) has no instructions for {name} and takes many times as "
+            "long as in float32; set param_dtype=float32"
+        )
+        assert emulated_dtype(dtype) == (expected if is_told else None)
+
+
+def test_on_an_accelerator_no_processor_is_looked_at(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert emulated_dtype(BF16) is None
