@@ -9,7 +9,7 @@ AGENTS_VENV := .venv-agents
 # The tests start hundreds of processes: what they import is compiled once, whatever the shell has set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install quickstart test test-full test-faults test-vllm test-agents test-learning gpu-test models check format docs clean
+.PHONY: install quickstart test test-quickstart test-full test-faults test-vllm test-agents test-learning gpu-test models check format docs clean
 
 install: $(VENV)/installed
 
@@ -27,6 +27,10 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest -m 'not full and not alone' -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not full and alone'
+
+# The quickstart as a newcomer runs it, whole, and how much its policy has learnt.
+test-quickstart: install
+	$(BIN)/python -m pytest -m '' tests/e2e/test_quickstart_end_to_end.py
 
 # Every combination of layouts and memory options, where `make test` takes every pair; 8-bit AdamW with torchao, which every
 # process that imports peft would import too.

@@ -70,7 +70,10 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("by", "message"), [("python", "MemoryError"), ("torch", ".*can't allocate memory.*")])
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [pytest.param("python", "MemoryError", marks=pytest.mark.full), ("torch", ".*can't allocate memory.*")],
+)
 def test_f13_a_rank_that_asks_for_more_than_its_limit_is_told_with_what_it_held(monkeypatch, capfd, by, message):
     monkeypatch.setattr(memory, "_SECONDS_BETWEEN", 0.1)
     assert launch([sys.executable, "-c", LIMITED, by], nproc=2) == 1

@@ -109,7 +109,7 @@ def assert_values(found, expected, *, atol, rtol=0.0):
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("head", CLASSES)
 @pytest.mark.parametrize("family", HEADED)
 def test_an_exported_head_gives_transformers_the_values_of_the_engine(run_ranks, tmp_path, family, head, world_size):

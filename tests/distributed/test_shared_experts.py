@@ -96,6 +96,7 @@ WITH_MUON = [(name, "muon") for name in ("3 experts for 2 ranks", "two replicas"
 REPEATED = {
     "two parts of 4 ranks",
     "1 expert for 2 ranks",
+    "with sequences shared by the same ranks",
     "each expert's weights kept",
     "kept over 2 ranks",
     "compiled",

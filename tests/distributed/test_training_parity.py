@@ -81,11 +81,11 @@ def family_run(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("world_size", "engine_config", "max_tokens"),
     [
-        (1, {}, 64),
+        pytest.param(1, {}, 64, marks=pytest.mark.full),
         (2, {}, 24),
         (4, {}, 20),
         (4, {"fsdp_size": 2}, 20),
-        (2, {"reshard_after_forward": False}, 64),
+        pytest.param(2, {"reshard_after_forward": False}, 64, marks=pytest.mark.full),
     ],
     ids=["1-rank", "2-ranks", "4-ranks", "hsdp-2x2", "keep-gathered"],
 )

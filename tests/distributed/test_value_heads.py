@@ -108,7 +108,10 @@ def regression_losses(folder, layout):
     return losses
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="full", marks=pytest.mark.full), pytest.param({"lora": {"rank": 4}}, id="lora")],
+)
 def test_a_critic_learns_the_same_on_shared_sequences(run_ranks, backbone, options):
     """With adapters too: its head, which starts at random, is trained whole."""
     (alone,) = run_ranks(regression_losses, 1, str(backbone), options)

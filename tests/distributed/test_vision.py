@@ -153,7 +153,7 @@ def test_packs_with_few_images_give_what_one_rank_gives(run_ranks, folder, famil
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"freeze_module_prefix": [TOWER]}, id="frozen tower"),
+        pytest.param({"freeze_module_prefix": [TOWER]}, id="frozen tower", marks=pytest.mark.full),
         pytest.param({"activation_checkpointing": "full", "reduce_gradients": "last_micro_batch"}, id="checkpointing"),
         pytest.param({"lora": LoraConfig(rank=4)}, id="adapters on the tower"),
         pytest.param({"lora": LoraConfig(rank=4, quantize_base="nf4")}, id="4 bits", marks=pytest.mark.full),

@@ -1,6 +1,7 @@
 """`shardwise preference`, `reward-model` and `distill` as a user runs them."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def options(assets, train, held_out, output_dir, **extra) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize(
+    "loss", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("ipo", "simpo")), "orpo", "kto"]
+)
 def test_the_loss_on_held_out_rows_falls(assets, files, command, metrics_of, tmp_path, loss):
     sides = ("labelled_train", "labelled_validation") if loss == "kto" else ("pairs_train", "pairs_validation")
     train, held_out = (getattr(files, name) for name in sides)
@@ -68,15 +71,23 @@ def test_every_way_to_the_reference_gives_the_same_steps(assets, files, command,
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
+LAYOUTS = {
+    "fsdp": ([], "engine.ulysses_size=1"),
+    "ulysses": ([], "engine.ulysses_size=2"),
+    "lora": (["engine.lora.rank=4"], "engine.ulysses_size=1"),
+}
+COVERING = {("preference", "ulysses"), ("preference", "lora"), ("reward-model", "fsdp")}
+
+
 @pytest.mark.parametrize(
-    ("shared", "layout"),
-    [([], "engine.ulysses_size=1"), ([], "engine.ulysses_size=2"), (["engine.lora.rank=4"], "engine.ulysses_size=1")],
-    ids=["fsdp", "ulysses", "lora"],
+    ("recipe", "name"),
+    [
+        pytest.param(*cell, marks=() if cell in COVERING else pytest.mark.full)
+        for cell in product(("preference", "reward-model"), LAYOUTS)
+    ],
 )
-@pytest.mark.parametrize("recipe", ["preference", "reward-model"])
-def test_two_ranks_make_the_same_steps_as_one(
-    assets, files, command, job, metrics_of, tmp_path, recipe, shared, layout
-):
+def test_two_ranks_make_the_same_steps_as_one(assets, files, command, job, metrics_of, tmp_path, recipe, name):
+    shared, layout = LAYOUTS[name]
     one = command(recipe, *options(assets, files.pairs_train, files.pairs_validation, tmp_path / "one"), *shared)
     arguments = options(assets, files.pairs_train, files.pairs_validation, tmp_path / "two")
     two = job(2, recipe, *arguments, *shared, layout)

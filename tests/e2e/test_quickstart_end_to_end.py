@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FILES = ("config.yaml", "metrics.jsonl", "performance.jsonl", "samples.jsonl", "tensorboard", "sft/metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.alone
 def test_reinforcement_learning_adds_15_points_on_two_ranks_in_six_minutes(shell, tmp_path):
     folder = tmp_path / "quickstart"

@@ -132,7 +132,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in ("kl in the loss", "rloo") else ()) for name in VARIANTS],
+)
 def test_settings_of_the_algorithm_change_what_they_should(two_ranks, assets, command, metrics_of, tmp_path, name):
     """The first rollout is the same in all of them; what is made of it is not."""
     done = command("rl", *options(assets, tmp_path / "run"), *VARIANTS[name], "trainer.total_steps=2")

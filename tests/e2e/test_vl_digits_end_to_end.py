@@ -87,6 +87,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.full
 def test_rewards_for_answers_to_pictures_rise(command, folder, tmp_path, metrics_of):
     """Every row is asked once, so no picture is known. To answer in digits is enough here; reading itself takes
     minutes: make test-full."""
@@ -161,8 +162,13 @@ BAD_PICTURES = {
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize("recipe", ["sft", "rl"])
-@pytest.mark.parametrize("kind", BAD_PICTURES)
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        *(("sft", kind) for kind in BAD_PICTURES),
+        *(pytest.param("rl", kind, marks=() if kind == "half" else pytest.mark.full) for kind in BAD_PICTURES),
+    ],
+)
 def test_a_bad_picture_ends_the_run_in_one_line_without_a_step(command, folder, tmp_path, recipe, kind):
     spoil, reason = BAD_PICTURES[kind]
     rows = two_rows(folder, tmp_path)

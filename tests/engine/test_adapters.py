@@ -36,8 +36,8 @@ CASES = [
 ]
 """Family, variant, with modules to save. Dimensions of llama and gpt2 divide by neither 2 nor 4 ranks everywhere."""
 FAMILIES = sorted({family for family, _, _ in CASES})
-ON_FOUR_RANKS = [("lora", (4, 2)), ("dora", (4, None)), ("experts", (4, None))]
-"""Variant, and ranks and fsdp_size; with others only in `make test-full`."""
+OTHERS = [("conv1d", (1, None)), ("lora", (4, 2)), ("dora", (4, None)), ("experts", (4, None))]
+"""Than two ranks: variant, and ranks and fsdp_size. All in `make test-full`."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
 @pytest.mark.parametrize(
     ("family", "variant", "saves", "world_size", "fsdp_size"),
     [
-        pytest.param(*case, *sizes, marks=() if sizes[0] < 4 or (case[1], sizes) in ON_FOUR_RANKS else pytest.mark.full)
+        pytest.param(*case, *sizes, marks=() if sizes[0] == 2 or (case[1], sizes) in OTHERS else pytest.mark.full)
         for case in CASES
         for sizes in [(1, None), (2, None), (4, None), (4, 2)]
     ],
@@ -129,7 +129,9 @@ def initial(folder, lora, seed, *, fsdp_size=None, checkpointed=False):
     return dict(adapter_weights(model, torch.float32)), dict(full_weights(model, torch.float32)), logits(model)
 
 
-@pytest.mark.parametrize(("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("gpt2", "dora")])
+@pytest.mark.parametrize(
+    ("family", "variant"), [pytest.param("llama", "lora", marks=pytest.mark.full), ("llama", "dora"), ("gpt2", "dora")]
+)
 def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(run_ranks, folders, family, variant):
     lora = lora_of(family, variant, saves=True)
     [(adapter, merged, first_logits)] = run_ranks(initial, 1, folders[family], lora, 5)

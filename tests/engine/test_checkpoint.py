@@ -103,7 +103,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("foreach", "frozen") else ()) for kind in KINDS]
+)
 def test_training_goes_on_bitwise(run_ranks, tmp_path, kind):
     engine, optimizer = KINDS[kind]
     folder, state = str(tiny_folder("llama", tmp_path / "model")), str(tmp_path / "state")
@@ -243,8 +245,11 @@ EXPERTS = {
 }
 """Of a mixture of 4 experts, which some ranks share."""
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
-REPEATED = [("4 to 1", "adamw"), ("ulysses to 2", "adamw"), ("2x2 to 4", "adamw"), ("2x2 to 4", "adamw_cpu")]
-EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1"]
+REPEATED = [
+    *((name, "adamw") for name in ("4 to 1", "ulysses to 2", "2x2 to 4", "replicas to 2")),
+    *(("2x2 to 4", "adamw_cpu"), ("1 to 2", "muon")),
+]
+EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1", "shared to 2"]
 """What other cells have the parts of: only in `make test-full`."""
 
 

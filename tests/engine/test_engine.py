@@ -269,7 +269,10 @@ def reduced_gradients(folder, engine_config):
     return results
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, {}), (4, {"fsdp_size": 2})], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(2, {}, id="fsdp", marks=pytest.mark.full), pytest.param(4, {"fsdp_size": 2}, id="hsdp")],
+)
 def test_gradients_reduced_once_a_step_equal_those_reduced_every_micro_batch(run_ranks, folder, world_size, layout):
     """Three units (two layers and the root): a reduction of each after every micro-batch, or after the last. Replicas
     are summed once a step either way."""

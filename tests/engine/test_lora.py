@@ -255,7 +255,9 @@ def reference_and_back(folder, lora, dtype, fsdp_size):
     return before, without, logits(model)
 
 
-@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "fsdp_size"), [pytest.param(1, None, marks=pytest.mark.full), (2, None), (4, 2)]
+)
 @pytest.mark.parametrize(
     ("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora"), ("gpt2", "dora")]
 )

@@ -56,7 +56,13 @@ def train_with_trips(folder, trips, options):
     return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}, logprobs, away
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="resharded", marks=pytest.mark.full),
+        pytest.param({"reshard_after_forward": False}, id="kept"),
+    ],
+)
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])
 def test_training_with_trips_to_the_host_gives_the_same_bits(run_ranks, tmp_path, part, options):
     """Each part leaves on its own, the others stay where they are."""
