@@ -18,7 +18,13 @@ _TOO_LARGE = 1 << 63
 class Config(BaseModel):
     """A node of the config tree. The YAML file is exactly this tree; a string under a field is its description."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        defer_build=True,  # of a hundred classes a command reads one tree, and --help none
+    )
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Self:
