@@ -358,8 +358,6 @@ def _render(
     add_generation_prompt: bool,
     tools: Sequence[ToolSchema] = (),
 ) -> str:
-    import jinja2
-
     if tokenizer.chat_template is None:
         raise DataError(
             f"{origin}: the tokenizer has no chat template; set data.apply_chat_template=false to train on plain text, "
@@ -373,7 +371,7 @@ def _render(
             add_generation_prompt=add_generation_prompt,
             return_dict=False,
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # what a template does with values of the messages may raise anything
         raise DataError(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"

@@ -342,6 +342,18 @@ def test_template_that_refuses_the_messages_names_the_row(tokenizer):
         prompt_text(tokenizer, "hi")
 
 
+def test_values_that_a_template_cannot_write_name_the_row(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + m.content + (m.name or '') }}{% for c in m.tool_calls or [] %}"
+        "{% for key, value in c.function.arguments | items %}{{ key }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"^row: the chat template refuses the messages \(can only concatenate str"):
+        prompt_text(tokenizer, [{"role": "user", "content": "hi", "name": 3}])
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": [1]}}]}
+    with pytest.raises(DataError, match=r"^row: the chat template refuses the messages \(Can only get item pairs"):
+        render_conversation(tokenizer, [{"role": "user", "content": "hi"}, called], "row")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
