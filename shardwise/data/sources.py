@@ -188,10 +188,12 @@ def _find(values: dict[str, Any], path: str, absent: Any = None) -> Any:
 
 def _plain(value: Any, place: str) -> Any:
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float():
             return value
+        case str():
+            return _whole_text(value, place)
         case dict():
-            return {str(key): _plain(inner, place) for key, inner in value.items()}
+            return {_whole_text(str(key), place): _plain(inner, place) for key, inner in value.items()}
         case list() | tuple():
             return [_plain(inner, place) for inner in value]
         case datetime.date() | datetime.time():
@@ -208,6 +210,17 @@ def _plain(value: Any, place: str) -> Any:
                 f"{place} holds {describe_type(value)}, which JSON cannot represent: {preview(value)}; "
                 "store text, numbers, lists or objects"
             )
+
+
+def _whole_text(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape what no file, tokenizer or terminal takes
+        near = text[max(0, error.start - 20) : error.start + 20]
+        raise DataError(
+            f"{place} holds half a surrogate pair, which is no character: {near!a}; fix or remove the row"
+        ) from None
+    return text
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:

@@ -199,6 +199,17 @@ def test_cells_that_are_no_strings_are_refused_with_their_value(cell, what):
     assert str(error.value) == f'train.jsonl line 412: column "answer" is {what}'
 
 
+@pytest.mark.parametrize("cell", ["a\ud83d", ["b", {"c": "a\ud83d"}], {"a\ud83d": 1}])
+def test_half_a_surrogate_pair_is_refused_with_its_row_and_column(cell):
+    with pytest.raises(DataError) as error:
+        get_column(row(answer=cell), "answer")
+    assert str(error.value) == (
+        'train.jsonl line 412: column "answer" holds half a surrogate pair, which is no character: '
+        "'a\\ud83d'; fix or remove the row"
+    )
+    assert get_column(row(answer="a\U0001f600"), "answer") == "a\U0001f600"
+
+
 def test_preview_is_cut_to_80_characters():
     assert preview("x" * 78) == '"' + "x" * 78 + '"'
     assert preview("x" * 79) == '"' + "x" * 76 + "..."
