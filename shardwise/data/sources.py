@@ -258,7 +258,7 @@ def _iterate_jsonl(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]
                 continue
             try:
                 values = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{origin}: not valid JSON ({error}): {preview(text.strip())}") from None
             if not isinstance(values, dict):
                 raise DataError(

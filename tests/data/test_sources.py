@@ -78,6 +78,7 @@ def test_origins_tell_files_of_one_name_apart_and_do_not_depend_on_where_the_fol
         (b'{"a": 1}\n{"a": \n', r"bad\.jsonl line 2: not valid JSON \(.*\): \"\{\\\"a\\\":\""),
         (b'{"a": 1}\n[1, 2]\n', r"bad\.jsonl line 2: the line is a list, expected one object a line: \[1, 2\]"),
         (b'{"a": 1}\n{"a": "\xff"}\n', r"bad\.jsonl line 2: byte 8 of the line \(0xff\) is not utf-8"),
+        (b'{"a": 1}\n' + b"[" * 100_000, r"bad\.jsonl line 2: not valid JSON \(maximum recursion depth"),
         (b"", r"bad\.jsonl is empty"),
         (b"\n \n", r"bad\.jsonl is empty"),
     ],
