@@ -1,6 +1,5 @@
 """The reward of a completion: the weighted sum of what functions and judges say, under one policy for failures."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -16,6 +15,7 @@ from shardwise.config import (
 from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, describe_error, load_function
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
+from shardwise.rewards.worker import finite_number, finite_numbers
 
 
 class Rewards:
@@ -201,10 +201,12 @@ class CustomRewards:
             failure = f"returned a {type(value).__name__}, expected a RewardResult"
         elif value.failure is not None:
             failure = value.failure
-        elif not isinstance(value.score, int | float) or not math.isfinite(value.score):
+        elif not isinstance(value.parts, dict):
+            failure = f"returned parts that are a {type(value.parts).__name__}, expected a dict"
+        elif (score := finite_number(value.score)) is None:
             failure = f"returned the score {value.score!r}, expected a finite number"
         else:
-            return value
+            return RewardResult(score=score, parts=finite_numbers(value.parts))
         return RewardResult(score=self._config.failure_value, failure=failure)
 
 

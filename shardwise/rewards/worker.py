@@ -18,7 +18,7 @@ import numbers
 import os
 import reprlib
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.config import ConfigError
@@ -98,16 +98,22 @@ def read_score(returned: Any) -> dict[str, Any]:
             keys = one_line(", ".join(map(str, returned)))
             return {"failure": f'returned a dict without "score" (its keys: {keys or "none"})'}
         score = returned["score"]
-        numbers_by_name = {str(key): _finite(value) for key, value in returned.items() if key != "score"}
-        parts = {key: number for key, number in numbers_by_name.items() if number is not None}
-    number = _finite(score)
+        parts = finite_numbers({key: value for key, value in returned.items() if key != "score"})
+    number = finite_number(score)
     if number is None:
         where = ' as "score"' if isinstance(returned, dict) else ""
         return {"failure": f'returned {_show(score)}{where}, expected a finite number or a dict with a finite "score"'}
     return {"score": number, "parts": parts}
 
 
-def _finite(value: Any) -> float | None:
+def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Those of the values that are finite numbers."""
+    numbers_by_name = {str(name): finite_number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers_by_name.items() if number is not None}
+
+
+def finite_number(value: Any) -> float | None:
+    """The value as one, bool and numpy scalars too; None where it is none."""
     # numpy's bool and torch's 0-d tensors are numbers only through item().
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         value = value.item()

@@ -2,6 +2,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardwise.config import ConfigError, RewardConfig, RewardError
@@ -136,6 +137,7 @@ def test_a_manager_of_the_users_scores_and_is_closed():
         ([1.0] * 4, "failed for row a.jsonl:0: returned a float, expected a RewardResult"),
         ([None] * 4, "failed for row a.jsonl:0: returned a NoneType, expected a RewardResult"),
         ([RewardResult(score=math.nan)] * 4, "row a.jsonl:0: returned the score nan, expected a finite number"),
+        ([RewardResult(score=1.0, parts=None)] * 4, "a.jsonl:0: returned parts that are a NoneType, expected a dict"),
         ([RewardResult(score="1")] * 4, "row a.jsonl:0: returned the score '1', expected a finite number"),
     ],
 )  # fmt: skip
@@ -150,8 +152,16 @@ def test_f43_not_a_number_from_a_manager_goes_by_the_policy():
     good, bad = RewardResult(score=1.0), RewardResult(score=math.inf)
     with custom(lambda jobs: [good, bad], on_failure="value", failure_value=-1) as rewards:
         results = rewards.score(jobs("a", "b"))
-    assert results[0] is good
+    assert results[0] == good
     assert (results[1].score, results[1].failure) == (-1.0, "returned the score inf, expected a finite number")
+
+
+def test_f43_numpy_numbers_of_a_manager_count_and_parts_that_are_none_are_left_out():
+    parts = {"acc": np.bool_(True), "margin": np.float32(0.5), "note": "good", "unknown": None, "far": math.inf}
+    with custom(lambda jobs: [RewardResult(score=np.float32(2.5), parts=parts)]) as rewards:
+        (result,) = rewards.score(jobs("a"))
+    assert result == RewardResult(score=2.5, parts={"acc": 1.0, "margin": 0.5})
+    assert {type(number) for number in (result.score, *result.parts.values())} == {float}
 
 
 def test_a_manager_that_raises_is_named_with_its_line():
