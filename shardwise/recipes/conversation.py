@@ -120,7 +120,10 @@ class Conversation:
         self._completion = with_turn(with_observation(self._completion, asked.observed), turn)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         message = chat_format.read_turn(
-            text, self.num_turns, call_format=self._call_format if asked.reads_calls else None
+            text,
+            self.num_turns,
+            call_format=self._call_format if asked.reads_calls else None,
+            tools=self._tools,
         )
         new = asked.messages[len(self._messages) :] if self._turns else []
         self._said += [*new, {"role": "assistant", "content": text}]

@@ -37,6 +37,7 @@ def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[
                 tool_timeout_seconds=config.tool_timeout_seconds,
                 max_calls_per_turn=config.max_calls_per_turn,
                 max_result_chars=config.max_result_chars,
+                schemas=list(tool_schemas(config).values()),
             )
 
 

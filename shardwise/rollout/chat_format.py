@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from shardwise.rollout.tool_calls import FORMATS
+from shardwise.rollout.tool_calls import FORMATS, Tools
 from shardwise.types import GenerateRequest
 
 MODEL = "policy"
@@ -178,14 +178,15 @@ class ChatAnswer:
     """Of the tokens, in nats."""
 
 
-def read_turn(text: str, number: int, *, call_format: str | None) -> Message:
+def read_turn(text: str, number: int, *, call_format: str | None, tools: Tools = ()) -> Message:
     """What the policy said, as a plain message. Where a call cannot be read, all of it is text.
 
     Args:
         number: of the turn, in the ids of its calls.
         call_format: one of tool_calls.FORMATS; None reads no calls.
+        tools: of the request.
     """
-    calls = [] if call_format is None else FORMATS[call_format](text)
+    calls = [] if call_format is None else FORMATS[call_format](text, tools)
     if not calls or any(call.error is not None for call in calls):
         return {"role": "assistant", "content": text}
     tool_calls = [

@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+
 _UNREADABLE = (ValueError, RecursionError)  # no JSON, or an integer too long, or nested too deeply, for Python
 
 
@@ -24,7 +27,7 @@ class ToolCall:
     error: str | None = None
 
 
-def hermes_calls(text: str) -> list[ToolCall]:
+def hermes_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """Calls as Hermes, Qwen2.5 and Qwen3 write them, in order.
 
     Example: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`
@@ -32,16 +35,18 @@ def hermes_calls(text: str) -> list[ToolCall]:
     return [_hermes_call(block) for block in _BLOCK.findall(text)]
 
 
-def qwen_calls(text: str) -> list[ToolCall]:
-    """Calls as Qwen3-Coder writes them, in order. Values are read as JSON where they are JSON, else as text.
+def qwen_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
+    """Calls as Qwen3-Coder writes them, in order. Values are read as JSON where they are JSON, else as text; those of
+    parameters that are strings, as `tools` say, are text.
 
     Example: `<tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>`
     """
-    return [call for block in _BLOCK.findall(text) for call in _qwen_calls(block)]
+    parameters = _parameters(tools)
+    return [call for block in _BLOCK.findall(text) for call in _qwen_calls(block, parameters)]
 
 
-FORMATS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
-"""By name: the text of a turn -> the calls in it."""
+FORMATS: Mapping[str, Callable[[str, Tools], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
+"""By name: the text of a turn, and the tools that may be called -> the calls in it."""
 TAGS: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
@@ -60,15 +65,31 @@ def _hermes_call(block: str) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def _qwen_calls(block: str) -> Iterator[ToolCall]:
+def _parameters(tools: Tools) -> dict[tuple[str, str], Any]:
+    """(name of a tool, name of a parameter) -> its schema."""
+    found: dict[tuple[str, str], Any] = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
+                found |= {(name, parameter): schema for parameter, schema in properties.items()}
+    return found
+
+
+def _qwen_calls(block: str, parameters: Mapping[tuple[str, str], Any]) -> Iterator[ToolCall]:
     functions = _FUNCTION.findall(block)
     if not functions:
         yield ToolCall(error="the tool call is not of the form <function=name>...</function>")
     for name, body in functions:
-        yield ToolCall(name=name, arguments={key: _value(text) for key, text in _PARAMETER.findall(body)})
+        given = _PARAMETER.findall(body)
+        yield ToolCall(name=name, arguments={key: _value(text, parameters.get((name, key))) for key, text in given})
 
 
-def _value(text: str) -> Any:
+def _value(text: str, schema: Any) -> Any:
+    match schema:
+        case {"type": "string", "nullable": True} if text == "null":
+            return None
+        case {"type": "string"}:
+            return text
     try:
         return json.loads(text)
     except _UNREADABLE:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from shardwise.config import error_text
 from shardwise.rollout.environment import Messages
 from shardwise.rollout.timed_calls import USER_ERRORS, Deadline, call_in_time
-from shardwise.rollout.tool_calls import FORMATS, ToolCall
+from shardwise.rollout.tool_calls import FORMATS, ToolCall, Tools
 from shardwise.types import Example
 
 
@@ -32,6 +32,7 @@ class ToolEnvironment:
         tool_timeout_seconds: float,
         max_calls_per_turn: int,
         max_result_chars: int,
+        schemas: Tools = (),
     ) -> None:
         """
         Args:
@@ -40,10 +41,12 @@ class ToolEnvironment:
             tool_timeout_seconds: of one call.
             max_calls_per_turn: further ones are answered with an error.
             max_result_chars: what is beyond is cut off.
+            schemas: of the functions; the format qwen needs them to tell text from JSON.
         """
         self._functions = functions
         self._offered = set(functions)
         self._read = FORMATS[call_format]
+        self._schemas = schemas
         self._seconds = tool_timeout_seconds
         self._max_calls = max_calls_per_turn
         self._max_chars = max_result_chars
@@ -58,7 +61,7 @@ class ToolEnvironment:
         too_many = f"too many calls in one turn, at most {self._max_calls}"
         calls = [
             call if number < self._max_calls else replace(call, error=too_many)
-            for number, call in enumerate(self._read(response))
+            for number, call in enumerate(self._read(response, self._schemas))
         ]
         results = await asyncio.gather(*map(self._answer, calls))
         self._num_calls += len(calls)

@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture
 def begin(tokenizer):
-    def make(*, max_tokens=200, max_prompt_tokens=60, max_turns=4, **sampling):
+    def make(*, max_tokens=200, max_prompt_tokens=60, max_turns=4, call_format="hermes", **sampling):
         request = GenerateRequest(
             uid="step 1/0/row/2",
             prompt_ids=[1],
@@ -30,7 +30,7 @@ def begin(tokenizer):
             **{"temperature": 0.7, "stop": ["#"], "seed": 5} | sampling,
         )
         return Conversation(
-            tokenizer, request, Limits(max_prompt_tokens, max_turns, longest_token(tokenizer)), call_format="hermes"
+            tokenizer, request, Limits(max_prompt_tokens, max_turns, longest_token(tokenizer)), call_format=call_format
         )
 
     return make
@@ -122,6 +122,14 @@ def test_calls_are_told_as_calls_and_recognized_however_they_are_written(begin, 
     _, asked = say(conversation, tokenizer, "5", USER, echoed | {"refusal": None}, result, tools=TOOLS)
     assert tokenizer.decode(asked.prompt_ids).endswith(f"{text}<|end|><|tool|>5<|end|><|assistant|>")
     assert conversation.episode(row(), Answer(), version=0).said[0] == {"role": "assistant", "content": text}
+
+
+def test_calls_are_read_by_the_schemas_of_the_request(begin, tokenizer):
+    put = {"name": "put", "parameters": {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}}
+    text = "<tool_call><function=put><parameter=text>5</parameter><parameter=n>5</parameter></function></tool_call>"
+    tools = [{"type": "function", "function": put}]
+    message, _ = say(begin(call_format="qwen"), tokenizer, text, USER, tools=tools)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "5", "n": 5}
 
 
 @pytest.mark.parametrize(

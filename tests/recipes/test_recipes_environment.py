@@ -82,6 +82,15 @@ class Adder:
     def __init__(self, a: int): ...
 
 
+def shout(text: str) -> str:
+    """Shouts.
+
+    Args:
+        text: What.
+    """
+    return f"{text}!"
+
+
 def steps(a: int):
     """Adds up.
 
@@ -155,6 +164,13 @@ def test_tools_are_described_by_their_hints_and_docstrings_and_called_by_name():
     made = load_environment(tools("add", call_format="qwen", max_result_chars=9))()
     assert answer_of(made, "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>") == "5"
     assert tool_schemas(None) == {}
+
+
+def test_a_tool_that_takes_text_is_given_text_that_reads_as_json():
+    made = load_environment(tools("shout", call_format="qwen"))()
+    for text in ("5", "null", '{"a": 1}', "so"):
+        call = f"<tool_call><function=shout><parameter=text>{text}</parameter></function></tool_call>"
+        assert answer_of(made, call) == f"{text}!"
 
 
 def answer_of(made, text):

@@ -59,6 +59,18 @@ def test_qwen_calls_read_values_as_json_where_they_are():
     assert "<function=name>" in call.error
 
 
+def test_qwen_values_of_parameters_that_are_strings_are_text():
+    properties = {"text": {"type": "string"}, "note": {"type": "string", "nullable": True}, "n": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "put", "parameters": {"properties": properties}}}]
+    written = {"text": '{"a": 1}', "note": "5", "n": "5", "else": "5"}
+    body = "".join(f"<parameter={key}>{value}</parameter>" for key, value in written.items())
+    (call,) = qwen_calls(f"<tool_call><function=put>{body}</function></tool_call>", tools)
+    assert call.arguments == {"text": '{"a": 1}', "note": "5", "n": 5, "else": 5}
+    text = "<tool_call><function=put><parameter=text>null</parameter><parameter=note>null</parameter>"
+    assert qwen_calls(text, tools)[0].arguments == {"text": "null", "note": None}
+    assert qwen_calls(text, [{"function": {"name": "put", "parameters": {"properties": {"text": True}}}}, {}])
+
+
 @pytest.mark.parametrize("value", ["7" * 5000, "[" * 100_000])
 def test_a_qwen_value_beyond_what_python_reads_as_json_is_text(value):
     text = f"<tool_call><function=a><parameter=b>{value}</parameter></function></tool_call>"
