@@ -96,6 +96,8 @@ def read_request(body: Any) -> ChatRequest:
     Raises:
         ApiError: not of the form, or something that is not offered; says what is.
     """
+    if isinstance(body, dict):  # some clients send all that they know, null where nothing is set
+        body = {name: value for name, value in body.items() if value is not None}
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:

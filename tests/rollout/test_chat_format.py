@@ -30,6 +30,8 @@ def test_what_clients_send_unasked_is_taken():
             frequency_penalty=0.0,
             presence_penalty=0,
             top_logprobs=None,
+            seed=None,
+            logit_bias=None,
             parallel_tool_calls=True,
             response_format={"type": "text"},
             user="me",
