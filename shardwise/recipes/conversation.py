@@ -71,6 +71,7 @@ class Conversation:
         self._prompt: list[Message] = []
         self._prompt_ids: list[int] = []
         self._completion = empty_completion()
+        self._last_turn_start = 0
         self._messages: list[Message] = []
         self._said: list[Message] = []
         self._turns: list[str] = []
@@ -117,7 +118,8 @@ class Conversation:
         """Answers what was asked last."""
         asked = self._asked
         assert asked is not None
-        self._completion = with_turn(with_observation(self._completion, asked.observed), turn)
+        before = with_observation(self._completion, asked.observed)
+        self._completion, self._last_turn_start = with_turn(before, turn), len(before.token_ids)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         message = chat_format.read_turn(
             text,
@@ -170,7 +172,14 @@ class Conversation:
             prompt=self._tokenizer.decode(self._prompt_ids),
             messages=self._prompt,
         )
-        return Episode(example, completion, turns=self._turns, said=self._said, outcome=outcome)
+        return Episode(
+            example,
+            completion,
+            turns=self._turns,
+            said=self._said,
+            outcome=outcome,
+            last_turn_start=self._last_turn_start,
+        )
 
     def _repeats(self, messages: list[Message]) -> bool:
         assert self._asked is not None

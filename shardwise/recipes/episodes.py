@@ -28,6 +28,8 @@ class Episode:
     """Messages after the prompt: turns, and what the environment answered."""
     outcome: Answer | None = None
     """What the environment makes of it; None where there is none."""
+    last_turn_start: int = 0
+    """Which of the completion's tokens begins the last turn. What was said before it need not have any tokens."""
 
     @property
     def last_turn(self) -> str:
@@ -37,11 +39,7 @@ class Episode:
     @property
     def ids_before_last_turn(self) -> list[int]:
         """The completion's tokens that the last turn answers: earlier turns, and what the environment said."""
-        completion = self.completion
-        if completion.is_sampled is None or all(completion.is_sampled):
-            return []
-        num_before = len(completion.is_sampled) - completion.is_sampled[::-1].index(False)
-        return completion.token_ids[:num_before]
+        return self.completion.token_ids[: self.last_turn_start]
 
 
 @dataclass(slots=True)
@@ -175,6 +173,7 @@ class Episodes:
 
     def _take_turn(self, game: _Game, turn: Completion) -> None:
         episode = game.episode
+        episode.last_turn_start = len(episode.completion.token_ids)
         episode.completion = with_turn(episode.completion, turn)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         episode.turns.append(text)

@@ -90,6 +90,7 @@ def test_sampled_tokens_are_kept_and_messages_are_appended_by_hand(begin, tokeni
     assert completion.logprobs == pytest.approx([0, -0.1, -0.2, *[0] * len(observed), 0, -0.1])
     assert (completion.num_turns, completion.finish_reason, completion.policy_version) == (2, "stop", 3)
     assert (episode.turns, episode.said) == (["56", "5"], [first, again, second])
+    assert episode.ids_before_last_turn == [five, six, end, *observed]
     assert (episode.example.prompt_ids, episode.example.messages) == (prompt, [system, USER])
     assert episode.example.prompt == "<|system|>Add.<|end|><|user|>2+3=<|end|><|assistant|>"
 

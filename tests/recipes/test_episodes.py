@@ -298,6 +298,16 @@ def test_steps_of_a_run_share_an_event_loop():
     assert loops[0].is_closed()
 
 
+def test_what_the_last_turn_answers_includes_turns_that_were_answered_with_nothing():
+    class Silent(Echo):
+        async def step(self, response):
+            return None if response == self._awaited else ""
+
+    (((episode,),), _) = play({"row 1/0": ["249", "59", "39"]}, environment=Silent)
+    assert episode.completion.token_ids == [2, 4, 9, 5, 9, 3, 9]
+    assert episode.ids_before_last_turn == [2, 4, 9, 5, 9]
+
+
 def test_what_the_last_turn_answers_is_everything_before_it():
     ((episode,),), _ = play({"row 1/0": ["249", "59", "39"]})
     assert episode.completion.token_ids == [2, 4, 9, 7, 2, 4, 5, 9, 7, 5, 3, 9]
