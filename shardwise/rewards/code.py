@@ -78,11 +78,15 @@ def read_tests(ground_truth: Any) -> tuple[list[str], list[tuple[str, str]]]:
         if all(isinstance(test, str) and test.strip() for test in tests):
             return tests, []
         if all(isinstance(test, dict) and {"stdin", "stdout"} <= test.keys() for test in tests):
-            return [], [(str(test["stdin"]), str(test["stdout"])) for test in tests]
+            return [], [(_text(test["stdin"]), _text(test["stdout"])) for test in tests]
     raise ValueError(
         "ground_truth holds no tests: run_python_tests needs asserts as text, a list of them, or a list of "
         '{"stdin": ..., "stdout": ...}'
     )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)  # parquet fills keys that a row lacks with null
 
 
 def last_block(text: str) -> str | None:

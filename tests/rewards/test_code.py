@@ -62,6 +62,10 @@ def test_no_block_is_no_program_and_the_last_one_counts():
     assert last_block("```json\n{}\n```\nso\n```python\na = 1\n```\n```python\ncut off") == "a = 1\n"
 
 
+def test_null_is_no_text():
+    assert read_tests([{"stdin": None, "stdout": 7}, {"stdin": "1", "stdout": None}]) == ([], [("", "7"), ("1", "")])
+
+
 @pytest.mark.parametrize("truth", ["", [], None, 5, ["a", {"stdin": "", "stdout": ""}], [{"stdin": ""}]])
 def test_ground_truth_without_tests_is_an_error_not_a_zero(truth):
     with pytest.raises(ValueError, match="ground_truth holds no tests"):
