@@ -21,15 +21,26 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
         dtype: of the written weights; None keeps the one that the source's config.json names.
         max_shard_size: of a weight file, such as "5GB".
     Raises:
-        ConfigError: there is something in target, or no dtype is known. ModelError: source cannot be loaded.
+        ConfigError: there is something in target, it has no name of its own, or no dtype is known. ModelError: source
+            cannot be loaded.
         ExportError: target cannot be written.
     """
+    require_named(target)
     require_empty(target)
     opened = _open(source)
     dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
     adapter = "" if opened.adapter is None else str(opened.adapter)
     group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
     print(written(Path(target), dtype), flush=True)
+
+
+def require_named(target: str) -> None:
+    """Raises ConfigError: the path does not end in a name, which the folder that is written gets at last, and all that
+    was there is removed for it."""
+    if Path(target).name in ("", ".."):
+        raise ConfigError(
+            f"{target} does not end in the name of a folder; give one, such as {Path(target, 'exported')}"
+        )
 
 
 def require_empty(target: str) -> None:

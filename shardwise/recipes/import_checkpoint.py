@@ -17,7 +17,7 @@ from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
 from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpoints import step_folder
-from shardwise.recipes.export import named_dtype, require_empty, written
+from shardwise.recipes.export import named_dtype, require_empty, require_named, written
 from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, write_run
 from shardwise.recipes.saving import new_checkpoint
@@ -51,6 +51,8 @@ def import_checkpoint(
         ConfigError: an option cannot work. ModelError: the source is damaged, incomplete, does not fit its config.json
             or asks to run code. ExportError: target cannot be written.
     """
+    if run is None:
+        require_named(target)
     require_empty(target)
     if group.size > 1:
         raise ConfigError(f"{TITLE} runs on one rank and this job has {group.size}; start it without torchrun")

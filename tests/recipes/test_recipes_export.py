@@ -98,6 +98,24 @@ def test_a_target_that_holds_something_is_refused_and_left_alone(model_folder, t
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize(
+    ("target", "advice"), [(".", "exported"), ("new/..", "new/../exported"), ("", "exported"), ("..", "../exported")]
+)
+def test_a_target_without_a_name_is_refused_and_nothing_around_it_is_removed(
+    model_folder, tmp_path, monkeypatch, capsys, target, advice
+):
+    """`new/..` does not exist until something makes `new`, and then it is the folder around it."""
+    here = tmp_path / "here"
+    here.mkdir()
+    if target != ".":
+        (here / "notes.txt").write_text("mine")
+    monkeypatch.chdir(here)
+    assert main(["export", str(model_folder), target]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: {target} does not end in the name of a folder; give one, such as {advice}"
+    assert [path.name for path in here.iterdir()] == ([] if target == "." else ["notes.txt"])
+
+
 def edit_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
