@@ -71,10 +71,20 @@ def _open(source: str) -> _Source:
         adapter = Path(source) if (Path(source) / ADAPTER_CONFIG).is_file() else None
     if adapter is None:
         return _Source(open_model(ModelConfig(path=source)), None)
-    base = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise ModelError(f"{adapter / ADAPTER_CONFIG} does not say in base_model_name_or_path which model it adapts")
-    return _Source(open_model(ModelConfig(path=base)), adapter)
+    return _Source(open_model(ModelConfig(path=_base_of(adapter))), adapter)
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that an adapter names. Raises ModelError: it names none, or its config is damaged."""
+    path = adapter / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; copy the adapter again") from None
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"{path} does not say in base_model_name_or_path which model it adapts")
+    return base
 
 
 def named_dtype(folder: Path) -> str:

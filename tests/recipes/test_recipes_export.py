@@ -138,6 +138,26 @@ def test_a_source_without_what_is_needed_is_refused(model_folder, tmp_path, grou
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"peft_type": "LORA", "base_mo',
+            "cannot be read: Unterminated string starting at: line 1 column 23 (char 22)",
+        ),
+        ("[]", "does not say in base_model_name_or_path which model it adapts"),
+        ('{"base_model_name_or_path": 5}', "does not say in base_model_name_or_path which model it adapts"),
+    ],
+)
+def test_an_adapter_whose_config_is_damaged_is_refused_by_its_name(tmp_path, group_of_one, content, message):
+    config = tmp_path / "adapter_config.json"
+    config.write_text(content)
+    with pytest.raises(ModelError) as refused:
+        export(str(tmp_path), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
+    assert str(refused.value).startswith(f"{config} {message}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--dtype", "int8"], "invalid choice: 'int8'"),
