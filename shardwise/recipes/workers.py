@@ -428,18 +428,17 @@ class Worker:
         losses: list[float],
         lessons: list[Lesson] | None,
     ) -> None:
-        """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Without
-        success the run goes on all the same."""
+        """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Where
+        that cannot be written the run goes on all the same. An error of the pass itself ends it, as one in training
+        does: FSDP would add what it holds of broken-off gradients to those of the next step."""
         self._num_bundles += 1
         seat = self._seats[step.role]
+        batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
+        found = seat.engine.diagnose(batches, seat.loss.function, step.denominators, **seat.options, lessons=lessons)
         try:
-            batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
-            found = seat.engine.diagnose(
-                batches, seat.loss.function, step.denominators, **seat.options, lessons=lessons
-            )
             path, step = write_bundle(folder, seat.engine, step, batches, losses=losses, faults=found.faults)
             said = f"{step.summary}; it is kept, and `shardwise replay {path}` runs it again"
-        except Exception as error:
+        except ExportError as error:
             said = f"the gradient norm was {step.grad_norm}; it could not be kept: {error}"
         if dist.get_rank() == 0:
             print(

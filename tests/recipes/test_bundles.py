@@ -55,6 +55,19 @@ def test_a_bundle_that_cannot_be_written_ends_no_run(model_folder, tmp_path, cap
     assert str(tmp_path / "nonfinite") in err
 
 
+def test_an_error_of_the_pass_that_looks_for_the_module_ends_the_run(model_folder, tmp_path, monkeypatch):
+    """Going on after it would add broken-off gradients, of which FSDP holds some, to those of the next step."""
+    worker = poisoned(build(model_folder))
+
+    def fails(*arguments, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(worker._seats["policy"].engine, "diagnose", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(worker, tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()
+
+
 def test_a_wrong_path_and_a_damaged_bundle_are_named(model_folder, tmp_path):
     path = tmp_path / "step_1"
     train(poisoned(build(model_folder)), path)
