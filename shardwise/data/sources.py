@@ -275,7 +275,7 @@ def _read_parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_READ_ROWS):
                 yield batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
 
 

@@ -211,6 +211,17 @@ def test_half_a_surrogate_pair_is_refused_with_its_row_and_column(cell):
     assert get_column(row(answer="a\U0001f600"), "answer") == "a\U0001f600"
 
 
+def test_text_in_parquet_that_is_not_utf_8_is_named_with_its_file(tmp_path):
+    offsets = pyarrow.py_buffer((0).to_bytes(4, "little") + (2).to_bytes(4, "little"))
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, pyarrow.py_buffer(b"a\xff")])
+    path = tmp_path / "bad.parquet"
+    parquet.write_table(pyarrow.table({"prompt": text}), path)
+    with pytest.raises(
+        DataError, match=r"bad\.parquet cannot be read as parquet: 'utf-8' codec can't decode byte 0xff"
+    ):
+        read_rows([str(path)], max_rows=None)
+
+
 def test_preview_is_cut_to_80_characters():
     assert preview("x" * 78) == '"' + "x" * 78 + '"'
     assert preview("x" * 79) == '"' + "x" * 76 + "..."
