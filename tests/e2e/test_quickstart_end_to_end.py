@@ -9,7 +9,6 @@ FILES = ("config.yaml", "metrics.jsonl", "performance.jsonl", "samples.jsonl", "
 
 
 @pytest.mark.full
-@pytest.mark.alone
 def test_reinforcement_learning_adds_15_points_on_two_ranks_in_six_minutes(shell, tmp_path):
     folder = tmp_path / "quickstart"
     run = shell("shardwise", "quickstart", "--output-dir", str(folder), timeout=540)
