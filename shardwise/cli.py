@@ -5,6 +5,7 @@ Exit codes: controller/exit_codes.py, and 0 for done.
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from shardwise.config import (
     TrainerConfig,
     TrainingConfig,
     UserError,
+    as_user_error,
 )
 from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
@@ -69,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             case _:
                 print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        if not isinstance(mistake := as_user_error(error), UserError):
+            raise
+        print(f"error: {mistake}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -286,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("model")
     generate.add_argument(
-        "-p", "--prompt", action="append", help="may be repeated; without it prompts are read from stdin"
+        "-p", "--prompt", type=_text, action="append", help="may be repeated; without it prompts are read from stdin"
     )
     generate.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -302,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--stall-timeout-seconds",
-        type=float,
+        type=_seconds,
         default=TrainerConfig().stall_timeout_seconds,
         help="how long it may take before it ends as one that hangs; default: %(default)s",
     )
@@ -337,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="what both compute in; default: %(default)s, where mistakes stand out from rounding",
     )
-    parity.add_argument("-p", "--prompt", action="append", help="may be repeated; default: two short ones")
+    parity.add_argument("-p", "--prompt", type=_text, action="append", help="may be repeated; default: two short ones")
     parity.add_argument("--max-tokens", type=int, default=16, help="of a completion; default: %(default)s")
     replay = commands.add_parser("replay", help="run an optimizer step again that was skipped, and name what went bad")
     replay.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
@@ -370,6 +374,21 @@ def _not_negative(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is not a number of restarts; use 0 or more")
     return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give a number of seconds above 0")
+    return value
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # how Python hands on other bytes
+        raise argparse.ArgumentTypeError(f"{os.fsencode(text)!r} is not UTF-8") from None
+    return text
 
 
 def _file_size(text: str) -> str:

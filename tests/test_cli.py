@@ -80,6 +80,41 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == "error: the command line: trainer.sed: unknown key; did you mean trainer.seed?\n"
 
 
+@pytest.fixture
+def without_rights():
+    """Inside, this process is no longer root, whom modes of files do not stop."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_path_that_this_user_may_not_read_is_one_line_and_exit_code_2(tmp_path, capsys, request):
+    file = tmp_path / "closed" / "sft.yaml"
+    file.parent.mkdir(mode=0)
+    request.getfixturevalue("without_rights")
+    assert main(["sft", "-c", str(file)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {file}: Permission denied; give this user the right to it, or another path\n"
+    )
+
+
+@pytest.mark.parametrize("place", ["-c", "data.train_files", "trainer.output_dir", "trainer.resume", "model.path"])
+@pytest.mark.parametrize("kind", ["loop", "long"])
+def test_a_path_that_no_system_takes_is_one_line_and_exit_code_2(place, kind, tmp_path, capsys):
+    path, data = tmp_path / ("loop" if kind == "loop" else "n" * 256), tmp_path / "t.jsonl"
+    if kind == "loop":
+        path.symlink_to(path)
+    data.write_text('{"prompt": "1+1=", "response": "2"}\n')
+    given = {"data.train_files": data, "trainer.output_dir": tmp_path / "run", "model.path": "m"} | {place: path}
+    config = ["-c", str(given.pop("-c"))] if place == "-c" else []
+    assert main(["sft", *config, *(f"{key}={value}" for key, value in given.items())]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert str(path) in line
+
+
 def test_inputs_are_checked_before_ranks_are_started(capsys, monkeypatch):
     monkeypatch.setattr("shardwise.cli.launch", lambda *_args, **_options: pytest.fail("ranks were started"))
     assert main(["sft", *SFT, "--nproc", "4"]) == 2
@@ -152,6 +187,10 @@ def test_version_is_that_of_the_package(capsys):
     [
         (["sft", "--max-restarts", "-1"], "-1 is not a number of restarts; use 0 or more"),
         (["sft", "--nproc", "0"], "0 is not a number of ranks; use 1 or more"),
+        (["export", "a", "b", "--stall-timeout-seconds", "nan"], "nan is not a time; give a number of seconds above 0"),
+        (["export", "a", "b", "--stall-timeout-seconds", "0"], "0 is not a time; give a number of seconds above 0"),
+        (["generate", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
+        (["parity", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "COMMAND"),
         (["schema", "ppo"], "invalid choice: 'ppo'"),

@@ -41,6 +41,7 @@ from shardwise.config.errors import (
     RewardError,
     TrainingError,
     UserError,
+    as_user_error,
     error_text,
 )
 from shardwise.config.kl import AdaptiveKl, KlController

@@ -1,5 +1,18 @@
 """Errors that are the user's to mend. The command line prints them as one line, without a traceback."""
 
+import errno
+from collections.abc import Mapping
+
+_REMEDIES: Mapping[int, str] = {
+    errno.EACCES: "give this user the right to it, or another path",
+    errno.EPERM: "give this user the right to it, or another path",
+    errno.EROFS: "give a path on a file system that can be written to",
+    errno.ENAMETOOLONG: "give a shorter path; most file systems take names of up to 255 bytes",
+    errno.ELOOP: "its links lead in a circle; give what they should lead to",
+    errno.ENOTDIR: "a part of it is a file; give a path through folders",
+}
+"""By what the operating system says of a path."""
+
 
 class UserError(Exception):
     """Something the user gave cannot be used; the message says what was given, what is allowed and how to fix it."""
@@ -47,3 +60,11 @@ def error_text(error: BaseException) -> str:
         return str(error)
     except (Exception, SystemExit) as trouble:
         return f"(its __str__ raised {type(trouble).__name__})"
+
+
+def as_user_error(error: BaseException) -> BaseException:
+    """The error, as a ConfigError if it is of a path that the operating system refuses for what the path is."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return error
+    remedy = _REMEDIES.get(error.errno or 0)
+    return error if remedy is None else ConfigError(f"{error.filename}: {error.strerror}; {remedy}")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import EngineLostError, UserError
+from shardwise.config import EngineLostError, UserError, as_user_error
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
@@ -51,6 +51,7 @@ class Note:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
         """Of the error that ends this rank."""
+        error = as_user_error(error)
         message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
         is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
         lacks_host_memory = _lacks_host_memory(error)

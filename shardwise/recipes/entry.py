@@ -291,7 +291,7 @@ def _medium_of(
             join = SharedMemoryMedium.join
         case "disk":
             assert apart.folder is not None  # as the config says
-            join = partial(DiskMedium.join, folder=apart.folder, run=str(Path(run).resolve()))
+            join = partial(DiskMedium.join, folder=apart.folder, run=os.path.realpath(run))
     return partial(
         join,
         dist.PrefixStore("weights", store),

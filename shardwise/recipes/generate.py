@@ -58,4 +58,10 @@ def converse(
 def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
         print("one prompt a line; end with Ctrl-D", file=sys.stderr)
-    return (line.rstrip("\n") for line in sys.stdin if line.strip())
+    try:
+        for line in sys.stdin:
+            line.encode()  # in some locales Python reads other bytes as halves of surrogate pairs
+            if line.strip():
+                yield line.rstrip("\n")
+    except UnicodeError:
+        raise ConfigError("standard input is not UTF-8; convert it, as with iconv") from None

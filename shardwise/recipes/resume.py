@@ -1,5 +1,6 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ def find_start(
     if trainer.resume == "never":
         return None
     own, takes_weights = Path(trainer.output_dir), trainer.resume_fallback == "weights"
-    named = None if trainer.resume == "auto" else str(Path(trainer.resume).resolve())
+    named = None if trainer.resume == "auto" else os.path.realpath(trainer.resume)
     candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
     falls_back = trainer.resume_fallback != "fail"
     found = _newest(candidates, verify, falls_back=falls_back, takes_weights=takes_weights)
@@ -96,7 +97,7 @@ def find_start(
         found.checkpoint,
         content["step"],
         content["parts"],
-        in_place=found.checkpoint.parent.resolve() == (own / CHECKPOINTS).resolve(),
+        in_place=os.path.realpath(found.checkpoint.parent) == os.path.realpath(own / CHECKPOINTS),
         damage=found.passed_over,
         begun_from=content.get("begun_from") if named is None else named,
         lost_states=found.lost_states,

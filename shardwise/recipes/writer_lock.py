@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -32,7 +32,7 @@ def writer_lock(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         file = _lock(path)
     except OSError as error:
-        raise ConfigError(f"trainer.output_dir={run} cannot be written to: {error}") from None
+        raise _no_place(run, error) from None
     with file:
         try:
             yield
@@ -44,13 +44,19 @@ def require_no_writer(run: Path) -> None:
     """A first look, before anything is built; `writer_lock` decides.
 
     Raises:
-        ConfigError: another process holds the run's folder, which is named.
+        ConfigError: another process holds the run's folder, which is named; or the path cannot be a folder's.
     """
-    with suppress(OSError), (run / LOCK).open(encoding="utf-8") as file:  # no such file, or no locks here
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _refusal(file, run) from None
+    try:
+        with (run / LOCK).open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _refusal(file, run) from None
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise _no_place(run, error) from None
 
 
 def _lock(path: Path) -> IO[str]:
@@ -84,6 +90,10 @@ def _take(file: IO[str], path: Path) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _no_place(run: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"trainer.output_dir={run} cannot be written to: {error}")
 
 
 def _refusal(file: IO[str], run: Path) -> ConfigError:

@@ -1,6 +1,15 @@
 import pytest
 
-from shardwise.config import ConfigError, DataError, ModelError, RewardError, TrainingError, UserError, error_text
+from shardwise.config import (
+    ConfigError,
+    DataError,
+    ModelError,
+    RewardError,
+    TrainingError,
+    UserError,
+    as_user_error,
+    error_text,
+)
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, RewardError, TrainingError])
@@ -21,3 +30,17 @@ def test_an_exception_that_cannot_say_what_it_is_is_told_all_the_same():
 
     assert error_text(Mute("a")) == "(its __str__ raised ValueError)"
     assert error_text(KeyError("a")) == "'a'"
+
+
+def test_what_the_system_says_of_a_path_is_the_users_to_mend_and_other_errors_stay_what_they_are(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError) as caught:
+        (tmp_path / "file" / "inside").read_text()
+    error = as_user_error(caught.value)
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"{tmp_path}/file/inside: Not a directory; a part of it is a file; give a path through folders"
+    with pytest.raises(FileNotFoundError) as absent:  # what should be there is looked for with words of its own
+        (tmp_path / "absent").read_text()
+    assert as_user_error(absent.value) is absent.value
+    nameless = PermissionError(1, "Operation not permitted")  # of a call that takes no path
+    assert as_user_error(nameless) is nameless

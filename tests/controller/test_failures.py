@@ -19,6 +19,7 @@ def reason(codes, notes=(), states=None, num_killed=0, **others):
     ("error", "flags"),
     [
         (DataError("the timeout of the peer"), (True, False, False)),
+        (PermissionError(13, "Permission denied", "run/peer.jsonl"), (True, False, False)),
         (RankSilentError("rank 1 did not answer"), (False, True, True)),
         (RuntimeError("Timed out waiting 2000ms for recv operation"), (False, True, True)),
         (RuntimeError("Connection closed by peer"), (False, True, False)),

@@ -241,8 +241,8 @@ def test_a_rank_whose_launcher_is_already_gone_ends_at_once(command, tmp_path):
 def test_ctrl_c_ends_every_rank_and_returns_130(command, tmp_path):
     """A terminal sends SIGINT to the whole process group, ranks included."""
     body = """
-    Path(sys.argv[1], f"ready-{rank}").write_text("")
     try:
+        Path(sys.argv[1], f"ready-{rank}").write_text("")  # the signal may come before the file is closed
         time.sleep(60)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -39,6 +39,14 @@ def test_prompts_come_from_standard_input_where_none_are_given(model_folder, cap
     assert capsys.readouterr().out == expected(model_folder, OPTIONS["prompts"], chat=True)
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_not_utf8_is_refused(model_folder, monkeypatch, errors):
+    """Python reads it either way, as the locale says."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"47+\xff="), encoding="utf-8", errors=errors))
+    with pytest.raises(ConfigError, match="standard input is not UTF-8; convert it"):
+        converse(str(model_folder), **{**OPTIONS, "prompts": None})
+
+
 def test_the_newest_checkpoint_of_a_run_folder_is_used(model_folder, tmp_path, capsys):
     (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_3" / "hf").symlink_to(model_folder)
