@@ -8,7 +8,8 @@ from ranks import RankPool
 with contextlib.suppress(ImportError):  # tests/gpu does without
     import hypothesis
 
-    hypothesis.settings.register_profile("shared machine", deadline=None)  # where cores are shared, time says nothing
+    # Where cores are shared, time says nothing.
+    hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=40)
     hypothesis.settings.load_profile("shared machine")
 
 

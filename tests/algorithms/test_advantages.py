@@ -166,7 +166,7 @@ def test_remax_equals_a_loop(step):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=60)
 @given(step=steps())
 def test_estimators_equal_the_formulas_written_as_loops(name, step):
     expected = loop_advantages(*step, name)

@@ -30,8 +30,8 @@ from shardwise.ops import plain_name
 from shardwise.recipes.losses import policy_loss, sft_loss
 
 TEMPERATURE = 0.7
-DIVISOR = 16.0
-AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean"]
+"""Over tokens and over sequences; all five, of every loss: test_losses_on_layouts."""
 SHORT = [9, 5, 5]
 """Three samples: one of four ranks has only an empty micro-batch."""
 LONG = [11, 4, 7, 7, 1, 16, 3, 9, 9, 5, 2, 12]
@@ -71,16 +71,10 @@ AXES: dict[str, dict[str, dict]] = {
     "checkpointing": {
         "none": {},
         "full": {"activation_checkpointing": "full"},
-        "full offload": {"activation_checkpointing": "full", "activation_offload": True},
         "by operation": {"activation_checkpointing": "selective"},
-        "by operation offload": {"activation_checkpointing": "selective", "activation_offload": True},
         "every 2nd": {"activation_checkpointing": "selective", "checkpoint_every_layers": 2},
-        "every 2nd offload": {
-            "activation_checkpointing": "selective",
-            "checkpoint_every_layers": 2,
-            "activation_offload": True,
-        },
     },
+    "activations": {"on device": {}, "on host": {"activation_offload": True}},
     "micro_batches": {"one": {}, "several": {}, "each sequence": {}, "some empty": {}},
     "tiled_mlp": {
         "whole": {},
@@ -92,9 +86,10 @@ AXES: dict[str, dict[str, dict]] = {
         "keep": {"reshard_after_forward": False},
         "over 2": {"reshard_after_forward": 2},
     },
-    "offload_policy": {"on device": {}, "on host": {"offload_policy": True}},
+    "offload_policy": {"shards on device": {}, "shards on host": {"offload_policy": True}},
     "reduce": {"each": {}, "last": {"reduce_gradients": "last_micro_batch"}},
-    "loss": {name: {} for name in ["sft", "value", *AGGREGATIONS]},
+    "loss": {"sft": {}, "value": {}, "policy": {}},
+    "aggregation": {name: {} for name in AGGREGATIONS},
     "family": {name: {} for name in [*FAMILIES, MIXTURE]},
     "frozen": {"all trained": {}, "frozen": {"freeze_module_prefix": FROZEN}},
     "adapters": {
@@ -126,17 +121,19 @@ IMPOSSIBLE = [
     ("experts", {"shared"}, "family", set(FAMILIES)),
     ("experts", {"shared"}, "tiled_mlp", {"4 tiles", "3 tiles"}),  # units too
     ("experts", {"shared"}, "layout", {"1", "2 replicas", "4 replicas"}),
+    ("activations", {"on host"}, "checkpointing", {"none"}),
+    ("aggregation", set(AGGREGATIONS[1:]), "loss", {"sft", "value"}),
 ]
 """Pairs of options that the engine refuses, or that have no reference."""
 PRODUCT = {
     "layout": list(AXES["layout"]),
-    "checkpointing": ["none", "full", "by operation", "every 2nd"],
+    "checkpointing": list(AXES["checkpointing"]),
     "tiled_mlp": ["whole", "4 tiles"],
     "reshard": ["reshard", "keep"],
     "offload_policy": list(AXES["offload_policy"]),
     "reduce": list(AXES["reduce"]),
     "adapters": [option for option in AXES["adapters"] if option != "dora"],
-    "loss": ["sft", "value", "token-mean"],
+    "loss": list(AXES["loss"]),
 }
 """The options whose every combination is a cell; of the other axes each of these cells draws an option."""
 
@@ -153,6 +150,11 @@ class Cell(namedtuple("Cell", AXES)):
     @property
     def world_size(self):
         return WORLD_SIZES[self.layout]
+
+    @property
+    def mode(self):
+        """Of a policy's loss how it is aggregated, or the other loss."""
+        return self.aggregation if self.loss == "policy" else self.loss
 
     @property
     def engine(self):
@@ -233,7 +235,7 @@ def batches_of_cells(cells, size):
 
 def algorithm(mode):
     return AlgorithmConfig(
-        aggregation={"name": mode, "divisor": DIVISOR} if mode == "seq-mean-token-sum-norm" else mode,
+        aggregation=mode,
         policy_loss={"clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.5},
         kl_coef=0.3,
         kl_estimator="k3",
@@ -332,12 +334,6 @@ def reference_loss(model, samples, name):
             return sum(sum(terms) for terms in per_sample) / num_tokens
         case "seq-mean-token-mean":
             return sum(sum(terms) / len(terms) for terms in per_sample) / len(per_sample)
-        case "seq-mean-token-sum":
-            return sum(sum(terms) for terms in per_sample) / len(per_sample)
-        case "seq-mean-token-sum-norm":
-            return sum(sum(terms) for terms in per_sample) / len(per_sample) / DIVISOR
-        case "token-sum":
-            return sum(sum(terms) for terms in per_sample)
 
 
 def reference(model, samples, name):
@@ -390,10 +386,10 @@ class Families:
 
     def expected(self, cell):
         case = case_of(cell)
-        key = cell.family, kind_of(cell), case, cell.loss
+        key = cell.family, kind_of(cell), case, cell.mode
         if key not in self.references:
             model = self.models[cell.family, kind_of(cell)]
-            self.references[key] = reference(model, self.samples[cell.family, kind_of(cell), case], cell.loss)
+            self.references[key] = reference(model, self.samples[cell.family, kind_of(cell), case], cell.mode)
         return self.references[key]
 
 
@@ -486,7 +482,7 @@ def train_cell(folders, samples, cell, param_dtype):
         shards, denominators = split(step_samples, cell.micro_batches, dist.get_world_size() // num_sharing)
         batches = shards[dist.get_rank() // num_sharing]
         metrics = engine.forward_backward(
-            batches, loss_function(cell.loss), denominators, temperature=TEMPERATURE, with_entropy=True
+            batches, loss_function(cell.mode), denominators, temperature=TEMPERATURE, with_entropy=True
         )
         gradients = {
             plain_name(name): None if p.grad is None else (local_box(p)[0].start, p.grad.to_local().clone())
@@ -626,7 +622,13 @@ HALF_CELLS = {
     1: [{}, {"micro_batches": "several"}, {"checkpointing": "full", "tiled_mlp": "4 tiles"}],
     2: [
         {"layout": "2", "micro_batches": "several"},
-        {"layout": "2", "micro_batches": "several", "reduce": "last", "checkpointing": "by operation offload"},
+        {
+            "layout": "2",
+            "micro_batches": "several",
+            "reduce": "last",
+            "checkpointing": "by operation",
+            "activations": "on host",
+        },
         {"layout": "2 sp2", "tiled_mlp": "3 tiles"},
     ],
     4: [
@@ -652,8 +654,8 @@ HALF_LAYOUT_TOLERANCE = 0.01
         pytest.param("gemma2", "sft", "no adapters", marks=pytest.mark.full),
         pytest.param("llama", "sft", "lora", marks=pytest.mark.full),
         pytest.param("llama", "value", "no adapters", marks=pytest.mark.full),
-        ("gemma2", "token-mean", "no adapters"),
-        ("qwen3", "token-mean", "lora"),
+        pytest.param("gemma2", "policy", "no adapters", marks=pytest.mark.full),
+        ("qwen3", "policy", "lora"),
         pytest.param("llama", "sft", "qlora", marks=[pytest.mark.full, needs_integer_shards]),
     ],
 )
@@ -665,7 +667,7 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
     kind = kind_of(cell(loss=loss, adapters=adapters))
     model = families.models[family, kind]
     samples = away_from_clips(model, families.samples[family, kind, "long"])
-    expected_loss, expected = reference(copy.deepcopy(model).bfloat16(), samples, loss)
+    expected_loss, expected = reference(copy.deepcopy(model).bfloat16(), samples, cell(loss=loss).mode)
     first = None
     for world_size, rows in HALF_CELLS.items():
         cells = [cell(family=family, loss=loss, adapters=adapters, **row) for row in rows]
@@ -685,7 +687,7 @@ def test_bfloat16_gradients_equal_a_bfloat16_reference_within_a_bound_that_error
     longest = LONG.index(max(LONG))  # alone in its micro-batch
     kept = samples[:longest] + samples[longest + 1 :]
     share, num_tokens = (sum(int(sample.loss_mask.sum()) for sample in some) for some in (kept, samples))
-    _, gradients = reference(model, kept, loss)
+    _, gradients = reference(model, kept, cell(loss=loss).mode)
     lost = {name: gradient * share / num_tokens for name, gradient in gradients.items() if gradient is not None}
     assert distance(lost, expected) > 5 * HALF_GRADIENT_TOLERANCE
 

@@ -92,7 +92,7 @@ def difference_of_layout(folder, keys, optimizer):
     )
 
 
-WITH_MUON = [(name, "muon") for name in ("3 experts for 2 ranks", "two replicas")]
+WITH_MUON = [("3 experts for 2 ranks", "muon"), pytest.param("two replicas", "muon", marks=pytest.mark.full)]
 REPEATED = {
     "two parts of 4 ranks",
     "1 expert for 2 ranks",
@@ -100,6 +100,7 @@ REPEATED = {
     "each expert's weights kept",
     "kept over 2 ranks",
     "compiled",
+    "reduced at the end",
 }
 """What other cells have the parts of, and what is compiled: only in `make test-full`."""
 

@@ -36,8 +36,18 @@ CASES = [
 ]
 """Family, variant, with modules to save. Dimensions of llama and gpt2 divide by neither 2 nor 4 ranks everywhere."""
 FAMILIES = sorted({family for family, _, _ in CASES})
-OTHERS = [("conv1d", (1, None)), ("lora", (4, 2)), ("dora", (4, None)), ("experts", (4, None))]
-"""Than two ranks: variant, and ranks and fsdp_size. All in `make test-full`."""
+COVERING = {
+    ("qwen3", "lora", True, (4, 2)),
+    ("llama", "lora", True, (2, None)),
+    ("llama", "rslora", False, (2, None)),
+    ("llama", "dora", True, (4, None)),
+    ("qwen3", "dora", False, (2, None)),
+    ("qwen3_moe", "experts", True, (4, None)),
+    ("qwen3_moe", "only_experts", False, (2, None)),
+    ("gpt2", "conv1d", True, (1, None)),
+    ("gpt2", "dora", False, (2, None)),
+}
+"""Every case once, with its ranks and fsdp_size. All in `make test-full`."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,7 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
 @pytest.mark.parametrize(
     ("family", "variant", "saves", "world_size", "fsdp_size"),
     [
-        pytest.param(*case, *sizes, marks=() if sizes[0] == 2 or (case[1], sizes) in OTHERS else pytest.mark.full)
+        pytest.param(*case, *sizes, marks=() if (*case, sizes) in COVERING else pytest.mark.full)
         for case in CASES
         for sizes in [(1, None), (2, None), (4, None), (4, 2)]
     ],

@@ -80,15 +80,16 @@ def rl_arguments(assets):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(rl_arguments, shell, tmp_path_factory):
-    """`undisturbed(options)`: the folder of a run with them that nothing happened to."""
+def undisturbed(rl_arguments, job, tmp_path_factory):
+    """`undisturbed(options)`: the folder of a run with them that nothing happened to, nor anything watched."""
     folders: dict[tuple[str, ...], Path] = {}
 
     def find(options: list[str]) -> Path:
         key = tuple(options)
         if key not in folders:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            done = shell("shardwise", *rl_arguments(folder, *options), timeout=300)
+            recipe, _, size, *arguments = rl_arguments(folder, *options)
+            done = job(int(size), recipe, *arguments, timeout=300)
             assert done.code == 0, done.err
             folders[key] = folder
         return folders[key]
