@@ -1,5 +1,6 @@
 """Talks to a model from the command line."""
 
+import math
 import sys
 from collections.abc import Iterator
 
@@ -30,8 +31,8 @@ def converse(
         path: a run's output folder (its newest checkpoint), a model folder, or a hub name.
         apply_chat_template: falls back to the plain prompt for a tokenizer that has no template.
     """
-    if max_tokens < 1 or num_completions < 1 or temperature < 0:
-        raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is at least 0")
+    if max_tokens < 1 or num_completions < 1 or not 0 <= temperature < math.inf:
+        raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is a number of at least 0")
     quiet_libraries()
     model = open_model(ModelConfig(path=path))
     engine = EmbeddedEngine.from_folder(
