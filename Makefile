@@ -30,7 +30,7 @@ test: install
 
 # The quickstart as a newcomer runs it, whole, and how much its policy has learnt.
 test-quickstart: install
-	$(BIN)/python -m pytest -m '' tests/e2e/test_quickstart_end_to_end.py
+	$(BIN)/python -m pytest -m '' tests/e2e/test_quickstart_end_to_end.py tests/recipes/test_quickstart.py
 
 # Every combination of layouts and memory options, where `make test` takes every pair; 8-bit AdamW with torchao, which every
 # process that imports peft would import too.

@@ -65,7 +65,9 @@ def test_sampling_gives_as_many_lines_as_asked_and_the_same_for_the_same_seed(mo
     assert printed[0] != printed[2]
 
 
-@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"num_completions": 0}, {"temperature": -0.5}, {"temperature": math.nan}])
+@pytest.mark.parametrize(
+    "bad", [{"max_tokens": 0}, {"num_completions": 0}, {"temperature": -0.5}, {"temperature": math.nan}]
+)
 def test_numbers_out_of_range_are_refused(model_folder, bad):
     with pytest.raises(ConfigError, match="at least"):
         converse(str(model_folder), **{**OPTIONS, **bad})

@@ -1,4 +1,4 @@
-"""The quickstart with fewer problems and steps than it has; the full one is run by hand and by CI."""
+"""The quickstart with fewer problems and steps than it has; tests/e2e has the whole one."""
 
 import json
 
@@ -21,6 +21,7 @@ def finished(group_of_one, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.full
 def test_the_summary_holds_what_was_measured_and_the_final_policy_is_the_one_after_rl(finished, capsys):
     summary = json.loads((finished / "summary.json").read_text())
     assert list(summary["accuracy"]) == ["untrained", "sft", "rl"]
