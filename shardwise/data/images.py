@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,9 +26,20 @@ MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
 _NUM_THREADS = 4
 """That read images at a time; decoding and resizing leave the interpreter to others."""
-_ROTATED = range(5, 9)
-"""Values of the EXIF orientation under which height and width change places."""
 _ORIENTATION = 0x0112
+"""The EXIF tag that says how an image is to be turned before it is looked at."""
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""PIL's names of what the values of that tag ask for (EXIF 2.32, section 4.6.4); others ask for nothing."""
+_ROTATED = range(5, 9)
+"""Those under which height and width change places."""
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 """Those with 8 bits a channel. Of 16 or 32 bits PIL would keep the lowest values and make the others white."""
 
@@ -157,11 +169,9 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 def _stored(image: "Image", name: str) -> bytes:
     """A file of it that loses nothing the model sees. Raises DataError: as `_size`."""
-    from PIL import ImageOps
-
     _size(image, name)
     file = io.BytesIO()
-    upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    upright = _upright(image, name)
     lossless = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
     lossless.save(file, "PNG")
     return file.getvalue()
@@ -195,19 +205,32 @@ def _size(image: "Image", name: str) -> tuple[int, int]:
             f"{name} has the mode {image.mode}, more than 8 bits a channel, which would be cut off rather than scaled; "
             "save it with 8 bits"
         )
-    is_rotated = _has_orientation(image) and image.getexif().get(_ORIENTATION) in _ROTATED
-    return (height, width) if is_rotated else (width, height)
+    return (height, width) if _orientation(image, name) in _ROTATED else (width, height)
 
 
-def _has_orientation(image: "Image") -> bool:
-    """PIL finds that of a PNG only by decoding it, and cameras write none."""
-    return image.format in ("JPEG", "MPO", "WEBP")
+def _orientation(image: "Image", name: str) -> Any:
+    """What its EXIF data say, or None. A PNG's are left out: PIL would have to decode it, and cameras write none."""
+    if image.format not in ("JPEG", "MPO", "WEBP"):
+        return None
+    try:
+        return image.getexif().get(_ORIENTATION)
+    except (OSError, ValueError, SyntaxError, TypeError, struct.error) as error:
+        raise DataError(
+            f"{name}: its EXIF data are damaged ({error}), so it is not known which side is up; save it without "
+            "them or remove the row"
+        ) from None
+
+
+def _upright(image: "Image", name: str) -> "Image":
+    """PIL's own way would also write the EXIF data anew, which it cannot do with all that it can read."""
+    from PIL.Image import Transpose
+
+    turn = _TURNS.get(_orientation(image, name))
+    return image.copy() if turn is None else image.transpose(Transpose[turn])
 
 
 def _decoded(picture: Picture) -> "Image":
     """As it is looked at."""
-    from PIL import ImageOps
-
     source = picture.path if picture.data is None else picture.data.numpy().tobytes()
     assert source is not None
     with _opened(source, picture.name) as image:
@@ -215,4 +238,4 @@ def _decoded(picture: Picture) -> "Image":
             image.load()
         except (OSError, ValueError, SyntaxError) as error:
             raise DataError(f"{picture.name} is damaged: {error}; replace it or remove the row") from None
-        return ImageOps.exif_transpose(image) if _has_orientation(image) else image.copy()
+        return _upright(image, picture.name)

@@ -104,8 +104,9 @@ def _until_closing_brace(text: str) -> str:
 
 
 def _plain(number: Decimal) -> str:
-    # Adding 0 turns -0 into 0.
-    return f"{number.normalize() + 0:f}"
+    whole, dot, fraction = f"{number.copy_abs():f}".partition(".")  # all digits; arithmetic would round to 28 of them
+    digits = whole + (dot + fraction).rstrip("0").removesuffix(".")
+    return f"-{digits}" if number < 0 else digits
 
 
 def _gsm8k_answer(text: str) -> Decimal | None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import Qwen2VLImageProcessorPil
 
 from shardwise.config import DataError, ModelError
@@ -81,6 +81,34 @@ def test_a_photograph_is_turned_as_its_camera_says(reader, picture, tmp_path):
     turned = reader.open(encoded(picture(0, (16, 24)), "JPEG", exif=orientation.tobytes()), tmp_path, "x")
     assert turned.grid == [1, 4, 6]
     assert reader.read([turned]).image_grid_thw.tolist() == [[1, 4, 6]]
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_the_one_of_pillow(reader, orientation, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photograph = Image.radial_gradient("L").crop((0, 0, 24, 16)).convert("RGB")
+    data = encoded(photograph, "WEBP", exif=exif.tobytes(), lossless=True)
+    expected = reader.open(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), tmp_path, "x")
+    found = reader.open(data, tmp_path, "x")
+    assert found.grid == expected.grid
+    assert torch.equal(reader.read([found]).pixel_values, reader.read([expected]).pixel_values)
+
+
+def test_damaged_exif_data_are_told_before_training(reader, picture, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(picture(), "WEBP", exif=exif.tobytes())
+    with pytest.raises(DataError, match=r"^row 3: its EXIF data are damaged \(not a TIFF file"):
+        reader.open(data.replace(b"MM\0*", b"MM\0-"), tmp_path, "row 3")
+
+
+def test_exif_data_that_cannot_be_written_again_do_not_matter(reader, picture, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x011A] = 6, 72.0
+    data = exif.tobytes().replace(b"\x01\x1a\0\x05", b"\x01\x1a\0\x02")  # the resolution is said to be a text
+    found = reader.open(encoded(picture(0, (16, 24)), "WEBP", exif=data), tmp_path, "x")
+    assert reader.read([found]).image_grid_thw.tolist() == [[1, 4, 6]]
 
 
 def test_a_large_image_is_scaled_down_as_the_processor_does(reader, picture, tmp_path):
