@@ -309,9 +309,9 @@ class OptimizerConfig(Config):
     """The optimizer, its schedule, and the guards around a step."""
 
     optimizer: Literal["adamw", "adamw_cpu", "adamw_8bit", "muon"] = "adamw"
-    """adamw. adamw_cpu: its states live in host memory and the update is computed there. adamw_8bit: its states are
-    quantised (needs torchao or bitsandbytes). muon: orthogonalised momentum for the matrices of the layers, AdamW for
-    embeddings, output projection, norms and biases."""
+    """adamw. adamw_cpu: its states live in host memory and the update is computed there. adamw_8bit: those of matrices
+    are quantised (needs torchao or bitsandbytes). muon: orthogonalised momentum for the matrices of the layers, AdamW
+    for embeddings, output projection, norms and biases."""
     adamw_implementation: Literal["fused", "foreach"] = "fused"
     """The kernel of AdamW."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5

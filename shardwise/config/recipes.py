@@ -40,7 +40,6 @@ from shardwise.config.trainer import (
     BatchTrainerConfig,
     TrainerConfig,
     require_optimizer_fits,
-    require_state,
     require_states_on_device,
 )
 
@@ -263,8 +262,6 @@ class RLConfig(Config):
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} is more than the {num_samples} samples of "
                 "a step (rollout.num_prompts x rollout.group_size)"
             )
-        if self.critic is not None and self.trainer.save_state:
-            require_state(self.critic.optimizer, "critic.optimizer.optimizer")
         require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
         require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         if self.critic is not None:

@@ -91,12 +91,6 @@ class TrainerConfig(OptimizerConfig):
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
 
     @model_validator(mode="after")
-    def _state_can_be_saved(self) -> Self:
-        if self.save_state:
-            require_state(self, "optimizer")
-        return self
-
-    @model_validator(mode="after")
     def _what_is_kept_is_saved(self) -> Self:
         if self.keep_last == 0 and (self.keep_every_steps or self.keep_best is not None):
             key = "keep_every_steps" if self.keep_every_steps else "keep_best"
@@ -117,16 +111,6 @@ class BatchTrainerConfig(TrainerConfig):
 
     batch_size: PositiveInt = 32
     """Rows of one optimizer step, over all ranks: sequences, or pairs of them."""
-
-
-def require_state(config: OptimizerConfig, key: str) -> None:
-    """Raises ValueError if the states of an optimizer cannot be saved; `key` names it."""
-    if config.optimizer == "adamw_8bit":
-        raise ValueError(
-            f"{key}=adamw_8bit has no state that could be saved: its moments are quantised in blocks that are counted "
-            "within a shard, and another layout has other shards; set trainer.save_state=false (such a run cannot be "
-            "resumed), or take adamw or adamw_cpu"
-        )
 
 
 def require_states_on_device(layout: EngineConfig, config: OptimizerConfig, *, engine: str, optimizer: str) -> None:

@@ -1,41 +1,63 @@
 """AdamW with moments quantised to 8 bits in blocks of 256 (Dettmers et al. 2022), by torchao or bitsandbytes."""
 
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.config import ConfigError
-from shardwise.engine.shards import local_shard
+from shardwise.engine.shards import RowSharding, local_shard
+
+BLOCK_ELEMENTS = 256
+MIN_ELEMENTS = 4096
+"""Of a shard: both packages keep the moments of smaller ones in float32."""
+_MAPS = ("qmap", "qmap1", "qmap2")
+"""What their states hold beside what changes: the numbers that the 256 codes stand for."""
 
 
-def build_adamw_8bit(
-    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float, device: torch.device
-) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit where it can be imported, else on CUDA that of bitsandbytes.
+def has_whole_blocks(parameter: Tensor) -> bool:
+    """Whether the blocks of every rank's shard are blocks of the whole tensor, so that no number depends on how it is
+    sharded, and every layout that keeps them whole has the same states. Vectors are left to float32: whether their
+    shards are large enough would depend on the number of ranks.
+
+    Args:
+        parameter: plain, or sharded on dim 0.
+    """
+    if parameter.dim() < 2:
+        return False
+    sharding, row_elements = RowSharding.of(parameter), math.prod(parameter.shape[1:])
+    parts = [sharding.rows(parameter.shape[0], rank) for rank in range(sharding.num_ranks)]
+    step = _rows_of_whole_blocks(row_elements)
+    return all(
+        len(part) * row_elements >= MIN_ELEMENTS and part.start % step == 0 and part.stop % step == 0 for part in parts
+    )
+
+
+def build_adamw_8bit(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit where it can be imported, else that of bitsandbytes.
 
     Either sees plain tensors that alias the shards, never DTensors: bitsandbytes' kernels take none, and torchao's
     compiled one leaves weights as they were, or crashes, where dim 0 does not divide into equal shards. So the states
-    are keyed by the aliases. Blocks of 256 are counted within a shard; moments of fewer than 4096 elements, and with
-    torchao those that are no multiple of 256, stay float32. torchao compiles: on a CPU that takes a C++ compiler.
+    are keyed by the aliases, which are as many and in the same order as the parameters. torchao compiles: on a CPU that
+    takes a C++ compiler.
 
     Args:
-        groups: each with params (float32, plain or sharded on dim 0), lr and weight_decay.
+        groups: each with params (float32, plain or sharded on dim 0, with whole blocks), lr and weight_decay.
     Raises:
         ConfigError: neither package can be imported.
     """
-    package = _import("torchao.optim")
-    if package is None and device.type == "cuda":
-        package = _import("bitsandbytes.optim")
+    package = _import("torchao.optim") or _import("bitsandbytes.optim")
     if package is not None:
         return on_local_shards(package.AdamW8bit, groups, lr=0.0, betas=betas, eps=eps)
-    packages = "torchao or bitsandbytes" if device.type == "cuda" else "torchao"
     raise ConfigError(
-        f"trainer.optimizer=adamw_8bit needs {packages} for weights on {device.type}, and cannot import it; "
-        "pip install torchao, or set trainer.optimizer to adamw or adamw_cpu"
+        "trainer.optimizer=adamw_8bit needs torchao or bitsandbytes, and can import neither; pip install torchao, or "
+        "set trainer.optimizer to adamw or adamw_cpu"
     )
 
 
@@ -45,7 +67,7 @@ def on_local_shards(
     """An optimizer whose parameters are plain tensors in the memory of the shards, with their gradients during a step.
 
     The aliases exist during a step only: an engine that moves weights off the device frees their memory, and gives them
-    new memory later. Empty shards have no gradient, as a kernel may crash on nothing.
+    new memory later.
     """
     pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     local_groups = []
@@ -58,7 +80,7 @@ def on_local_shards(
     def alias(*_: Any) -> None:
         for parameter, shard in pairs:
             shard.data = local_shard(parameter.detach())
-            if parameter.grad is not None and shard.numel():
+            if parameter.grad is not None:
                 shard.grad = local_shard(parameter.grad)
 
     def release(*_: Any) -> None:
@@ -69,6 +91,46 @@ def on_local_shards(
     optimizer.register_step_post_hook(release)
     release()
     return optimizer
+
+
+def saved_states(state: Mapping[str, Any], parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What has to be kept of a parameter's states, in the memory of the originals: codes with a byte for each of its
+    elements, scales with a float32 for each block, both sharded as it is, and torchao's step counter.
+
+    The keys are those of the package that made them, so no state of one is taken for that of the other, whose codes may
+    stand for other numbers.
+    """
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key in _MAPS:
+            continue
+        if value.dim() == 0:
+            yield key, value
+        elif type(value) is Tensor:
+            yield key, _as_sharded(value, parameter)
+        else:
+            names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]  # torch's protocol of wrapper subclasses
+            for name in names:
+                if name not in _MAPS:
+                    yield f"{key}_{name}", _as_sharded(getattr(value, name), parameter)
+
+
+def _as_sharded(local: Tensor, parameter: Tensor) -> Tensor:
+    """Codes in the shape of the parameter; scales as the blocks lie in it, [rows of whole blocks, blocks in those]."""
+    shape = parameter.shape
+    if local.dim() == 1:
+        row_elements = math.prod(shape[1:])
+        step = _rows_of_whole_blocks(row_elements)
+        shape = torch.Size([shape[0] // step, row_elements * step // BLOCK_ELEMENTS])
+        local = local.view(-1, shape[1])
+    if not isinstance(parameter, DTensor):
+        return local
+    form = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, form), requires_grad=False)
+
+
+def _rows_of_whole_blocks(row_elements: int) -> int:
+    """The fewest rows that end where a block does."""
+    return BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, row_elements)
 
 
 def _import(name: str) -> ModuleType | None:

@@ -144,8 +144,8 @@ def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex
     stored = {name: spec for name, spec in index.specs.items() if name.startswith(only)}
     if problems := differences(wanted, stored):
         raise ModelError(
-            f"{folder} is not the state of this engine: {problems}; resume with the model, the optimizer, the dtypes "
-            f"and the adapters that it was saved with, {BEGIN_WITHOUT_STATE}"
+            f"{folder} is not the state of this engine: {problems}; resume with the model, the optimizer (adamw_8bit: "
+            f"on as many ranks), the dtypes and the adapters that it was saved with, {BEGIN_WITHOUT_STATE}"
         )
 
 

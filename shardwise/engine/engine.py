@@ -388,7 +388,7 @@ class TrainEngine:
         """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
         infinity."""
         tensors = {plain_name(name): weight for name, weight in self._model.hf_model.named_parameters()}
-        if self._optimizer is not None and self._optimizer.has_named_states:
+        if self._optimizer is not None:
             states = self._optimizer.named_tensors().items()
             tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
         return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())

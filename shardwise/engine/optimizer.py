@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import ConfigError, ModelError, OptimizerConfig, TrainingError
 from shardwise.engine.adamw import BFloat16AdamW, HostAdamW
-from shardwise.engine.adamw_8bit import build_adamw_8bit
+from shardwise.engine.adamw_8bit import BLOCK_ELEMENTS, MIN_ELEMENTS, build_adamw_8bit, has_whole_blocks, saved_states
 from shardwise.engine.loss_scale import LossScaler
 from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
@@ -33,7 +33,7 @@ BEGIN_WITHOUT_STATE = (
 
 
 class ShardedOptimizer:
-    """One or two torch optimizers over the shards of a model, with everything that belongs to one step."""
+    """Torch optimizers over the shards of a model, with everything that belongs to one step."""
 
     def __init__(
         self,
@@ -61,10 +61,11 @@ class ShardedOptimizer:
         self.parameters = [one.parameter for one in trained]
         self._names = {id(one.parameter): one.name for one in trained}
         dtype = _common_dtype(trained, config)
-        for_muon = [config.optimizer == "muon" and one.is_hidden_matrix for one in trained]
-        self._muon_groups = group_parameters(list(compress(trained, for_muon)), config)
-        self._adamw_groups = group_parameters(list(compress(trained, map(not_, for_muon))), config)
-        self._muon = _build_muon(self._muon_groups, config) if config.optimizer == "muon" else None
+        is_special = [_is_special(one, config) for one in trained]
+        self._special_groups = group_parameters(list(compress(trained, is_special)), config)
+        self._adamw_groups = group_parameters(list(compress(trained, map(not_, is_special))), config)
+        self._special = _build_special(self._special_groups, config)
+        """Muon, or AdamW in 8 bits; the parameters that it is not for are AdamW's."""
         self._adamw: torch.optim.Optimizer | None = None
         if self._adamw_groups and dtype == torch.bfloat16:
             self._adamw = BFloat16AdamW(
@@ -85,8 +86,8 @@ class ShardedOptimizer:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon's and AdamW's, those that have parameters."""
-        return [optimizer for optimizer in (self._muon, self._adamw) if optimizer is not None]
+        """Those that have parameters."""
+        return [optimizer for optimizer in (self._special, self._adamw) if optimizer is not None]
 
     @property
     def loss_scale(self) -> float:
@@ -156,22 +157,16 @@ class ShardedOptimizer:
         tensors = (tensor for state in states if isinstance(state, Tensor) for tensor in _plain_tensors(state))
         yield from {id(tensor): tensor for tensor in tensors if tensor.dim()}.values()
 
-    @property
-    def has_named_states(self) -> bool:
-        """Not adamw_8bit: its moments are quantised by shard, so no other layout has them."""
-        return self._config.optimizer != "adamw_8bit"
-
     def named_tensors(self) -> dict[str, Tensor]:
         """The masters as `master/NAME` and every state of the optimizers as `KEY/NAME` (exp_avg, momentum_buffer,
         step), for the parameter's NAME in the model. Shards are DTensors in the memory of the originals; step counters,
-        which are equal on all ranks, are plain. Not for adamw_8bit.
+        which are equal on all ranks, are plain.
         """
-        assert self.has_named_states, "adamw_8bit"
         named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    named[f"{key}/{self._names[id(parameter)]}"] = _sharded_like(value, parameter)
+        for parameter, state in self._states():
+            is_in_8_bits = self._config.optimizer == "adamw_8bit" and has_whole_blocks(parameter)
+            for key, value in saved_states(state, parameter) if is_in_8_bits else state.items():
+                named[f"{key}/{self._names[id(parameter)]}"] = _sharded_like(value, parameter)
         return named
 
     def create_states(self, names: Collection[str]) -> None:
@@ -191,6 +186,11 @@ class ShardedOptimizer:
             "num_nonfinite_in_a_row": self._num_nonfinite_in_a_row,
             "num_updates": self._adamw.num_updates if isinstance(self._adamw, BFloat16AdamW) else None,
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "steps": {
+                self._names[id(parameter)]: state["step"]
+                for parameter, state in self._states()
+                if isinstance(state.get("step"), int)  # as bitsandbytes counts them
+            },
         }
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
@@ -211,15 +211,31 @@ class ShardedOptimizer:
             self._adamw.num_updates = numbers["num_updates"]
         if self.scaler is not None:
             self.scaler.load_state_dict(numbers["loss_scaler"])
+        for parameter, state in self._states():
+            if isinstance(state.get("step"), int):
+                state["step"] = numbers["steps"][self._names[id(parameter)]]
+
+    def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], ParameterGroup]]:
+        """Each optimizer with each of its groups, and what that was made from."""
+        for optimizer, described in ((self._special, self._special_groups), (self._adamw, self._adamw_groups)):
+            for group, made_from in zip(optimizer.param_groups if optimizer else [], described, strict=True):
+                assert optimizer is not None
+                yield optimizer, group, made_from
+
+    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """Of each parameter the states that its optimizer has for it, which may know it by an alias."""
+        for optimizer, group, made_from in self._groups():
+            for alias, parameter in zip(group["params"], made_from.parameters, strict=True):
+                if alias in optimizer.state:
+                    yield parameter, optimizer.state[alias]
 
     def _set_learning_rates(self, share: float) -> None:
-        for optimizer, groups in ((self._muon, self._muon_groups), (self._adamw, self._adamw_groups)):
-            for group, described in zip(optimizer.param_groups if optimizer else [], groups, strict=True):
-                learning_rate = described.peak_learning_rate * share
-                if isinstance(group["lr"], Tensor):  # torchao reads it inside a compiled kernel
-                    group["lr"].fill_(learning_rate)
-                else:
-                    group["lr"] = learning_rate
+        for _, group, made_from in self._groups():
+            learning_rate = made_from.peak_learning_rate * share
+            if isinstance(group["lr"], Tensor):  # torchao reads it inside a compiled kernel
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
 
     def _unscale_and_clip(self, norm: float, scale: float) -> None:
         limit = self._config.max_grad_norm
@@ -296,31 +312,51 @@ def _common_dtype(trained: Sequence[TrainedParameter], config: OptimizerConfig) 
     return dtype
 
 
-def _build_muon(groups: list[ParameterGroup], config: OptimizerConfig) -> ShardedMuon:
+def _is_special(one: TrainedParameter, config: OptimizerConfig) -> bool:
+    """Whether AdamW is not the optimizer of it."""
+    match config.optimizer:
+        case "muon":
+            return one.is_hidden_matrix
+        case "adamw_8bit":
+            return has_whole_blocks(one.parameter)
+        case "adamw" | "adamw_cpu":
+            return False
+
+
+def _build_special(groups: list[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer | None:
+    """Of float32 weights."""
+    match config.optimizer:
+        case "muon":
+            _require_any(groups, config, "no matrix", "embeddings and output projections are AdamW's")
+            return ShardedMuon(
+                _torch_groups(groups),
+                momentum=config.muon_momentum,
+                num_iterations=config.muon_num_iterations,
+                adjust_lr=config.muon_adjust_lr,
+            )
+        case "adamw_8bit":
+            why = f"each rank's part has to be whole blocks of {BLOCK_ELEMENTS} elements, {MIN_ELEMENTS} at least"
+            _require_any(groups, config, "no matrix to quantise", why)
+            return build_adamw_8bit(_torch_groups(groups), betas=config.adam_betas, eps=config.adam_eps)
+        case "adamw" | "adamw_cpu":
+            return None
+
+
+def _require_any(groups: list[ParameterGroup], config: OptimizerConfig, nothing: str, why: str) -> None:
     if not groups:
         raise ConfigError(
-            "trainer.optimizer=muon finds no matrix among the trained weights (embeddings and output projections are "
-            "AdamW's); set trainer.optimizer=adamw"
+            f"trainer.optimizer={config.optimizer} finds {nothing} among the trained weights ({why}); set "
+            "trainer.optimizer=adamw"
         )
-    return ShardedMuon(
-        _torch_groups(groups),
-        momentum=config.muon_momentum,
-        num_iterations=config.muon_num_iterations,
-        adjust_lr=config.muon_adjust_lr,
-    )
 
 
 def _build_adamw(groups: list[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Of float32 weights."""
     torch_groups, betas, eps = _torch_groups(groups), config.adam_betas, config.adam_eps
+    if config.optimizer == "adamw_cpu":
+        return HostAdamW(torch_groups, betas=betas, eps=eps)
     fused = config.adamw_implementation == "fused"
-    match config.optimizer:
-        case "adamw_cpu":
-            return HostAdamW(torch_groups, betas=betas, eps=eps)
-        case "adamw_8bit":
-            return build_adamw_8bit(torch_groups, betas=betas, eps=eps, device=groups[0].parameters[0].device)
-        case "adamw" | "muon":
-            return torch.optim.AdamW(torch_groups, betas=betas, eps=eps, fused=fused, foreach=not fused)
+    return torch.optim.AdamW(torch_groups, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
 def _torch_groups(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:

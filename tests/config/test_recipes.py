@@ -471,21 +471,6 @@ def test_f36_a_batch_that_cannot_be_split_is_an_error_before_anything_starts():
     assert RLConfig.load(None, [*few, "algorithm.num_minibatches=2"]).algorithm.num_minibatches == 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["trainer.optimizer=adamw_8bit"], "trainer: optimizer=adamw_8bit"),
-        (
-            ["algorithm.advantage=gae", "critic={optimizer: {optimizer: adamw_8bit}}"],
-            "critic.optimizer.optimizer=adamw_8bit",
-        ),
-    ],
-)
-def test_an_optimizer_whose_state_cannot_be_saved_is_taken_only_without_it(overrides, key):
-    assert f"{key} has no state that could be saved: " in message_of(RLConfig, [*RL, *overrides])
-    assert not RLConfig.load(None, [*RL, *overrides, "trainer.save_state=false"]).trainer.save_state
-
-
 BF16 = ["engine.param_dtype=bfloat16", "engine.master_dtype=bfloat16"]
 
 

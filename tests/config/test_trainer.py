@@ -10,12 +10,6 @@ def test_optimizer_is_the_part_of_the_trainer_that_an_engine_needs():
     assert type(trainer.optimizer_config()) is OptimizerConfig
 
 
-def test_states_that_cannot_be_saved_are_taken_only_without_saving_them():
-    with pytest.raises(ConfigError, match="optimizer=adamw_8bit has no state that could be saved"):
-        TrainerConfig.parse({"optimizer": "adamw_8bit"}, origin="test")
-    assert not TrainerConfig.parse({"optimizer": "adamw_8bit", "save_state": False}, origin="test").save_state
-
-
 def test_states_that_never_leave_the_host_are_not_offloaded_to_it():
     layout, keys = EngineConfig(optimizer_offload=True), {"engine": "engine", "optimizer": "trainer"}
     require_states_on_device(layout, OptimizerConfig(), **keys)
