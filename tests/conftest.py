@@ -1,6 +1,7 @@
 """Fixtures of every test folder."""
 
 import contextlib
+import gc
 
 import pytest
 from ranks import RankPool
@@ -17,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests go first: where several run at a time, none of them begins when the others have ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays, and there is much of it: no collection has to look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

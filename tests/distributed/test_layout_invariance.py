@@ -224,12 +224,16 @@ def product_cells():
 
 
 def batches_of_cells(cells, size):
-    """Cells that share one call of the ranks, as pytest parameters."""
+    """Cells that share one call of the ranks, as pytest parameters. Those of one rank, where options have the least to
+    do with each other, are run by `make test-full`."""
     batches = []
     for world_size in (1, 2, 4):
         alike = [cell for cell in cells if cell.world_size == world_size]
         for start in range(0, len(alike), size):
-            batches.append(pytest.param(alike[start : start + size], id=f"{world_size}-ranks-from-{start}"))
+            marks = pytest.mark.full if world_size == 1 else ()
+            batches.append(
+                pytest.param(alike[start : start + size], id=f"{world_size}-ranks-from-{start}", marks=marks)
+            )
     return batches
 
 
@@ -583,7 +587,7 @@ def test_losses_and_gradients_equal_the_padded_reference(run_ranks, families, ce
     assert_cells_equal_the_reference(run_ranks, families, cells)
 
 
-@pytest.mark.parametrize("layout", ["2", "2 sp2"])
+@pytest.mark.parametrize("layout", ["2", pytest.param("2 sp2", marks=pytest.mark.full)])
 def test_units_inside_selectively_checkpointed_layers_change_nothing(run_ranks, families, layout):
     """What FSDP does to gather an inner unit differs between a layer's forward and its recomputation; with prefetching
     even in the number of operations."""

@@ -101,6 +101,7 @@ REPEATED = {
     "kept over 2 ranks",
     "compiled",
     "reduced at the end",
+    "in host memory",
 }
 """What other cells have the parts of, and what is compiled: only in `make test-full`."""
 

@@ -83,7 +83,7 @@ def family_run(request, tmp_path_factory):
     [
         pytest.param(1, {}, 64, marks=pytest.mark.full),
         (2, {}, 24),
-        (4, {}, 20),
+        pytest.param(4, {}, 20, marks=pytest.mark.full),
         (4, {"fsdp_size": 2}, 20),
         pytest.param(2, {"reshard_after_forward": False}, 64, marks=pytest.mark.full),
     ],

@@ -140,7 +140,7 @@ def references(folders):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))])
 def test_logprobs_and_gradients_of_shared_sequences_equal_those_of_each_sequence_alone(
     run_ranks, folders, references, world_size
 ):

@@ -246,7 +246,7 @@ EXPERTS = {
 """Of a mixture of 4 experts, which some ranks share."""
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
 REPEATED = [
-    *((name, "adamw") for name in ("2 to 4", "4 to 1", "ulysses to 2", "2x2 to 4", "replicas to 2")),
+    *((name, "adamw") for name in ("2 to 4", "4 to 1", "ulysses to 2", "4 to 2x2", "2x2 to 4", "replicas to 2")),
     *(("2x2 to 4", "adamw_cpu"), ("1 to 2", "muon")),
 ]
 EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1", "shared to 2"]

@@ -256,7 +256,7 @@ def reference_and_back(folder, lora, dtype, fsdp_size):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fsdp_size"), [pytest.param(1, None, marks=pytest.mark.full), (2, None), (4, 2)]
+    ("world_size", "fsdp_size"), [*(pytest.param(size, None, marks=pytest.mark.full) for size in (1, 2)), (4, 2)]
 )
 @pytest.mark.parametrize(
     ("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora"), ("gpt2", "dora")]
@@ -387,7 +387,7 @@ def bfloat16_training(folder, lora):
     return losses, unchanged, {tensor.dtype for _, tensor in adapter_weights(model, torch.float32)}
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("variant", [pytest.param("lora", marks=pytest.mark.full), "dora"])
 def test_training_in_bfloat16_lowers_the_loss_and_leaves_the_base(run_ranks, folders, variant):
     for losses, unchanged, _ in run_ranks(bfloat16_training, 2, folders["qwen3"], VARIANTS[variant]):
         assert losses[-1] < 0.5 * losses[0]

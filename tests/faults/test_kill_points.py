@@ -99,17 +99,21 @@ def test_f04_a_run_killed_at_each_write_of_a_save_ends_as_one_that_was_not(
     assert {path.name for path in (run / "checkpoints").iterdir()} == {name, "latest"}, "no leftovers"
 
 
-@pytest.mark.parametrize("action", ["enospc", pytest.param("eio", marks=pytest.mark.full)])
-def test_f20_f21_an_error_of_the_disk_at_each_write_costs_that_save_alone(ranks, model_folder, tmp_path, action):
-    """Of a run that saves after every step, the save of step 2 n meets the error at its n-th write. Those between are
-    whole, nothing is left of the others, and the run ends as one whose disk was well."""
+@pytest.mark.parametrize(
+    ("action", "every"),
+    [("enospc", 3), *(pytest.param(action, 1, marks=pytest.mark.full) for action in ("enospc", "eio"))],
+    ids=["enospc at every third write", "enospc", "eio"],
+)
+def test_f20_f21_an_error_of_the_disk_at_each_write_costs_that_save_alone(ranks, model_folder, tmp_path, action, every):
+    """Of a run that saves after every step, the save of every second step meets the error at the next of its writes.
+    Those between are whole, nothing is left of the others, and the run ends as one whose disk was well."""
     options = {"save_every_steps": 1, "on_save_error": "continue", "async_save": False}
     counting = {0: f"phase=write nth={WITHOUT_END}"}
     ((_, entered),) = ranks.run(train, 1, str(tmp_path / "count"), str(model_folder), counting, 1, options)
-    num_writes = entered["write"]
-    assert num_writes >= 50
-    faults = ";".join(f"step={2 * n} phase=write nth={n} action={action}" for n in range(1, num_writes + 1))
-    last, run, whole = 2 * num_writes + 1, tmp_path / "run", tmp_path / "whole"
+    assert entered["write"] >= 50
+    writes = range(1, entered["write"] + 1, every)
+    faults = ";".join(f"step={2 * n} phase=write nth={nth} action={action}" for n, nth in enumerate(writes, 1))
+    last, run, whole = 2 * len(writes) + 1, tmp_path / "run", tmp_path / "whole"
     ranks.run(train, 1, str(run), str(model_folder), {0: faults}, last, options)
     ranks.run(train, 1, str(whole), str(model_folder), {}, last, options | {"save_every_steps": last})
     found = {path.name for path in (run / "checkpoints").iterdir()}

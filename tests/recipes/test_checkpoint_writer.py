@@ -94,11 +94,11 @@ LORA = {"rank": 3, "target_modules": ["q_proj", "down_proj"]}
 @pytest.mark.parametrize(
     ("world_size", "family", "layout"),
     [
-        (1, "qwen3", {}),
+        pytest.param(1, "qwen3", {}, marks=pytest.mark.full),
         (2, "llama", {"param_dtype": "bfloat16"}),
         (2, "qwen3_moe", {}),
         (2, "llama", {"lora": LORA}),
-        (4, "llama", {"fsdp_size": 2}),
+        pytest.param(4, "llama", {"fsdp_size": 2}, marks=pytest.mark.full),
         (4, "qwen3", {"ulysses_size": 2, "offload_policy": True}),
     ],
 )

@@ -227,8 +227,7 @@ def sampled(fake_group, ranks, *, stop=()):
     return examples, [group.completions for group in groups]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("looks", [1, 4])
+@pytest.mark.parametrize(("family", "looks"), [("qwen3", 1), ("gemma2", 4)])
 def test_completions_that_were_interrupted_are_those_that_were_not(fake_group, tmp_path, family, looks):
     folder = tiny_folder(family, tmp_path / family)
     _, whole = sampled(fake_group, Interruptions(folder, 10_000))
