@@ -163,8 +163,8 @@ class ShardedOptimizer:
         which are equal on all ranks, are plain.
         """
         named = {MASTER + self._names[id(parameter)]: parameter.detach() for parameter in self.parameters}
-        for parameter, state in self._states():
-            is_in_8_bits = self._config.optimizer == "adamw_8bit" and has_whole_blocks(parameter)
+        for optimizer, parameter, state in self._states():
+            is_in_8_bits = self._config.optimizer == "adamw_8bit" and optimizer is self._special
             for key, value in saved_states(state, parameter) if is_in_8_bits else state.items():
                 named[f"{key}/{self._names[id(parameter)]}"] = _sharded_like(value, parameter)
         return named
@@ -188,7 +188,7 @@ class ShardedOptimizer:
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
             "steps": {
                 self._names[id(parameter)]: state["step"]
-                for parameter, state in self._states()
+                for _, parameter, state in self._states()
                 if isinstance(state.get("step"), int)  # as bitsandbytes counts them
             },
         }
@@ -211,7 +211,7 @@ class ShardedOptimizer:
             self._adamw.num_updates = numbers["num_updates"]
         if self.scaler is not None:
             self.scaler.load_state_dict(numbers["loss_scaler"])
-        for parameter, state in self._states():
+        for _, parameter, state in self._states():
             if isinstance(state.get("step"), int):
                 state["step"] = numbers["steps"][self._names[id(parameter)]]
 
@@ -222,12 +222,12 @@ class ShardedOptimizer:
                 assert optimizer is not None
                 yield optimizer, group, made_from
 
-    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """Of each parameter the states that its optimizer has for it, which may know it by an alias."""
+    def _states(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any]]]:
+        """Of each parameter its optimizer, and the states that it has there, maybe under an alias."""
         for optimizer, group, made_from in self._groups():
             for alias, parameter in zip(group["params"], made_from.parameters, strict=True):
                 if alias in optimizer.state:
-                    yield parameter, optimizer.state[alias]
+                    yield optimizer, parameter, optimizer.state[alias]
 
     def _set_learning_rates(self, share: float) -> None:
         for _, group, made_from in self._groups():

@@ -17,6 +17,7 @@ from shardwise.engine import TrainEngine
 from shardwise.engine.gathering import gathered
 from shardwise.recipes.losses import make_loss
 
+NUM_STEPS = 40
 LAYOUTS = [{}, {"ulysses_size": 2}]
 PAIRED = {name for name, (kind, *_) in LOSSES.items() if kind in ("preference", "reward_model")} - {"kto"}
 
@@ -53,7 +54,7 @@ def value_and_gradients(engine, shards, shard, denominators, name):
     return total.item(), gradients
 
 
-def differences_in_drawn_steps(folder, num_steps):
+def differences_in_drawn_steps(folder):
     """By loss the number of steps; and what differed from all samples in one micro-batch on one rank."""
     heads = {HEADS.get(name, "logprobs") for name in LOSSES}
 
@@ -68,7 +69,7 @@ def differences_in_drawn_steps(folder, num_steps):
     seen, wrong = {}, []
 
     @settings(
-        max_examples=num_steps,
+        max_examples=NUM_STEPS,
         derandomize=True,  # so every rank draws the same
         database=None,
         deadline=None,
@@ -102,11 +103,12 @@ def differences_in_drawn_steps(folder, num_steps):
     return seen, wrong
 
 
-@pytest.mark.parametrize(("world_size", "num_steps"), [(2, 24), pytest.param(4, 40, marks=pytest.mark.full)])
-def test_a_loss_is_one_whatever_is_drawn(run_ranks, tmp_path, world_size, num_steps):
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_loss_is_one_whatever_is_drawn(run_ranks, tmp_path, world_size):
     folder = str(tiny_folder("qwen3", tmp_path))
-    results = run_ranks(differences_in_drawn_steps, world_size, folder, num_steps, timeout_seconds=300)
+    results = run_ranks(differences_in_drawn_steps, world_size, folder, timeout_seconds=300)
     assert all(seen == results[0][0] for seen, _ in results), "the ranks drew other steps"
-    assert sum(results[0][0].values()) == num_steps
+    assert sum(results[0][0].values()) == NUM_STEPS
     assert len(results[0][0]) >= 10, "of the losses"
     assert [wrong for _, wrong in results] == [[]] * world_size
