@@ -106,7 +106,8 @@ def by_type(default: str) -> BeforeValidator:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file with -c")
+        problem = "is no file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {path} {problem}; give the path of a YAML file with -c")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -3,8 +3,11 @@
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from shardwise.config import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,17 @@ class RowOrder:
         """The row at a position, counted from 0; an epoch follows the other."""
         epoch, offset = divmod(position, self.num_rows)
         return _permutation(self.num_rows, self.seed, epoch)[offset] if self.shuffle else offset
+
+
+def require_as_many_rows(saved: Any, here: Any) -> None:
+    """Raises DataError unless a run that is resumed goes on with as many, of every source: others come in another
+    order."""
+    if saved != here:
+        raise DataError(
+            f"the run that is resumed had {saved} training rows, now there are {here}, which come in another order; "
+            "bring back its data, or begin a run with its weights (model.path=PATH of the hf/ in its checkpoint, with "
+            "another trainer.output_dir)"
+        )
 
 
 @lru_cache(maxsize=16)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.config import ConfigError, DataError, PromptDataConfig
-from shardwise.data.loader import RowOrder
+from shardwise.config import ConfigError, PromptDataConfig
+from shardwise.data.loader import RowOrder, require_as_many_rows
 
 
 class PromptStream:
@@ -70,11 +70,7 @@ class PromptStream:
             DataError: that stream had other rows.
         """
         num_rows = {name: len(rows) for name, rows in self._rows.items()}
-        if state["num_rows"] != num_rows:
-            raise DataError(
-                f"the run that is resumed had {state['num_rows']} training rows by source, now there are {num_rows}; "
-                "bring back its data, or start a new run (trainer.resume=never)"
-            )
+        require_as_many_rows(*(counts.get("", counts) for counts in (state["num_rows"], num_rows)))
         self.position = dict(state["position"])
         self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}
         self._stage, self._taken = state["stage"], Counter(state["taken"])

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config import BatchTrainerConfig, DataError
+from shardwise.config import BatchTrainerConfig
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
+from shardwise.data.loader import require_as_many_rows
 from shardwise.recipes.build import OpenedModel
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -41,12 +42,8 @@ class TrainingRows:
         return {"num_rows": self.loader.num_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError: the run that gave the state had other rows."""
-        if state["num_rows"] != self.loader.num_rows:
-            raise DataError(
-                f"the run that is resumed had {state['num_rows']} training rows, now there are {self.loader.num_rows}; "
-                "bring back its data, or start a new run (trainer.resume=never)"
-            )
+        """Raises DataError: the run that gave the state had more or fewer rows."""
+        require_as_many_rows(state["num_rows"], self.loader.num_rows)
 
 
 def open_rows(

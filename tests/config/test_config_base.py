@@ -156,6 +156,7 @@ def test_file_that_is_absent_binary_or_empty(tmp_path):
     assert error_of(Tree.load, tmp_path / "no.yaml") == (
         f"config file {tmp_path / 'no.yaml'} does not exist; give the path of a YAML file with -c"
     )
+    assert error_of(Tree.load, tmp_path) == f"config file {tmp_path} is no file; give the path of a YAML file with -c"
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml is not valid YAML" in error_of(Tree.load, tmp_path / "binary.yaml")
     assert error_of(Tree.load, write(tmp_path, "")).endswith(

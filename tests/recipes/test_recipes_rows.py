@@ -61,5 +61,7 @@ def test_a_run_goes_on_with_as_many_rows_or_not_at_all(model, write_jsonl):
         for count in (5, 4)
     )
     five.load_state_dict(five.state_dict())
-    with pytest.raises(DataError, match="had 5 training rows, now there are 4; bring back its data"):
+    with pytest.raises(
+        DataError, match="had 5 training rows, now there are 4, which come in another order; bring back"
+    ):
         four.load_state_dict(five.state_dict())
