@@ -9,6 +9,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
 from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.checkpoints import ADAPTER_CONFIG, latest_checkpoint
+from shardwise.recipes.manifest import verify_weights
 
 
 def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, max_shard_size: str) -> None:
@@ -22,13 +23,14 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
         max_shard_size: of a weight file, such as "5GB".
     Raises:
         ConfigError: there is something in target, it has no name of its own, or no dtype is known. ModelError: source
-            cannot be loaded.
+            cannot be loaded, or its weights are not those that a run wrote there.
         ExportError: target cannot be written.
     """
     require_named(target)
     require_empty(target)
     opened = _open(source)
     dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
+    verify_weights(opened.model.folder if opened.adapter is None else opened.adapter)
     adapter = "" if opened.adapter is None else str(opened.adapter)
     group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
     print(written(Path(target), dtype), flush=True)

@@ -123,6 +123,26 @@ def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) 
             checks[name](checkpoint / name)
 
 
+def verify_weights(folder: Path) -> None:
+    """Reads the weight files of a checkpoint's hf/ or adapter/. Of a folder that is in no checkpoint nothing is known,
+    nor of one that was copied out of it, where people change what they like.
+
+    Raises:
+        ModelError: the manifest is damaged, or a file is not what was written; names it, and the tensor.
+    """
+    checkpoint = folder.parent
+    if not (checkpoint / MANIFEST).is_file():
+        return
+    try:
+        for name, record in read_sealed_json(checkpoint / MANIFEST)["files"].items():
+            if Path(name).parent == Path(folder.name) and Path(name).suffix == ".safetensors":
+                _record_from(record).check(checkpoint / name)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; take another checkpoint, or a copy of {folder} in another place, which is taken as it is"
+        ) from None
+
+
 def has_whole_weights(checkpoint: Path) -> bool:
     """Whether its hf/ is what was written, whatever became of the training state. Reads all of it."""
     try:

@@ -1,9 +1,11 @@
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from shardwise.cli import main
 from shardwise.config import ConfigError, ModelError
 from shardwise.recipes.export import export
+from shardwise.recipes.manifest import hash_share, write_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,34 @@ def test_exported_weights_are_the_sources_cast(model_folder, tmp_path, capsys, d
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
     size = (out / "model.safetensors").stat().st_size / 2**20
     assert capsys.readouterr().out == f"{out}: {dtype}, {size:,.1f} MiB in 1 file\n"
+
+
+@pytest.mark.parametrize("part", ["hf", "adapter"])
+def test_weights_of_a_checkpoint_are_those_that_were_saved_or_it_is_not_exported(
+    model_folder, tmp_path, group_of_one, part
+):
+    folder = tmp_path / "run" / "checkpoints" / "step_3" / part
+    shutil.copytree(model_folder, folder)
+    if part == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        peft = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+        peft.peft_config["default"].base_model_name_or_path = str(model_folder)
+        shutil.rmtree(folder)
+        peft.save_pretrained(folder)
+    write_manifest(folder.parent, [hash_share(folder.parent)], step=3)
+    settings = {"dtype": "float32", "max_shard_size": "5GB"}
+    (folder / "README.md").write_text("changed by hand")
+    export(str(tmp_path / "run"), str(tmp_path / "whole"), group_of_one, **settings)
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for source in (tmp_path / "run", folder):
+        with pytest.raises(ModelError, match=rf"^{file} is damaged: .* is not what was written .*; take another check"):
+            export(str(source), str(tmp_path / "damaged"), group_of_one, **settings)
+    assert not (tmp_path / "damaged").exists()
+    shutil.copytree(folder, tmp_path / "mine")
+    export(str(tmp_path / "mine"), str(tmp_path / "as it is"), group_of_one, **settings)
 
 
 def test_fused_experts_are_written_as_the_files_of_transformers(model_folder, tmp_path, group_of_one):
