@@ -193,21 +193,27 @@ class _JsonLines:
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    """Drops the lines of later steps, and one that was not written whole."""
+    """Drops the lines of later steps, and what was not written whole before them. What cannot be read between lines of
+    earlier steps stays as it is."""
     with path.open("r+b") as file:
-        num_bytes = 0
+        num_bytes = end = 0
         for line in file:
-            if not _is_of_step_up_to(last_step, line):
+            end += len(line)
+            step = _step_of(line)
+            if step is not None and step > last_step:
                 break
-            num_bytes += len(line)
+            if step is not None:
+                num_bytes = end
         file.truncate(num_bytes)
 
 
-def _is_of_step_up_to(last_step: int, line: bytes) -> bool:
+def _step_of(line: bytes) -> int | None:
+    """None of a line that was not written whole."""
     try:
-        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= last_step)
+        step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
-        return False
+        return None
+    return step if line.endswith(b"\n") and isinstance(step, int) else None
 
 
 def _to_json(value: Any, *, indent: int | None = None) -> str:

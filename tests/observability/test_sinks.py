@@ -103,6 +103,13 @@ def test_files_of_a_run_that_goes_on_are_cut_after_its_last_step_and_continued(t
     assert {path.name for path in tmp_path.iterdir()} == set(names)
 
 
+def test_a_line_that_cannot_be_read_costs_none_of_those_after_it(tmp_path):
+    lines = [b'{"step": 1}\n', b'{"step": 2, "tra\n', b"\0" * 30 + b"\n", b'{"step": 4}\n']
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, b'{"step": 5}\n', b'{"step": 6, "t']))
+    with RunLog(tmp_path, tensorboard=False, last_step=4):
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines)
+
+
 def test_files_that_are_gone_begin_anew(tmp_path):
     with RunLog(tmp_path, tensorboard=False, last_step=2) as log:
         log.log(3, {"train/loss": 1.0}, {})
