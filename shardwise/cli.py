@@ -363,17 +363,15 @@ def _add_nproc(command: argparse.ArgumentParser, *, default: int | None) -> None
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of ranks; use 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; use 1 or more")
+    return int(text)
 
 
 def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of restarts; use 0 or more")
-    return value
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts; use 0 or more")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

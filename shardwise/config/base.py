@@ -65,7 +65,19 @@ class Config(BaseModel):
 
 
 class _Yaml(yaml.SafeLoader):
-    """Also reads 1e-6 as a number, which YAML 1.1 takes for text."""
+    """Also reads 1e-6 as a number, which YAML 1.1 takes for text, and refuses a key that is given twice, of which
+    PyYAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        given = {key.value: key for key in reversed(keys)}
+        for key in keys:
+            if given[key.value] is not key:
+                first, second = (mark.line + 1 for mark in (given[key.value].start_mark, key.start_mark))
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} is given twice, in line {first} and in line {second}"
+                )
+        return super().construct_mapping(node, deep)
 
 
 _Yaml.add_implicit_resolver(

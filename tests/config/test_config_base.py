@@ -152,6 +152,12 @@ def test_unreadable_file_is_named(tmp_path, text, message):
         Tree.load(write(tmp_path, text))
 
 
+def test_a_key_that_is_given_twice_is_refused(tmp_path):
+    """PyYAML keeps the last, and a whole group of keys would be lost."""
+    path = write(tmp_path, "a: &all\n  b: 1\nc:\n  <<: *all\n  b: 2\na:\n  d: 3\n")
+    assert error_of(Tree.load, path) == (f"{path} is not valid YAML: the key a is given twice, in line 1 and in line 6")
+
+
 def test_file_that_is_absent_binary_or_empty(tmp_path):
     assert error_of(Tree.load, tmp_path / "no.yaml") == (
         f"config file {tmp_path / 'no.yaml'} does not exist; give the path of a YAML file with -c"
