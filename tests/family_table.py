@@ -123,7 +123,13 @@ FAMILIES |= {
 
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4}
 FAMILIES |= {
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+        "lm_head_multiplier": 0.3,
+    },
     "bamba": STATES | {"attn_layer_indices": [1]},
     "granitemoehybrid": STATES
     | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2}

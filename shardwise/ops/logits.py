@@ -16,9 +16,9 @@ class LogitTransform:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Reads the three attributes Hugging Face configs use: final_logit_softcapping (Gemma 2), logit_scale
-        (Cohere, a factor) and logits_scaling (Granite, a divisor)."""
-        scale = getattr(config, "logit_scale", None) or 1.0
+        """Reads the attributes Hugging Face configs use: final_logit_softcapping (Gemma 2), logit_scale (Cohere, a
+        factor), lm_head_multiplier (Falcon-H1, a factor) and logits_scaling (Granite, a divisor)."""
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
