@@ -32,8 +32,8 @@ test: install
 test-quickstart: install
 	$(BIN)/python -m pytest -m '' tests/e2e/test_quickstart_end_to_end.py tests/recipes/test_quickstart.py
 
-# Every combination of layouts and memory options, where `make test` takes every pair; 8-bit AdamW with torchao, which every
-# process that imports peft would import too.
+# Every combination of layouts and memory options, where `make test` takes every pair that several ranks can have; 8-bit AdamW
+# with torchao, which every process that imports peft would import too.
 test-full: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adamw-8bit]'
 	$(BIN)/python -m pytest -m full

@@ -2,8 +2,9 @@
 (traps 1, 5 and 6).
 
 The reference is one padded batch through a Hugging Face model with an attention mask, and losses written out as loops.
-Everything that may not change a number is an axis of AXES; a cell takes one option of each. `make test` runs cells in
-which every pair of options that can be combined occurs together; `make test-full` runs the product.
+Everything that may not change a number is an axis of AXES; a cell takes one option of each. In covering cells
+every pair of options that can be combined occurs together: `make test` runs those on two and four ranks, `make
+test-full` those on one, and the product.
 """
 
 import copy
