@@ -99,10 +99,12 @@ FAMILIES |= {
     "deepseek_v2": ROUTED | LATENT,
     "deepseek_v3": ROUTED | LATENT,
     "gpt_oss": EXPERTS | {"num_local_experts": 4, "head_dim": 8, **MIXED_WINDOWS},
-    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen2_moe": EXPERTS
+    | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+    | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},
-    "phimoe": {"num_local_experts": 4},
+    "phimoe": {"num_local_experts": 4, "sliding_window": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4},

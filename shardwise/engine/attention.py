@@ -13,9 +13,13 @@ from shardwise.config import ConfigError, ModelError
 from shardwise.engine.ulysses import Ulysses
 from shardwise.ops import (
     DROPS_KEYWORDS,
+    HAS_OWN_MASK,
+    Mask,
     PackedKernel,
     PackedLayout,
-    chunk_size,
+    attention_span,
+    is_own_mask,
+    mask_as_span,
     packed_attention,
     varlen_attention,
     varlen_problem,
@@ -119,7 +123,7 @@ class PackedCall:
 def register_packed_attention() -> None:
     """Makes `attn_implementation=PACKED_ATTENTION` known; models then take `packed=PackedCall(...)` in forward."""
     AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(PACKED_ATTENTION, mask_as_span)
 
 
 @torch.compiler.disable
@@ -128,7 +132,7 @@ def _packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask,
     *,
     packed: PackedCall | None = None,
     dropout: float = 0.0,
@@ -145,22 +149,22 @@ def _packed_attention(
     assert dropout == 0.0  # build_on_meta refuses models with dropout
     if packed is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
-    if attention_mask is not None:  # ours is always None: this one says more than who sees whom
-        raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
+    if is_own_mask(attention_mask):
+        raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
+    window, chunk = attention_span(module, attention_mask, sliding_window)
     packed.num_attention_calls += 1
     query, key, value, sinks = query[0], key[0], value[0], s_aux
     ulysses = packed.backend.ulysses
     if ulysses is not None:
         query, key, value = ulysses.heads_of_all_tokens(query, key, value)
         sinks = None if sinks is None else ulysses.own_heads(sinks)
-    size = chunk_size(module)
     out = packed_attention(
         query,
         key,
         value,
-        packed.layout if size is None else packed.layout.chunked(size),
+        packed.layout if chunk is None else packed.layout.chunked(chunk),
         scaling=scaling,
-        window=sliding_window,
+        window=window,
         softcap=softcap,
         sinks=sinks,
         kernel=packed.backend.kernel(query, value, softcap=softcap, sinks=sinks),
@@ -168,7 +172,3 @@ def _packed_attention(
     if ulysses is not None:
         out = ulysses.tokens_of_all_heads(out)
     return out.transpose(0, 1).contiguous().unsqueeze(0), None  # some families call view on it
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The layout says who sees whom; transformers' own masks would mix the sequences of a pack."""

@@ -19,7 +19,6 @@ from shardwise.ops.families import (
     attention_layers,
     attention_of,
     backbone,
-    chunk_size,
     decoder_layers,
     hand_on_keywords,
     language_model_class,
@@ -33,6 +32,7 @@ from shardwise.ops.families import (
 from shardwise.ops.finite import is_finite, nonfinite_names
 from shardwise.ops.host_copies import HostCopies
 from shardwise.ops.logits import LogitTransform, project_float32, repeated_projection
+from shardwise.ops.masks import HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
 from shardwise.ops.module_trace import ModuleTrace, Place, traced
 from shardwise.ops.proven import (
     CHECKS,

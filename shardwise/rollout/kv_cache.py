@@ -18,9 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from shardwise.config import ModelError
 from shardwise.ops import (
     DROPS_KEYWORDS,
+    HAS_OWN_MASK,
     VARLEN_READS_CACHES,
+    Mask,
     attend,
-    chunk_size,
+    attention_span,
+    is_own_mask,
+    mask_as_span,
     seen_keys,
     sequence_mixers,
     varlen_decode_attention,
@@ -39,7 +43,7 @@ _cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
 def register_cached_attention() -> None:
     """Makes `attn_implementation=CACHED_ATTENTION` known; models then take `kv_cache=KVCache(...)` in forward."""
     AttentionInterface.register(CACHED_ATTENTION, _cached_attention)
-    AttentionMaskInterface.register(CACHED_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(CACHED_ATTENTION, mask_as_span)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +277,7 @@ def _cached_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask,
     *,
     kv_cache: KVCache | None = None,
     scaling: float | None = None,
@@ -285,8 +289,9 @@ def _cached_attention(
     """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]."""
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
-    if attention_mask is not None:  # ours is always None: this one says more than who sees whom
-        raise ModelError(f"{type(module).__name__} is not supported: it brings an attention mask of its own")
+    if is_own_mask(attention_mask):
+        raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
+    window, chunk = attention_span(module, attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
     out = attention(
@@ -295,8 +300,8 @@ def _cached_attention(
         key,
         value,
         scaling=scaling,
-        window=sliding_window,
-        chunk=chunk_size(module),
+        window=window,
+        chunk=chunk,
         softcap=softcap,
         sinks=s_aux,
     )
@@ -325,7 +330,3 @@ def _attend_in_graph(
 @_attend_in_graph.register_fake
 def _attended_shape(layer: int, query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[-1])
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The cache knows who sees whom."""

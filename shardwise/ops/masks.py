@@ -1,0 +1,43 @@
+"""Who sees whom within a sequence, for attention that is registered with transformers: what its masks become in packed
+training and cached generation, which keep sequences apart by themselves.
+
+transformers masks what lies outside a window or a chunk, and tells the attention of most families its window besides.
+That of Phi-3.5-MoE and Qwen2-MoE knows it from the mask alone, so the number that describes a mask takes its place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.ops.families import chunk_size
+
+HAS_OWN_MASK = "brings an attention mask of its own"
+
+Mask = Tensor | Callable[..., Any] | int | None
+"""What attention gets as `attention_mask`: the tokens of a window or chunk, None without one, or what a family has made
+itself, which says more."""
+
+
+def mask_as_span(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, use_vmap: bool = False, **_others: Any
+) -> Mask:
+    """A mask function for transformers' AttentionMaskInterface. `use_vmap` comes with functions of the family's own."""
+    return mask_function if use_vmap else local_size
+
+
+def is_own_mask(mask: Mask) -> bool:
+    """Whether it says more than a window or chunk."""
+    return mask is not None and not isinstance(mask, int)
+
+
+def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tuple[int | None, int | None]:
+    """The tokens of an attention module's window, itself included, and of its chunk; at least one of them is None.
+
+    Args:
+        mask: none of the family's own.
+        window: what the module gives its attention function as `sliding_window`.
+    """
+    if (chunk := chunk_size(attention)) is not None:
+        return None, chunk
+    return mask if isinstance(mask, int) else window, None

@@ -1,0 +1,67 @@
+"""What transformers' masks become: windows and chunks as numbers, anything else refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionMaskInterface, Qwen3Config
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
+
+from shardwise.ops import attention_span, is_own_mask, mask_as_span
+
+NAME = "span_of_a_test"
+
+
+@pytest.fixture
+def mask_by():
+    """A mask as models make it, of this many tokens of one pack."""
+    AttentionMaskInterface.register(NAME, mask_as_span)
+    config = Qwen3Config(use_sliding_window=True, sliding_window=5, max_window_layers=0)
+    config.attention_chunk_size = 3
+    config._attn_implementation = NAME
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+
+    def make(function, **options):
+        return function(
+            config=config,
+            inputs_embeds=torch.zeros(1, 10, 2),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+            **options,
+        )
+
+    return make
+
+
+def layer(layer_type: str) -> nn.Module:
+    module = nn.Module()
+    module.config = SimpleNamespace(layer_types=[layer_type], attention_chunk_size=3)
+    module.layer_idx = 0
+    return module
+
+
+def test_a_window_known_from_the_mask_alone_is_the_window(mask_by):
+    mask = mask_by(create_sliding_window_causal_mask)
+    assert mask == 5
+    assert attention_span(layer("sliding_attention"), mask, None) == (5, None)
+
+
+def test_a_window_given_by_keyword_holds_where_no_mask_is_made(mask_by):
+    assert mask_by(create_causal_mask) is None
+    assert attention_span(layer("sliding_attention"), None, 4) == (4, None)
+    assert attention_span(layer("full_attention"), None, None) == (None, None)
+
+
+def test_chunks_are_no_windows(mask_by):
+    assert attention_span(layer("chunked_attention"), mask_by(create_chunked_causal_mask), None) == (None, 3)
+
+
+@pytest.mark.parametrize("overlay", ["or_mask_function", "and_mask_function"])
+def test_what_a_family_adds_to_a_mask_is_not_lost(mask_by, overlay):
+    mask = mask_by(create_sliding_window_causal_mask, **{overlay: lambda *_: True})
+    assert is_own_mask(mask)
+    assert is_own_mask(torch.zeros(1, 1, 10, 10))
+    assert not is_own_mask(mask_by(create_sliding_window_causal_mask))
+    assert not is_own_mask(None)
