@@ -311,7 +311,7 @@ class OptimizerConfig(Config):
     optimizer: Literal["adamw", "adamw_cpu", "adamw_8bit", "muon"] = "adamw"
     """adamw. adamw_cpu: its states live in host memory and the update is computed there. adamw_8bit: those of matrices
     are quantised (needs torchao or bitsandbytes). muon: orthogonalised momentum for the matrices of the layers, AdamW
-    for embeddings, output projection, norms and biases."""
+    for embeddings, output projection, fused experts, norms and biases."""
     adamw_implementation: Literal["fused", "foreach"] = "fused"
     """The kernel of AdamW."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5

@@ -50,12 +50,13 @@ class ShardedMuon(torch.optim.Optimizer):
     ) -> None:
         """
         Args:
-            groups: each with params (float32 matrices, plain or sharded on dim 0), lr and weight_decay.
+            groups: each with params (float32 matrices, plain or sharded on dim 0), lr, weight_decay, and is_transposed
+                for matrices [C, R].
             momentum: decay rate of the momentum (Nesterov).
             num_iterations: of Newton-Schulz, 1 to 99.
             adjust_lr: original or match_rms_adamw, as torch.optim.Muon's adjust_lr_fn.
         """
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "is_transposed": False})
         self._momentum = momentum
         self._num_iterations = num_iterations
         self._adjust_lr = adjust_lr
@@ -103,12 +104,16 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def _orthogonalised_step(self, update: Tensor, matrix: _Matrix) -> Tensor:
         """[R, C] float32, what torch.optim.Muon adds to the whole matrix: its step from zero without momentum or decay.
+        Of a transposed one [C, R], as it is stored.
 
         Args:
             update: [R * C] bfloat16.
         """
-        step = nn.Parameter(torch.zeros(matrix.parameter.shape, device=update.device))
-        step.grad = update.view_as(step).float()
+        gradient = update.view(matrix.parameter.shape).float()
+        if matrix.group["is_transposed"]:
+            gradient = gradient.T.contiguous()
+        step = nn.Parameter(torch.zeros_like(gradient))
+        step.grad = gradient
         torch.optim.Muon(
             [step],
             lr=matrix.group["lr"],
@@ -118,7 +123,7 @@ class ShardedMuon(torch.optim.Optimizer):
             ns_steps=self._num_iterations,
             adjust_lr_fn=self._adjust_lr,
         ).step()
-        return step.detach()
+        return step.detach().T if matrix.group["is_transposed"] else step.detach()
 
 
 def _rounds(matrices: Sequence[_Matrix], num_ranks: int) -> Iterator[list[_Matrix]]:

@@ -329,7 +329,10 @@ def _build_special(groups: list[ParameterGroup], config: OptimizerConfig) -> tor
         case "muon":
             _require_any(groups, config, "no matrix", "embeddings and output projections are AdamW's")
             return ShardedMuon(
-                _torch_groups(groups),
+                [
+                    torch_group | {"is_transposed": group.is_transposed}
+                    for torch_group, group in zip(_torch_groups(groups), groups, strict=True)
+                ],
                 momentum=config.muon_momentum,
                 num_iterations=config.muon_num_iterations,
                 adjust_lr=config.muon_adjust_lr,

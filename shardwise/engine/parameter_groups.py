@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine.heads import OUTPUT_PROJECTIONS
@@ -17,7 +18,7 @@ from shardwise.ops import plain_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParameter:
     """Example: `TrainedParameter(name="model.norm.weight", parameter=..., rate_prefix=None, is_decayed=False,
-    is_hidden_matrix=False)`"""
+    is_hidden_matrix=False, is_transposed=False)`"""
 
     name: str
     """In the model, free of what wrappers add to it."""
@@ -25,10 +26,12 @@ class TrainedParameter:
     rate_prefix: str | None
     """The key of module_learning_rates that applies; None: learning_rate."""
     is_decayed: bool
-    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not, nor those of fused
-    experts, which have two dimensions."""
+    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not, of two dimensions
+    neither: Cohere's norms of each head, biases of fused experts."""
     is_hidden_matrix: bool
     """Two dimensions, and inside the decoder: see `hidden_matrices`."""
+    is_transposed: bool
+    """A matrix that is stored [columns in, rows out] (transformers' Conv1D, in GPT-2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +42,24 @@ class ParameterGroup:
     rate_prefix: str | None
     peak_learning_rate: float
     weight_decay: float
+    is_transposed: bool
 
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """The ids of the parameters that Muon is meant for: two-dimensional weights between embedding and output.
 
     Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
-    here: whatever is not of two dimensions (fused experts have three), biases of fused experts, weights of an
+    here: whatever is not of two dimensions (fused experts have three), biases of fused experts, norms, weights of an
     nn.Embedding (and so tied projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA
     adapters are matrices, but those of fused experts, which hold one for each expert side by side.
     """
-    embeddings, of_experts = embedding_weights(model), _adapters_of_experts(model)
+    others, of_experts = embedding_weights(model) | _norm_weights(model), _adapters_of_experts(model)
     return {
         id(parameter)
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2
         and not name.endswith("bias")
-        and id(parameter) not in embeddings
+        and id(parameter) not in others
         and not plain_name(name).startswith(of_experts)
         and OUTPUT_PROJECTIONS.isdisjoint(plain_name(name).split("."))
     }
@@ -75,6 +79,16 @@ def embedding_weights(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
+def _norm_weights(model: nn.Module) -> set[int]:
+    """The ids of what norms scale and shift by: one row for each head in some (Cohere)."""
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+
+
+def _transposed_weights(model: nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
+
+
 def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> list[TrainedParameter]:
     """The parameters that require a gradient, in the model's order.
 
@@ -84,7 +98,8 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
     Raises:
         ConfigError: nothing is trained, or a prefix has no parameter.
     """
-    embeddings, matrices = embedding_weights(model), hidden_matrices(model)
+    undecayed, matrices = embedding_weights(model) | _norm_weights(model), hidden_matrices(model)
+    transposed = _transposed_weights(model)
     longest_first = sorted(rate_prefixes, key=len, reverse=True)
     trained = []
     for full_name, parameter in model.named_parameters():
@@ -96,8 +111,9 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
                 name=name,
                 parameter=parameter,
                 rate_prefix=next((prefix for prefix in longest_first if is_within(name, prefix)), None),
-                is_decayed=parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in embeddings,
+                is_decayed=parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in undecayed,
                 is_hidden_matrix=id(parameter) in matrices,
+                is_transposed=id(parameter) in transposed,
             )
         )
     if not trained:
@@ -108,20 +124,23 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
 
 
 def group_parameters(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> list[ParameterGroup]:
-    """One group for each learning rate, decay and mesh that occurs, in the order of their first parameters: torch
-    updates a group at once, and DTensors of two meshes (experts that ranks share) do not go together."""
-    groups: dict[tuple[str | None, bool, object], list[nn.Parameter]] = {}
+    """One group for each learning rate, decay, orientation and mesh that occurs, in the order of their first
+    parameters. torch updates a group at once, and DTensors of two meshes (experts that ranks share) do not go
+    together."""
+    groups: dict[tuple[str | None, bool, bool, object], list[nn.Parameter]] = {}
     for one in trained:
         mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
-        groups.setdefault((one.rate_prefix, one.is_decayed, mesh), []).append(one.parameter)
+        key = (one.rate_prefix, one.is_decayed, one.is_transposed, mesh)
+        groups.setdefault(key, []).append(one.parameter)
     return [
         ParameterGroup(
             parameters=parameters,
             rate_prefix=prefix,
             peak_learning_rate=config.learning_rate if prefix is None else config.module_learning_rates[prefix],
             weight_decay=config.weight_decay if is_decayed else 0.0,
+            is_transposed=is_transposed,
         )
-        for (prefix, is_decayed, _), parameters in groups.items()
+        for (prefix, is_decayed, is_transposed, _), parameters in groups.items()
     ]
 
 

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine import ParallelDims
@@ -133,6 +134,35 @@ def test_orthogonalising_shards_would_be_far_outside_the_bound():
         torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0).step()
         part.copy_(parameter.detach())
     assert (torch.cat(parts[1:]) - parts[0]).abs().max() > 0.1
+
+
+def weights_of_transposed(fsdp_size):
+    """A layer of 6 columns in and 16 rows out, as GPT-2 stores it and as others do, after equal gradients."""
+    layers = nn.ModuleList([Conv1D(16, 6), nn.Linear(6, 16)])
+    with torch.no_grad():
+        torch.manual_seed(3)
+        layers[1].weight.copy_(layers[0].weight.T)
+    if fsdp_size != "plain":
+        mesh = (
+            ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1).build("cpu").fsdp
+        )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    optimizer = ShardedOptimizer(layers, config_for("original"), total_steps=1)
+    gradient = torch.randn(6, 16, generator=torch.Generator().manual_seed(5))
+    for layer, of_layer in zip(layers, (gradient, gradient.T.contiguous()), strict=True):
+        if fsdp_size != "plain":
+            of_layer = distribute_tensor(of_layer, layer.weight.device_mesh, layer.weight.placements)
+        layer.weight.grad = of_layer
+    optimizer.step()
+    return [layer.weight.detach() if fsdp_size == "plain" else layer.weight.full_tensor().detach() for layer in layers]
+
+
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, "plain"), (2, None)])
+def test_the_step_of_a_matrix_does_not_depend_on_its_orientation(run_ranks, world_size, fsdp_size):
+    """The learning rate of `original` depends on rows / columns, and Newton-Schulz rounds to bfloat16."""
+    for of_conv, of_linear in run_ranks(weights_of_transposed, world_size, fsdp_size):
+        torch.testing.assert_close(of_conv.T, of_linear, rtol=0, atol=BOUND)
 
 
 def frozen_and_missing_gradients():

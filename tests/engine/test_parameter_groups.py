@@ -1,8 +1,10 @@
 import pytest
 import torch
+from family_table import COMMON, FAMILIES
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.config import ConfigError, LoraConfig, OptimizerConfig
 from shardwise.engine.lora import inject_lora
@@ -55,6 +57,16 @@ def test_biases_of_fused_experts_are_neither_decayed_nor_matrices():
     assert not trained["experts.gate_up_proj_bias"].is_decayed
     assert not trained["experts.gate_up_proj_bias"].is_hidden_matrix
     assert trained["experts.weight"].is_decayed
+
+
+def test_norms_with_a_row_for_each_head_are_neither_decayed_nor_matrices():
+    """Cohere's with use_qk_norm."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", **COMMON | FAMILIES["cohere"]))
+    trained = trained_parameters(model)
+    norms = {one.name: one for one in trained if "norm" in one.name}
+    assert norms["model.layers.0.self_attn.q_norm.weight"].parameter.dim() == 2
+    assert not any(one.is_decayed or one.is_hidden_matrix for one in norms.values())
 
 
 def test_muon_leaves_adapters_of_fused_experts():
