@@ -346,6 +346,12 @@ class ClippedValueLoss(Choice):
 ValueLoss = Annotated[ClippedValueLoss | Custom, Field(discriminator="name"), named("clipped")]
 
 
+def changed_keys(chosen: Choice) -> list[str]:
+    """Its parameters with another value than by default; null, which takes a bound away, is none."""
+    defaults = {key: field.default for key, field in type(chosen).model_fields.items()}
+    return [key for key, value in chosen.arguments().items() if value is not None and value != defaults[key]]
+
+
 class OverlongConfig(Config):
     """DAPO's soft punishment of completions that come close to rollout.max_response_tokens."""
 
@@ -399,6 +405,21 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f"kl_estimator={estimator} differs from {estimator[:-1]} in its gradient only, which kl_in=reward has "
                 "none of; remove the +"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_moves(self) -> Self:
+        """With one optimizer step per rollout batch the policy is the one that its old logprobs are of."""
+        if self.num_updates > 1 or self.rollout_correction.bypass or isinstance(self.policy_loss, Custom):
+            return self
+        selecting = ("fraction", "cov_low", "cov_high") if isinstance(self.policy_loss, ClipCov) else ()
+        if moved := [key for key in changed_keys(self.policy_loss) if key not in selecting]:
+            raise ValueError(
+                f"policy_loss.{' and policy_loss.'.join(moved)} "
+                f"{'has' if len(moved) == 1 else 'have'} no effect with one optimizer step per rollout batch, in which "
+                "the ratio of policy and old policy is 1; set num_minibatches or num_epochs above 1, or "
+                f"rollout_correction.bypass=true, or remove {'it' if len(moved) == 1 else 'them'}"
             )
         return self
 

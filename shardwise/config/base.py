@@ -1,16 +1,16 @@
 """The base of every config class: frozen, no unknown keys, errors that name the key path and the nearest valid one."""
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from shardwise.config.errors import ConfigError
+from shardwise.config.yaml_values import read_yaml, value_of, yaml_of
 
 _TOO_LARGE = 1 << 63
 
@@ -37,7 +37,7 @@ class Config(BaseModel):
         Raises:
             ConfigError: lists every problem at once: key path, what was given, what is allowed, the nearest name.
         """
-        tree = _read_yaml(Path(path)) if path is not None else {}
+        tree = read_yaml(Path(path)) if path is not None else {}
         for override in overrides:
             _apply_override(cls, tree, override)
         return cls.parse(tree, origin=str(path) if path is not None else "the command line")
@@ -53,7 +53,19 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load` reads it back to an equal object."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_of(self.model_dump(mode="json"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_values_stand_alone(cls, given: Any) -> Any:
+        """pydantic would take true for the number 1."""
+        for key, field in cls.model_fields.items() if isinstance(given, dict) else ():
+            if _holds_truth_value(given.get(key)) and not _takes_truth_values(field.annotation):
+                raise ValueError(
+                    f"{key}={given[key]}: a truth value (in YAML true, yes and on, false, no and off), which it cannot "
+                    "be; put it in quotes where text is meant"
+                )
+        return given
 
     @field_validator("*")
     @classmethod
@@ -64,25 +76,16 @@ class Config(BaseModel):
         return value
 
 
-class _Yaml(yaml.SafeLoader):
-    """Also reads 1e-6 as a number, which YAML 1.1 takes for text, and refuses a key that is given twice, of which
-    PyYAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        given = {key.value: key for key in reversed(keys)}
-        for key in keys:
-            if given[key.value] is not key:
-                first, second = (mark.line + 1 for mark in (given[key.value].start_mark, key.start_mark))
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value} is given twice, in line {first} and in line {second}"
-                )
-        return super().construct_mapping(node, deep)
+def _holds_truth_value(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bool) or any(isinstance(part, bool) for part in parts)
 
 
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+def _takes_truth_values(annotation: Any) -> bool:
+    """Groups look after their own keys."""
+    if annotation in (bool, Any, object) or isinstance(annotation, bool):
+        return True
+    return bool(groups_of(annotation)) or any(map(_takes_truth_values, get_args(annotation)))
 
 
 class Choice(Config):
@@ -116,30 +119,15 @@ def by_type(default: str) -> BeforeValidator:
     return BeforeValidator(expand)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        problem = "is no file" if path.exists() else "does not exist"
-        raise ConfigError(f"config file {path} {problem}; give the path of a YAML file with -c")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__} at the top level, expected keys and values")
-    return tree
-
-
 def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not key:
+    *parents, leaf = key.split(".")
+    if not separator or not all((*parents, leaf)):
         raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. trainer.total_steps=20')
     try:
-        value = yaml.load(text, Loader=_Yaml)
+        value = value_of(text)
     except yaml.YAMLError:
         raise ConfigError(f'override "{override}": the value is not valid YAML; quote it') from None
-    *parents, leaf = key.split(".")
     node = tree
     for depth, parent in enumerate(parents, start=1):
         if node.get(parent) is None:  # absent, or a group whose keys are all commented out
@@ -149,12 +137,22 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
             node[parent] = {meant: node[parent]}
         node = node[parent]
         if not isinstance(node, dict):
-            given = f"{parent}={node}"
-            raise ConfigError(
-                f'override "{override}": {given} is a value, not a group of keys; where it is a name that takes '
-                f"parameters, give them together: '{parent}={{name: {node}, {leaf}: ...}}'"
-            )
+            path = ".".join(parents[:depth])
+            raise ConfigError(f'override "{override}": {_why_no_group(path, node, leaf, alternatives)}')
     node[leaf] = value
+
+
+def _why_no_group(path: str, given: Any, leaf: str, alternatives: Sequence[type[Config]]) -> str:
+    if isinstance(given, list):
+        return f"{path} is a list, and an override gives all of it: '{path}=[...]'"
+    if any(issubclass(group, Choice) for group in alternatives):
+        return (
+            f"{path}={given} is a value, not a group of keys; where it is a name that takes parameters, give them "
+            f"together: '{path}={{name: {given}, {leaf}: ...}}'"
+        )
+    if alternatives:
+        return f"{path}={given!r} stands where a group of keys belongs; correct it in the file"
+    return f"{path} is one value, not a group of keys; remove .{leaf}"
 
 
 def _key_of(alone: str, alternatives: Sequence[type[Config]]) -> str | None:
@@ -187,6 +185,10 @@ def _explain(cls: type[Config], problem: Any) -> str:
             return f"{path}={given}: {f'did you mean {nearest[0]}? ' if nearest else ''}use one of {', '.join(tags)}"
         case "model_type" | "model_attributes_type" if alternatives:
             return f"{path}={problem['input']!r}: {_what_stands_here(alternatives)}"
+        case "invalid_key":
+            return f"{path.rpartition('.')[0] or 'the file'}: {problem['input']!r} is no key; keys are text"
+        case "string_type" if isinstance(problem["input"], int | float):
+            return f"{path}={problem['input']!r}: expected text; put it in quotes: '{path}=\"...\"' as an override"
         case "value_error":
             message = str(problem["ctx"]["error"])
             return f"{path}: {message}" if path else message

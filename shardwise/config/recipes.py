@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss
+from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss, changed_keys
 from shardwise.config.base import Config
 from shardwise.config.data import (
     EvalDataConfig,
@@ -321,6 +321,13 @@ class RLConfig(Config):
             raise ValueError(
                 f"algorithm.advantage={advantage} has no use for the critic; remove it, or set algorithm.advantage to "
                 "gae or to a function of your own"
+            )
+        value_loss = None if self.critic is None else self.critic.value_loss
+        if isinstance(value_loss, ClippedValueLoss) and changed_keys(value_loss) and self.algorithm.num_updates == 1:
+            raise ValueError(
+                f"critic.value_loss.clip={value_loss.clip} has no effect with one optimizer step per rollout batch, "
+                "before which no value has moved; set algorithm.num_minibatches or algorithm.num_epochs above 1, or "
+                "remove it"
             )
         if (advantage == "distill") != bool(self.teachers):
             raise ValueError(

@@ -91,10 +91,11 @@ class Learner:
         seed = self._config.trainer.seed
         batches = minibatches(samples, algorithm, seed=seed, step=step)
         with spans("train"):
-            metrics |= merge_metrics(
+            first, *others = (
                 self._update(batch, step, seed=hash((seed, step, number)) % 2**63)
                 for number, batch in enumerate(batches)
             )
+            metrics |= merge_metrics([first, *map(_without_mismatch, others)])
         if "rollout/ratio" in metrics:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
@@ -197,6 +198,13 @@ class Learner:
     def _set_kl_coef(self, kl_coef: float) -> None:
         self.kl_coef = kl_coef
         self._engines.policy.use_loss("policy", self._algorithm, kl_coef=kl_coef)
+
+
+def _without_mismatch(metrics: Metrics) -> Metrics:
+    """The metrics of a later optimizer step: its logprobs are no longer those of the policy that sampled."""
+    return {
+        name: value for name, value in metrics.items() if not name.startswith("rollout/") and name != "policy/logprob"
+    }
 
 
 def _next_kl_coef(controller: KlController, kl_coef: float, kl: float, num_samples: int) -> float:

@@ -21,7 +21,7 @@ from shardwise.config.rollout_correction import MismatchRejection
 ROOM = {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
 FIELDS: list[tuple[type[Config], str, dict]] = [
     (AlgorithmConfig, "advantage", {}),
-    (AlgorithmConfig, "policy_loss", {}),
+    (AlgorithmConfig, "policy_loss", {"num_epochs": 2}),
     (AlgorithmConfig, "aggregation", {}),
     (AlgorithmConfig, "kl_estimator", {"kl_coef": 0.1}),
     (AlgorithmConfig, "kl_controller", {"kl_coef": 0.1}),
@@ -187,7 +187,7 @@ def test_a_key_of_another_choice_is_refused_by_the_one_that_is_taken(key, given,
 
 
 def test_keys_without_a_name_belong_to_the_default_choice():
-    algorithm = AlgorithmConfig.load(None, ["policy_loss.clip_high=0.28", "advantage.scale=none"])
+    algorithm = AlgorithmConfig.load(None, ["policy_loss.clip_high=0.28", "num_epochs=2", "advantage.scale=none"])
     assert (algorithm.policy_loss.name, algorithm.policy_loss.clip_high) == ("ppo_clip", 0.28)
     assert (algorithm.advantage.name, algorithm.advantage.scale) == ("grpo", "none")
 
@@ -239,6 +239,33 @@ def test_group_advantages_are_those_whose_baseline_is_of_the_group():
 )
 def test_keys_that_would_have_no_effect_together_are_refused(tree, message):
     assert message_of(AlgorithmConfig, **tree) == message
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "message"),
+    [
+        ({"clip_high": 0.28}, "policy_loss.clip_high has no effect"),
+        ({"name": "clip_cov", "clip_low": 0.1, "fraction": 0.1}, "policy_loss.clip_low has no effect"),
+        ({"name": "kl_cov", "coef": 0.5, "fraction": 0.1}, "policy_loss.coef and policy_loss.fraction have no effect"),
+        ({"name": "sapo", "tau_positive": 2}, "policy_loss.tau_positive has no effect"),
+        ({"name": "topr", "ratio_cap": 2}, "policy_loss.ratio_cap has no effect"),
+        ({"name": "kimi", "tau": 2}, "policy_loss.tau has no effect"),
+        ({"name": "dppo_tv", "threshold_low": 0.1}, "policy_loss.threshold_low has no effect"),
+    ],
+)
+def test_what_bounds_a_ratio_needs_one_that_moves(policy_loss, message):
+    found = message_of(AlgorithmConfig, policy_loss=policy_loss)
+    assert found.startswith(
+        f"{message} with one optimizer step per rollout batch, in which the ratio of policy and old "
+    )
+    assert "set num_minibatches or num_epochs above 1, or rollout_correction.bypass=true, or remove " in found
+    for moving in ({"num_epochs": 2}, {"num_minibatches": 2}, {"rollout_correction": {"bypass": True}}):
+        assert parse(AlgorithmConfig, policy_loss=policy_loss, **moving).policy_loss.arguments()
+
+
+def test_without_a_ratio_that_moves_defaults_and_bounds_taken_away_stand():
+    assert parse(AlgorithmConfig, policy_loss={"clip_high": 0.2, "dual_clip": None}).num_updates == 1
+    assert parse(AlgorithmConfig, policy_loss={"name": "clip_cov", "fraction": 0.1}).num_updates == 1
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,69 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
         ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
         (
             "name.first=1",
-            'override "name.first=1": name=n is a value, not a group of keys; where it is a name that takes parameters'
-            ", give them together: 'name={name: n, first: ...}'",
+            'override "name.first=1": name is one value, not a group of keys; remove .first',
+        ),
+        (
+            "optimizer..warmup_steps=1",
+            'override "optimizer..warmup_steps=1" is not of the form key.path=value, e.g. trainer.total_steps=20',
+        ),
+        (
+            "maybe.warmup_steps=1",
+            'override "maybe.warmup_steps=1": maybe=4 stands where a group of keys belongs; correct it in the file',
+        ),
+        (
+            "optimizer.warmup_steps=1",
+            'override "optimizer.warmup_steps=1": optimizer is a list, and an override gives '
+            "all of it: 'optimizer=[...]'",
         ),
     ],
 )
 def test_malformed_override_is_quoted(tmp_path, override, message):
-    assert error_of(Tree.load, write(tmp_path, "name: n\n"), [override]) == message
+    path = write(tmp_path, "name: n\nmaybe: 4\noptimizer: [1]\n")
+    assert error_of(Tree.load, path, [override]) == message
+
+
+def test_override_of_a_parameter_below_an_unknown_name_shows_how_to_give_both():
+    assert error_of(Chooses.load, None, ["act=shout", "act.times=3"]) == (
+        'override "act.times=3": act=shout is a value, not a group of keys; where it is a name that takes parameters, '
+        "give them together: 'act={name: shout, times: ...}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"optimizer": {"warmup_steps": True}}, "optimizer: warmup_steps=True"),
+        ({"optimizer": {"learning_rate": False}}, "optimizer: learning_rate=False"),
+        ({"name": True}, "name=True"),
+    ],
+)
+def test_a_truth_value_is_no_number_and_no_text(tree, key):
+    """pydantic takes True for 1, and YAML takes `on` for True."""
+    assert error_of(Tree.parse, {"name": "n"} | tree, origin="test") == (
+        f"test: {key}: a truth value (in YAML true, yes and on, false, no and off), which it cannot be; put it in "
+        "quotes where text is meant"
+    )
+    assert Branches.parse({"union": False}, origin="test").union is False
+
+
+@pytest.mark.parametrize("held", [[True], {"a": True}])
+def test_a_truth_value_in_a_list_or_mapping_of_numbers_is_refused(held):
+    class Rates(Config):
+        rates: dict[str, float] | list[float]
+
+    assert Rates.parse({"rates": [0.5]}, origin="test").rates == [0.5]
+    assert "a truth value" in error_of(Rates.parse, {"rates": held}, origin="test")
+
+
+def test_keys_and_texts_that_yaml_reads_as_numbers_are_named(tmp_path):
+    assert error_of(Tree.load, write(tmp_path, "name: n\n1: 2\noptimizer: {3: 4}\n")).splitlines()[1:] == [
+        "  optimizer: 3 is no key; keys are text", "  the file: 1 is no key; keys are text",
+    ]  # fmt: skip
+    assert error_of(Tree.load, None, ["name=123"]) == (
+        "the command line: name=123: expected text; put it in quotes: 'name=\"...\"' as an override"
+    )
+    assert Tree.load(None, ['name="123"']).name == "123"
 
 
 @pytest.mark.parametrize(
@@ -150,12 +206,6 @@ def test_unreadable_file_is_named(tmp_path, text, message):
     """Trap 35: YAML that would construct a Python object is refused."""
     with pytest.raises(ConfigError, match=message):
         Tree.load(write(tmp_path, text))
-
-
-def test_a_key_that_is_given_twice_is_refused(tmp_path):
-    """PyYAML keeps the last, and a whole group of keys would be lost."""
-    path = write(tmp_path, "a: &all\n  b: 1\nc:\n  <<: *all\n  b: 2\na:\n  d: 3\n")
-    assert error_of(Tree.load, path) == (f"{path} is not valid YAML: the key a is given twice, in line 1 and in line 6")
 
 
 def test_file_that_is_absent_binary_or_empty(tmp_path):

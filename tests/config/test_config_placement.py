@@ -62,7 +62,7 @@ def test_an_override_adds_a_key_to_what_the_file_names_alone(tmp_path):
     assert loaded.placement == Split(num_ranks=2)
     assert loaded.engine.compile_decode
     path.write_text("policy_loss: gspo\n")
-    assert AlgorithmConfig.load(path, ["policy_loss.clip_low=0.1"]).policy_loss.clip_low == 0.1
+    assert AlgorithmConfig.load(path, ["policy_loss.clip_low=0.1", "num_epochs=2"]).policy_loss.clip_low == 0.1
     with pytest.raises(ConfigError, match="num_rank"):
         RolloutConfig.load(None, ["placement=split", "placement.num_rank=2"])
 

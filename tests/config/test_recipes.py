@@ -403,6 +403,15 @@ def test_a_group_of_one_has_no_baseline(advantage):
     )
 
 
+def test_a_clip_of_values_needs_values_that_move():
+    assert message_of(RLConfig, [*GAE, "critic.value_loss.clip=0.3"]) == (
+        "critic.value_loss.clip=0.3 has no effect with one optimizer step per rollout batch, before which no value has "
+        "moved; set algorithm.num_minibatches or algorithm.num_epochs above 1, or remove it"
+    )
+    for options in (["critic.value_loss.clip=0.3", "algorithm.num_epochs=2"], ["critic.value_loss.clip=null"]):
+        assert RLConfig.load(None, [*GAE, *options]).critic is not None
+
+
 @pytest.mark.parametrize("options", [["reinforce_plus_plus"], ["remax"], ["gae", "critic={}"], ["rules.py:mine"]])
 def test_a_group_of_one_does_where_the_baseline_is_another(options):
     advantage, *others = options

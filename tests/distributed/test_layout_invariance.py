@@ -242,6 +242,7 @@ def algorithm(mode):
     return AlgorithmConfig(
         aggregation=mode,
         policy_loss={"clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.5},
+        num_epochs=2,
         kl_coef=0.3,
         kl_estimator="k3",
         kl_in="loss",

@@ -145,6 +145,7 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(rl, tmp_path):
         "rollout.dynamic_sampling": {"max_rounds": 10},
         "algorithm.overlong_penalty": {"buffer_tokens": 4},
         "algorithm.policy_loss": {"clip_high": 0.28},
+        "algorithm.num_minibatches": 2,
     }
     for row in rl(**extra):
         assert row["advantage/num_zero_variance_groups"] == 0
@@ -153,7 +154,7 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(rl, tmp_path):
         assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/masked"] + row["tokens/dropped"]
         assert row["rollout/num_missing_groups"] == 0
         assert 1 < row["rollout/num_rounds"] <= 10
-        assert row["train/num_sequences"] == 16
+        assert row["train/num_sequences"] == 16 / 2
 
 
 def test_a_mixture_draws_sources_by_their_weights(rl):

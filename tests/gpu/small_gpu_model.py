@@ -23,7 +23,9 @@ LENGTHS = (300, 5, 64, 64, 129)
 CLIPS = {"clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.5}
 LOSSES = {
     "sft": SFT_LOSS,
-    "policy": Loss(policy_loss(AlgorithmConfig(policy_loss=CLIPS, kl_coef=0.3), kl_coef=0.3), with_entropy=True),
+    "policy": Loss(
+        policy_loss(AlgorithmConfig(policy_loss=CLIPS, num_epochs=2, kl_coef=0.3), kl_coef=0.3), with_entropy=True
+    ),
     "value": Loss(value_loss(CriticConfig(value_loss={"name": "clipped", "clip": 0.5}))),
 }
 MARGIN = 0.08

@@ -219,6 +219,26 @@ def test_every_optimizer_step_sees_the_parts_of_the_step(learner_of, rollout, nu
     assert metrics["train/num_sequences"] == 6 / num_minibatches
 
 
+def test_only_the_first_optimizer_step_tells_how_far_trainer_and_rollout_are_apart(fake_group, remote, rollout):
+    """With bypass nothing is scored before it, and after it the policy is another one than the one that sampled."""
+    calls = []
+
+    def train(rank, batches, denominators, role, *_):
+        calls.append(role)
+        apart = float(len(calls))
+        names = ("rollout/ratio", "rollout/ratio_squared", "rollout/logprob", "policy/logprob", "policy/entropy")
+        return {name: MetricValue.mean(apart, 1) for name in names} | {"train/loss": MetricValue.sum(1.0)}
+
+    group = fake_group(1, score=score, train=train)
+    settings = config(rollout_correction={"bypass": True}, num_minibatches=2, num_epochs=2)
+    policy = remote(group, "policy", max_tokens_per_micro_batch=512)
+    metrics = learn(Learner(Engines(policy), settings), rollout)
+    assert len(calls) == 4
+    assert metrics["rollout/ratio"] == metrics["policy/logprob"] == 1.0
+    assert metrics["rollout/chi2"] == 0.0
+    assert metrics["policy/entropy"] == 2.5, "of all four"
+
+
 def test_advantages_are_of_the_whole_step_and_not_of_a_minibatch(learner_of, rollout):
     found = []
     for num_minibatches in (1, 6):

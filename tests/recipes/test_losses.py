@@ -98,6 +98,7 @@ def test_policy_loss_equals_a_loop_over_tokens(aggregation, divisor, kl_in):
     config = AlgorithmConfig(
         aggregation=aggregation if divisor is None else {"name": aggregation, "divisor": divisor},
         policy_loss={"clip_low": 0.1, "clip_high": 0.3},
+        num_epochs=2,
         kl_coef=99.0,  # where it began; the loss is bound with what it is now
         kl_in=kl_in,
     )
@@ -265,7 +266,7 @@ def test_parameters_of_a_policy_loss_reach_it(monkeypatch, choice):
     extra = {"selected": MASK} if name in COVARIANCE else {}
     given = batch(advantages=ADVANTAGES, old_logprobs=OLD, rollout_logprobs=ROLLOUT)
     given = replace(given, **{key: torch.tensor(value) for key, value in extra.items()})
-    config = AlgorithmConfig(policy_loss={"name": name, **parameters})
+    config = AlgorithmConfig(policy_loss={"name": name, **parameters}, num_epochs=2)
     result = outputs()
     loss, metrics = policy_loss(config, kl_coef=0)(result, given, DENOMINATORS)
     ((tensors, keywords),) = calls
@@ -282,7 +283,7 @@ def test_parameters_of_a_policy_loss_reach_it(monkeypatch, choice):
 def test_weights_multiply_the_policy_loss_and_not_the_kl_term(kl_in):
     weights = np.array([9, 9, 0.5, 2.0, 9, 0.0, 1.5, 9, 9])
     fields = {"advantages": ADVANTAGES, "old_logprobs": OLD, "rollout_logprobs": ROLLOUT, "ref_logprobs": REF}
-    config = AlgorithmConfig(policy_loss={"clip_low": 0.1, "clip_high": 0.3}, kl_coef=0.7, kl_in=kl_in)
+    config = AlgorithmConfig(policy_loss={"clip_low": 0.1, "clip_high": 0.3}, num_epochs=2, kl_coef=0.7, kl_in=kl_in)
     loss, _ = policy_loss(config, kl_coef=0.7)(outputs(), batch(**fields, weights=weights), DENOMINATORS)
     expected = sum(
         weights[t] * clipped(t, OLD, 0.1, 0.3, 3.0) + (0.7 * k3(LOGPROBS[t], REF[t]) if kl_in == "loss" else 0.0)

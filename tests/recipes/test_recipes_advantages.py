@@ -567,7 +567,7 @@ def test_clip_cov_and_kl_cov_select_tokens_of_the_whole_optimizer_step(make_grou
     logprobs, advantages = np.array([v[0] for v in values]), np.array([v[1] for v in values])
     covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
     largest = [values[i][2] for i in np.argsort(-covariance)[: int(0.25 * len(values))]]
-    kl_cov = AlgorithmConfig(policy_loss={"name": "kl_cov", "fraction": 0.25})
+    kl_cov = AlgorithmConfig(policy_loss={"name": "kl_cov", "fraction": 0.25}, num_epochs=2)
     found = with_selection(samples, kl_cov, seed=0)
     chosen = [(n, int(t)) for n, s in enumerate(found) for t in np.flatnonzero(s.selected)]
     assert sorted(chosen) == sorted((n, int(t)) for n, t in largest)

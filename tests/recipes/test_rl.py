@@ -128,7 +128,7 @@ def test_the_critic_has_a_head_an_optimizer_and_a_layout_of_its_own(built):
         "engine": {"max_tokens_per_micro_batch": 700},
         "value_loss": {"clip": 0.25},
     }
-    _, group = built(config(advantage="gae", tree={"critic": critic}))
+    _, group = built(config(advantage="gae", num_epochs=2, tree={"critic": critic}))
     model, layout, head, optimizer, *_ = engines_of(group)["critic"]
     assert (model, head, layout["max_tokens_per_micro_batch"]) == ("opened c", "token_values", 700)
     assert optimizer == OptimizerConfig(learning_rate=0.5)

@@ -88,7 +88,10 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, 
         "" if layout.lora is None else layout.lora.model_dump_json(),
     )
     worker.use_loss(
-        "policy", "policy", AlgorithmConfig(policy_loss={"clip_low": 0.5}).model_dump_json(), {"kl_coef": 0}
+        "policy",
+        "policy",
+        AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2).model_dump_json(),
+        {"kl_coef": 0},
     )
     return worker
 
@@ -407,7 +410,7 @@ def build_everyone(folder, offload: dict[str, str]) -> Worker:
         GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
         "float32",
     )
-    algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5})
+    algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2)
     worker.use_loss("policy", "policy", algorithm.model_dump_json(), {"kl_coef": 0})
     worker.use_loss("critic", "value", CriticConfig().model_dump_json(), {})
     worker.sync_weights(0)

@@ -1,0 +1,71 @@
+"""YAML as config files and overrides are written in it: YAML 1.2's scalars, and no key twice."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which PyYAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        given = {key.value: key for key in reversed(keys)}
+        for key in keys:
+            if given[key.value] is not key:
+                first, second = (mark.line + 1 for mark in (given[key.value].start_mark, key.start_mark))
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} is given twice, in line {first} and in line {second}"
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that _Loader would take for something else."""
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)",
+    "tag:yaml.org,2002:float": (
+        r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)"
+        r"|\.(nan|NaN|NAN)"
+    ),
+}
+"""YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, 2024-01-01 for a date, and 1e-6 for text."""
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS and not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in _NUMBERS.items():
+        _class.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), list("-+.0123456789"))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The tree in a file. Raises ConfigError: it cannot be read, or holds something else."""
+    if not path.is_file():
+        problem = "is no file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {path} {problem}; give the path of a YAML file with -c")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__} at the top level, expected keys and values")
+    return tree
+
+
+def value_of(text: str) -> Any:
+    """What a value is in YAML. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def yaml_of(tree: dict[str, Any]) -> str:
+    """The text of a tree of plain values, which `read_yaml` reads back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
