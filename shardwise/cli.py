@@ -30,7 +30,7 @@ from shardwise.config import (
 )
 from shardwise.config.engine import DtypeName
 from shardwise.config.reference import markdown
-from shardwise.controller.exit_codes import INTERRUPTED, USER_ERROR
+from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.stall import StallLimit
@@ -69,15 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "replay":
                 return _replay(options)
             case _:
-                print(_schema(options.recipe, as_markdown=options.markdown))
+                _print(_schema(options.recipe, as_markdown=options.markdown))
                 return 0
     except (UserError, OSError) as error:
         if not isinstance(mistake := as_user_error(error), UserError):
             raise
         print(f"error: {mistake}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -89,7 +87,7 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_inputs(config)
     if options.dry_run:
-        print(config.to_yaml(), end="")
+        _print(config.to_yaml())
         return 0
     if isinstance(config, EvalConfig):
         if not _is_rank() and options.nproc > 1:
@@ -234,6 +232,16 @@ def _schema(recipe: str | None, *, as_markdown: bool) -> str:
     return json.dumps(schemas if recipe is None else schemas[recipe], indent=2)
 
 
+def _print(text: str) -> None:
+    """To standard output, which may be a pipe that nobody reads to its end, or a full disk."""
+    try:
+        print(text.rstrip("\n"), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigError(f"standard output cannot be written to: {error}") from None
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """Overrides may stand before and after options, which argparse alone does not allow."""
     parser = _parser()
@@ -283,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         "quickstart", help="from nothing to a policy improved by RL, on this machine, offline"
     )
     quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
-    quickstart.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    quickstart.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
     _add_nproc(quickstart, default=None)
     generate = commands.add_parser(
         "generate", help="talk to a model: a run's output folder, a model folder or a hub name"
@@ -292,11 +300,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "-p", "--prompt", type=_text, action="append", help="may be repeated; without it prompts are read from stdin"
     )
-    generate.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
+    generate.add_argument(
+        "--max-tokens", type=int, help="default: 256, or what the prompt leaves of the model's context"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     generate.add_argument("--num-completions", type=int, default=1, help="default: %(default)s")
     generate.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
-    generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    generate.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
     export = commands.add_parser("export", help="write a model as a Hugging Face folder, in another dtype")
     export.add_argument("source", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
     export.add_argument("target", help="a new or empty folder")
@@ -371,6 +381,12 @@ def _positive(text: str) -> int:
 def _not_negative(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of restarts; use 0 or more")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is not a seed; use a number of 0 or more, below 2^63")
     return int(text)
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import shardwise
+from shardwise.__main__ import main as command
 from shardwise.cli import RECIPES, main
 from shardwise.config import RLConfig, SFTConfig, key_paths
 from shardwise.controller.failures import Failure
@@ -167,12 +168,44 @@ def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, t
     ]
 
 
-def test_ctrl_c_is_exit_code_130(monkeypatch):
+def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     def interrupted(*_args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RLConfig, "load", interrupted)
-    assert main(["rl"]) == 130
+    monkeypatch.setattr(sys, "argv", ["shardwise", "rl"])
+    assert command() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setenv("RANK", "1")
+    assert command() == 130
+    assert capsys.readouterr().err == "", "the launcher says it once"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line():
+    script = (
+        "import builtins, sys\nfrom shardwise.__main__ import main\nimported = builtins.__import__\n"
+        "def importing(name, *rest):\n"
+        "    if name == 'pydantic':\n        raise KeyboardInterrupt\n"
+        "    return imported(name, *rest)\n"
+        "builtins.__import__ = importing\nsys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["sft", *SFT, "--dry-run"]])
+def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is_one_line(arguments, tmp_path):
+    (tmp_path / "t.jsonl").write_text("{}")
+    whole = [sys.executable, "-m", "shardwise", *arguments]
+    end, other = os.pipe()
+    os.close(end)
+    with open(other, "wb") as pipe:
+        done = subprocess.run(whole, stdout=pipe, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(whole, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == b"error: standard output cannot be written to: [Errno 28] No space left on device\n"
 
 
 def test_version_is_that_of_the_package(capsys):
@@ -191,6 +224,8 @@ def test_version_is_that_of_the_package(capsys):
         (["export", "a", "b", "--stall-timeout-seconds", "0"], "0 is not a time; give a number of seconds above 0"),
         (["generate", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
         (["parity", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
+        (["quickstart", "--seed", "-1"], "-1 is not a seed; use a number of 0 or more, below 2^63"),
+        (["generate", "m", "--seed", str(1 << 63)], f"{1 << 63} is not a seed"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "COMMAND"),
         (["schema", "ppo"], "invalid choice: 'ppo'"),

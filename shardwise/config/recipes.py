@@ -427,7 +427,7 @@ class EvalSettings(Config):
     num_samples: PositiveInt = 1
     """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n
     and maj@n beside the greedy accuracy."""
-    output_dir: str = "runs/eval"
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/eval"
     """Where results.json and samples.jsonl go."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""

@@ -26,7 +26,7 @@ class KeepBestConfig(Config):
 class TrainerConfig(OptimizerConfig):
     """The loop around the optimizer."""
 
-    output_dir: str = "runs/latest"
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/latest"
     """Everything the run writes goes here."""
     total_steps: PositiveInt | None = None
     """Steps of the run; null runs num_epochs over the training rows."""

@@ -327,7 +327,7 @@ def _with_arguments(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _require_content(messages: list[Message], origin: str) -> None:
     if not any(message["content"].strip() for message in messages):
-        raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
+        raise DataError(f"{origin}: the prompt is empty; fill it in or remove it")
 
 
 def _read_template(path: str) -> str:
@@ -346,7 +346,7 @@ def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
             f"{preview(prompt)}; set data.apply_chat_template=true"
         )
     if not prompt.strip():
-        raise DataError(f"{origin}: the prompt is empty; remove the row or fill it in")
+        raise DataError(f"{origin}: the prompt is empty; fill it in or remove it")
     return prompt
 
 
@@ -439,5 +439,5 @@ def _length_to_end(turn_ids: Sequence[int], eos_token_id: int) -> int:
 
 def _at_least_one(token_ids: list[int], origin: str) -> list[int]:
     if not token_ids:
-        raise DataError(f"{origin}: the prompt has no tokens; remove the row or fill it in")
+        raise DataError(f"{origin}: the prompt has no tokens; fill it in or remove it")
     return token_ids

@@ -323,10 +323,10 @@ def _tool_name(item: Any) -> str | None:
 
 def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:
     ground_truth = get_column(row, config.ground_truth_column)
-    if ground_truth is None:
+    if ground_truth is None or ground_truth != ground_truth:  # NaN is what pandas makes of null
         raise DataError(
-            f'{row.origin}: column "{config.ground_truth_column}" is null, so the reward function would have nothing '
-            "to compare with; fill it in or set data.ground_truth_column"
+            f'{row.origin}: column "{config.ground_truth_column}" is {preview(ground_truth)}, so the reward function '
+            "would have nothing to compare with; fill it in or set data.ground_truth_column"
         )
     extra_info = get_column(row, "extra_info") if has_column(row, "extra_info") else {}
     if not isinstance(extra_info, dict):

@@ -273,6 +273,9 @@ def _read_parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
 
     try:
         with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f'{path} has two columns of the name "{twice}"; rename or remove one of them')
             for batch in file.iter_batches(batch_size=_READ_ROWS):
                 yield batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from shardwise.engine import resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.ops import rotary_limit
 from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.recipes.manifest import verify_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ def open_model(config: ModelConfig) -> OpenedModel:
     the two.
 
     Raises:
-        ModelError: no such model, no weights, no tokenizer, or token ids that the model has no embedding for.
+        ModelError: no such model, no weights, no tokenizer, token ids that the model has no embedding for, or weights
+            that have changed since a run saved them.
     """
     folder = resolve_folder(latest_hf_folder(config.path))
     resolved = config.model_copy(update={"path": str(folder)})
@@ -59,7 +61,9 @@ def open_model(config: ModelConfig) -> OpenedModel:
     rotary = rotary_limit(text_config)
     if rotary is not None and (context is None or rotary.num_tokens < context):
         context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
-    return OpenedModel(resolved, folder, tokenizer, context, key, Vision.load(folder, tokenizer))
+    vision = Vision.load(folder, tokenizer)
+    verify_weights(folder)
+    return OpenedModel(resolved, folder, tokenizer, context, key, vision)
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:

@@ -16,6 +16,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 """What makes a folder one that holds an adapter."""
 
 
+_STEP = re.compile(r"step_(\d+)")
+"""The name of a checkpoint's folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """checkpoints/step_N of a run: the whole model, its adapters, or both."""
@@ -32,15 +36,19 @@ class Checkpoint:
 
 
 def latest_checkpoint(path: str) -> Checkpoint | None:
-    """The newest of a run's output folder that holds weights; None if `path` is none or has none."""
-    found = [Checkpoint.at(folder) for folder in step_folders(Path(path)).values()]
+    """The newest of a run's output folder that holds weights, or the one that `path` is itself; None if it is neither
+    or has none."""
+    folder = Path(path)
+    found = [Checkpoint.at(one) for one in step_folders(folder).values()]
+    if _STEP.fullmatch(folder.name):
+        found.append(Checkpoint.at(folder))
     return next((checkpoint for checkpoint in found if checkpoint.hf or checkpoint.adapter), None)
 
 
 def step_folders(run: Path) -> dict[int, Path]:
     """The checkpoints of a run's output folder by their steps, the newest first."""
     folders = (run / CHECKPOINTS).glob("step_*")
-    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"step_(\d+)", path.name))}
+    steps = {int(match[1]): path for path in folders if (match := _STEP.fullmatch(path.name))}
     return dict(sorted(steps.items(), reverse=True))
 
 
@@ -64,7 +72,8 @@ def write_latest(run: Path, step: int) -> None:
 
 
 def latest_hf_folder(path: str) -> str:
-    """The `hf/` folder of the newest checkpoint if `path` is a run's output folder; else `path` itself.
+    """The `hf/` folder of the newest checkpoint if `path` is a run's output folder, of the checkpoint if it is one;
+    else `path` itself.
 
     Raises:
         ModelError: that checkpoint holds an adapter only.

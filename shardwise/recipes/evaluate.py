@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import EvalConfig, RewardConfig
+from shardwise.config import ConfigError, EvalConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
@@ -25,6 +25,11 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for n
         and the powers of two below it, mean@n and maj@n.
     """
+    output_dir = Path(config.eval.output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)  # before anything is computed for it
+    except OSError as error:
+        raise ConfigError(f"eval.output_dir={output_dir} cannot be written to: {error}") from None
     model = open_model(config.model)
     model.require_context(
         "data.max_prompt_tokens + rollout.max_response_tokens",
@@ -62,8 +67,6 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                 seed=config.eval.seed,
             )
     results = summarize(greedy, sampled, config.reward)
-    output_dir = Path(config.eval.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     write_json_atomic(output_dir / "results.json", results)
     with SampleLog(output_dir) as log:
         for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
@@ -127,10 +130,12 @@ def majority_is_correct(texts: Sequence[str], correct: Sequence[bool]) -> bool:
 
 
 def by_source(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-    """The groups of each data source, sorted by name, and all of them under "all"."""
+    """The groups of each data source, sorted by name, and all of them under "all"; a source of that name, as the rows
+    of all.jsonl have, is "all (source)"."""
     sources: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
-        sources[group.example.data_source].append(group)
+        name = group.example.data_source
+        sources["all (source)" if name == "all" else name].append(group)
     return {**dict(sorted(sources.items())), "all": list(groups)}
 
 

@@ -30,7 +30,8 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
     require_empty(target)
     opened = _open(source)
     dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
-    verify_weights(opened.model.folder if opened.adapter is None else opened.adapter)
+    if opened.adapter is not None:
+        verify_weights(opened.adapter)
     adapter = "" if opened.adapter is None else str(opened.adapter)
     group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
     print(written(Path(target), dtype), flush=True)

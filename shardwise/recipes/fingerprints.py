@@ -25,7 +25,8 @@ _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )
-_NUM_BLOCKS, _BLOCK_BYTES = 16, 1 << 16
+_BLOCK_BYTES = 1 << 20
+"""That are read at once."""
 _TENSOR_BYTES = 1 << 12
 """That are looked at where a tensor begins, and in its middle."""
 
@@ -33,8 +34,8 @@ _TENSOR_BYTES = 1 << 12
 def fingerprints(config: TrainingConfig) -> Fingerprints:
     """Of every model and of the training data, as far as they are on this machine.
 
-    Of weights the beginning and the middle of every tensor are looked at, of other files above 1 MiB 16 blocks. What
-    was trained on is noticed whichever part of it was trained; a few numbers changed by hand may not be.
+    Of weights above 1 MiB the beginning and the middle of every tensor are looked at: they are noticed if any part of
+    the model was trained, and may not be if a few numbers were changed by hand. Other files are read whole.
 
     Raises:
         ConfigError: a file cannot be read. ModelError: one with weights is damaged.
@@ -138,15 +139,12 @@ def _digest(path: Path, key: str) -> str:
 def _parts(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, bytes) of what is looked at."""
     size = path.stat().st_size
-    if size <= _NUM_BLOCKS * _BLOCK_BYTES:
-        yield 0, size
-    elif path.suffix == _WEIGHTS:
-        with closing(SafetensorsReader(path)) as reader:
-            yield 0, len(reader.header)
-            spans = reader.spans.values()
-        for start, num_bytes in spans:
-            yield start, min(num_bytes, _TENSOR_BYTES)
-            yield start + num_bytes // 2, min(num_bytes - num_bytes // 2, _TENSOR_BYTES)
-    else:
-        for block in range(_NUM_BLOCKS):
-            yield block * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1), _BLOCK_BYTES
+    if path.suffix != _WEIGHTS or size <= _BLOCK_BYTES:
+        yield from ((start, min(size - start, _BLOCK_BYTES)) for start in range(0, size, _BLOCK_BYTES))
+        return
+    with closing(SafetensorsReader(path)) as reader:
+        yield 0, len(reader.header)
+        spans = reader.spans.values()
+    for start, num_bytes in spans:
+        yield start, min(num_bytes, _TENSOR_BYTES)
+        yield start + num_bytes // 2, min(num_bytes - num_bytes // 2, _TENSOR_BYTES)

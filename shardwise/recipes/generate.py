@@ -14,12 +14,15 @@ from shardwise.recipes.quiet import quiet_libraries
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
+DEFAULT_TOKENS = 256
+"""Of a completion."""
+
 
 def converse(
     path: str,
     *,
     prompts: list[str] | None,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     num_completions: int,
     apply_chat_template: bool,
@@ -28,10 +31,11 @@ def converse(
     """Prints completions of the given prompts, or of each line of standard input.
 
     Args:
-        path: a run's output folder (its newest checkpoint), a model folder, or a hub name.
+        path: a run's output folder (its newest checkpoint), a checkpoint, a model folder, or a hub name.
+        max_tokens: of a completion; None: DEFAULT_TOKENS, or what the prompt leaves of the model's context.
         apply_chat_template: falls back to the plain prompt for a tokenizer that has no template.
     """
-    if max_tokens < 1 or num_completions < 1 or not 0 <= temperature < math.inf:
+    if (max_tokens is not None and max_tokens < 1) or num_completions < 1 or not 0 <= temperature < math.inf:
         raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is a number of at least 0")
     quiet_libraries()
     model = open_model(ModelConfig(path=path))
@@ -43,12 +47,16 @@ def converse(
         prompt_ids = render_prompt(
             model.tokenizer, prompt, apply_chat_template=templated, system_prompt=None, origin="the prompt"
         )
-        model.require_context("the prompt + --max-tokens", len(prompt_ids) + max_tokens)
+        wanted = max_tokens
+        if wanted is None:
+            room = DEFAULT_TOKENS if model.context_tokens is None else model.context_tokens - len(prompt_ids)
+            wanted = max(1, min(DEFAULT_TOKENS, room))
+        model.require_context("the prompt + --max-tokens", len(prompt_ids) + wanted)
         request = GenerateRequest(
             uid=prompt,
             prompt_ids=prompt_ids,
             num_completions=num_completions,
-            max_tokens=max_tokens,
+            max_tokens=wanted,
             temperature=temperature,
             seed=seed,
         )

@@ -1,5 +1,7 @@
 """What can be checked in a second, before any rank starts."""
 
+from pathlib import Path
+
 import torch
 
 from shardwise.config import EvalConfig, RecipeConfig, RLConfig, SglangRollout
@@ -7,6 +9,7 @@ from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
 from shardwise.recipes.fingerprints import require_base_of_adapter
+from shardwise.recipes.manifest import verify_weights
 from shardwise.recipes.resume import find_start
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang
@@ -15,14 +18,17 @@ from shardwise.rollout import check_sglang
 def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
     SGLang that is not there, a run in the output folder that this config does not go on with, an adapter of another
-    model.
+    model, or one whose checkpoint has other hashes.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
     if not isinstance(config, EvalConfig):
         find_start(config)
-        require_base_of_adapter(config.engine.lora, config.model, "engine.lora")
+        lora = config.engine.lora
+        require_base_of_adapter(lora, config.model, "engine.lora")
+        if lora is not None and lora.adapter_path is not None:
+            verify_weights(Path(lora.adapter_path))
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from shardwise.config import EvalConfig, RLConfig, SFTConfig
+from shardwise.config import ConfigError, EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
 from shardwise.observability import print_table, write_json_atomic
@@ -24,6 +24,10 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     Leaves in output_dir: summary.json, the files of the RL run (see Run), and sft/ with those of the SFT run.
     """
     start = time.perf_counter()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output-dir {output_dir} cannot be written to: {error}") from None
     print("1/4  making addition problems, a tokenizer and a small random Qwen3", flush=True)
     files = arithmetic_problems(output_dir / "data", seed=seed, num_held_out=NUM_HELD_OUT, worked=True)
     tokenizer = train_tokenizer(files.sft_train.read_text(encoding="utf-8").splitlines(), vocab_size=320)

@@ -310,7 +310,7 @@ def test_system_prompt_goes_before_prompts_that_have_none(tokenizer):
 @pytest.mark.parametrize("apply_chat_template", [True, False])
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_empty_prompt_is_refused(tokenizer, prompt, apply_chat_template):
-    with pytest.raises(DataError, match=r"^row: the prompt is empty; remove the row"):
+    with pytest.raises(DataError, match=r"^row: the prompt is empty; fill it in or remove it"):
         prompt_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
 
 

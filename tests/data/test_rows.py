@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import pyarrow
@@ -235,6 +236,7 @@ def test_overlong_prompts_follow_the_policy(tokenizer, write):
             'there is no column "reward_model.ground_truth"; the columns are "prompt", ',
         ),
         ({"reward_model": {"ground_truth": None}}, 'column "reward_model.ground_truth" is null'),
+        ({"reward_model": {"ground_truth": math.nan}}, 'column "reward_model.ground_truth" is NaN, so the reward'),
         ({"data_source": ["x"]}, 'column "data_source" is a list, expected a string: ["x"]'),
         ({"extra_info": "x"}, 'column "extra_info" is a string, expected an object: "x"'),
         ({"prompt": " "}, "the prompt is empty"),

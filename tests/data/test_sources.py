@@ -89,6 +89,15 @@ def test_broken_jsonl_is_refused_with_its_line(tmp_path, content, message):
         read_rows([str(tmp_path / "bad.jsonl")], max_rows=None)
 
 
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
+    """pyarrow's rows keep the last."""
+    columns = [pyarrow.array(["1+1="]), pyarrow.array(["2"]), pyarrow.array(["3"])]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r'twice.parquet has two columns of the name "answer"; rename or remove one'):
+        read_rows([str(tmp_path / "twice.parquet")], max_rows=None)
+
+
 def test_broken_parquet_is_refused_with_its_name(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match=r"bad\.parquet cannot be read as parquet: "):

@@ -6,6 +6,7 @@ import pytest
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.build import open_companion, open_model
+from shardwise.recipes.manifest import hash_share, write_manifest
 
 
 def edit(path, **values):
@@ -54,6 +55,25 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(fold
     edit(folder / "config.json", vocab_size=200)
     with pytest.raises(ModelError, match="the tokenizer has token ids up to 260, the model's vocabulary ends at 199"):
         open_folder(folder)
+
+
+def test_weights_of_a_checkpoint_that_have_changed_are_refused_and_a_copy_elsewhere_is_taken(
+    group_of_one, folder, tmp_path
+):
+    checkpoint = tmp_path / "checkpoints" / "step_3"
+    shutil.copytree(folder, checkpoint / "hf")
+    write_manifest(checkpoint, [hash_share(checkpoint)], step=3)
+    assert open_folder(tmp_path).folder == open_folder(checkpoint).folder == checkpoint / "hf"
+    weights = checkpoint / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for path in (tmp_path, checkpoint, checkpoint / "hf"):
+        with pytest.raises(
+            ModelError, match=r"model.safetensors.* take another checkpoint, or a copy of .* in another"
+        ):
+            open_folder(path)
+    assert open_folder(shutil.copytree(checkpoint / "hf", tmp_path / "own")).folder == tmp_path / "own"
 
 
 @pytest.mark.parametrize(("key", "value"), [("dtype", "foo"), ("text_config", {"a": 1})])

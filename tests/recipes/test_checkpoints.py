@@ -14,6 +14,16 @@ def test_unfinished_and_foreign_folders_do_not_count(tmp_path):
     assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_3" / "hf")
 
 
+def test_a_checkpoint_itself_is_taken(tmp_path):
+    for step in (9, 20):
+        (tmp_path / "checkpoints" / f"step_{step}" / "hf").mkdir(parents=True)
+    earlier = tmp_path / "checkpoints" / "step_9"
+    assert latest_hf_folder(str(earlier)) == str(earlier / "hf")
+    run = tmp_path / "step_1"
+    (run / "checkpoints" / "step_4" / "hf").mkdir(parents=True)
+    assert latest_hf_folder(str(run)) == str(run / "checkpoints" / "step_4" / "hf"), "a run of that name"
+
+
 def test_anything_else_is_taken_as_it_is(tmp_path):
     assert latest_hf_folder(str(tmp_path)) == str(tmp_path)
     assert latest_hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

@@ -2,8 +2,8 @@ from itertools import combinations
 
 import pytest
 
-from shardwise.config import RewardConfig
-from shardwise.recipes.evaluate import by_source, greedy_accuracy, majority_is_correct, pass_at_k, summarize
+from shardwise.config import ConfigError, EvalConfig, RewardConfig
+from shardwise.recipes.evaluate import by_source, evaluate, greedy_accuracy, majority_is_correct, pass_at_k, summarize
 
 REWARD = RewardConfig(functions="a:b")
 
@@ -97,6 +97,14 @@ def test_sources_are_sorted_with_all_at_the_end(make_group):
     assert list(found) == ["abc", "zoo", "all"]
 
 
+def test_a_source_called_all_keeps_its_row(make_group):
+    """As the rows of all.jsonl have."""
+    groups = [make_group([1.0], source="all"), make_group([0.0], source="zoo")]
+    assert {name: len(members) for name, members in by_source(groups).items()} == {
+        "all (source)": 1, "zoo": 1, "all": 2,
+    }  # fmt: skip
+
+
 def test_greedy_accuracy_counts_per_source(make_group):
     class Rollouter:
         def collect(self, examples, *, num_completions, temperature, seed, stream):
@@ -106,3 +114,15 @@ def test_greedy_accuracy_counts_per_source(make_group):
     groups = [make_group([1.0], source="a"), make_group([0.0], source="a"), make_group([1.0], source="b")]
     found = {name: value.result() for name, value in greedy_accuracy(Rollouter(), groups, REWARD).items()}
     assert found == {"val/accuracy/a": 0.5, "val/accuracy/b": 1.0, "val/accuracy": pytest.approx(2 / 3)}
+
+
+def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").write_text("")
+    tree = {
+        "model": {"path": "nowhere"},
+        "data": {"validation_files": "v.jsonl"},
+        "reward": {"functions": "shardwise.rewards.math:exact_match"},
+        "eval": {"output_dir": str(tmp_path / "file" / "results")},
+    }
+    with pytest.raises(ConfigError, match=r"eval.output_dir=.*file/results cannot be written to: .*Not a directory"):
+        evaluate(EvalConfig.parse(tree, origin="test"), None)

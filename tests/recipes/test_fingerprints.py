@@ -58,6 +58,17 @@ def test_a_file_that_changed_or_came_is_named(files, path, change, key):
     assert changed_files(before, fingerprints(sft(files))) == {key: path.rpartition("/")[2]}
 
 
+def test_one_byte_of_rows_is_noticed_wherever_it_is(files):
+    line = b'{"prompt": "1+1="}\n'
+    for number in (0, 40_000, 99_999, 120_000):
+        rows = [line] * 120_001  # 2.3 MB
+        (files / "rows.jsonl").write_bytes(b"".join(rows))
+        before = fingerprints(sft(files))
+        rows[number] = line.replace(b"1+1", b"1+2")
+        (files / "rows.jsonl").write_bytes(b"".join(rows))
+        assert changed_files(before, fingerprints(sft(files))) == {"data.train_files": "rows.jsonl"}
+
+
 @pytest.mark.parametrize("trained", ["layers.0.norm", "layers.7.norm", "layers.3.proj", "layers.11.proj"])
 def test_f32_training_of_any_part_of_a_model_is_noticed(files, trained):
     before = fingerprints(sft(files))

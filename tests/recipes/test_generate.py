@@ -5,8 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardwise.cli import main
 from shardwise.config import ConfigError
-from shardwise.recipes.generate import converse
+from shardwise.recipes.generate import DEFAULT_TOKENS, converse
+from shardwise.rollout import EmbeddedEngine
 
 OPTIONS = {
     "prompts": ["47+85=", "1+1="],
@@ -71,6 +73,32 @@ def test_sampling_gives_as_many_lines_as_asked_and_the_same_for_the_same_seed(mo
 def test_numbers_out_of_range_are_refused(model_folder, bad):
     with pytest.raises(ConfigError, match="at least"):
         converse(str(model_folder), **{**OPTIONS, **bad})
+
+
+def test_without_a_number_completions_fill_what_the_context_leaves(model_folder, capsys, monkeypatch):
+    asked = []
+    generate = EmbeddedEngine.generate
+
+    def recorded(engine, requests):
+        asked.append(requests[0].max_tokens)
+        return generate(engine, requests)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", recorded)
+    options = {**OPTIONS, "max_tokens": None, "prompts": ["12345"], "apply_chat_template": False}
+    converse(str(model_folder), **options)
+    assert asked == [96 - 5]
+    monkeypatch.setattr("shardwise.recipes.generate.DEFAULT_TOKENS", 7)
+    converse(str(model_folder), **options)
+    assert asked[1:] == [7]
+    with pytest.raises(ConfigError, match="the prompt \\+ --max-tokens = 104 tokens, more than the 96"):
+        converse(str(model_folder), **options | {"prompts": ["1" * 103]})
+    assert capsys.readouterr().err == ""
+
+
+def test_the_help_names_the_default_number_of_tokens(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert f"default: {DEFAULT_TOKENS}, or" in capsys.readouterr().out
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(model_folder):

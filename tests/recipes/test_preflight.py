@@ -1,4 +1,6 @@
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardwise.cli import RECIPES
 from shardwise.config import (
@@ -6,13 +8,14 @@ from shardwise.config import (
     DataError,
     DistillConfig,
     EvalConfig,
+    ModelError,
     PreferenceConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
 )
 from shardwise.recipes.custom import ARGUMENTS
-from shardwise.recipes.manifest import write_manifest
+from shardwise.recipes.manifest import hash_share, write_manifest
 from shardwise.recipes.preflight import check_inputs
 from shardwise.recipes.resume import write_run
 
@@ -168,3 +171,15 @@ def test_an_sglang_that_is_not_there_is_found_before_any_rank_starts(data):
     tree = {"model": MODEL, "data": data, "reward": REWARD, "rollout": {"engine": engine}}
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=/no/python: there is no such program"):
         check_inputs(RLConfig.parse(tree, origin="test"))
+
+
+def test_an_adapter_of_a_checkpoint_that_has_changed_is_refused(data, tmp_path, group_of_one):
+    adapter = tmp_path / "step_3" / "adapter"
+    adapter.mkdir(parents=True)
+    save_file({"lora_A": torch.ones(4)}, adapter / "adapter_model.safetensors")
+    write_manifest(adapter.parent, [hash_share(adapter.parent)], step=3)
+    tree = {"model": MODEL, "data": data, "engine": {"lora": {"adapter_path": str(adapter)}}}
+    check_inputs(SFTConfig.parse(tree, origin="test"))
+    save_file({"lora_A": torch.zeros(4)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors is damaged: lora_A is not what was written"):
+        check_inputs(SFTConfig.parse(tree, origin="test"))

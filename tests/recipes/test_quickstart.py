@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import shardwise.recipes.quickstart as recipe
+from shardwise.config import ConfigError
 
 
 def lines(path):
@@ -39,6 +40,13 @@ def test_the_summary_holds_what_was_measured_and_the_final_policy_is_the_one_aft
     )
     moved = max(float((end[name] - start[name]).abs().max()) for name in start)
     assert moved < 2e-3  # one Adam step moves a weight by at most about the learning rate
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(ConfigError, match=f"--output-dir {folder} cannot be written to: .*Not a directory"):
+        recipe.quickstart(folder, None, seed=0)
 
 
 def test_settings_leave_room_for_the_longest_problem(tmp_path):

@@ -16,7 +16,7 @@ MODELS = {"model_config"}
 """Of model folders."""
 MAY_IMPORT = {
     "__init__": set(),
-    "__main__": {"cli"},
+    "__main__": {"cli", "controller"},
     "cli": {"recipes", "controller", "planner", "observability", "config"},
     "recipes": SHARED
     | TENSORS
