@@ -209,8 +209,9 @@ def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_rew
         outcome_rewards: [N] float32, before a KL term and penalties were subtracted.
     Returns:
         [N, L] float32, 0 where not trained.
-    Source: Chu et al. 2025 (GPG), which has neither KL term nor penalties. Differs: a group of one gets 0, and samples
-        without a trained token do not count, neither in the mean nor in alpha.
+    Source: Chu et al. 2025 (GPG), which has neither KL term nor penalties. Differs: alpha is that of published
+        programs, where the paper divides by the samples of groups whose rewards are not all equal; a group of one gets
+        0, and samples without a trained token do not count, neither in the mean nor in alpha.
     """
     outcomes, counted = sample_outcomes(token_rewards, loss_mask)
     deviations, _ = group_deviations(outcomes, counted, group_ids)

@@ -136,7 +136,10 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def move_aside(path: Path) -> None:
-    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on."""
+    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. An empty file, which
+    a run leaves that ended before its first step, is removed."""
+    if path.is_file() and not path.stat().st_size:
+        path.unlink()
     if not path.exists():
         return
     number = 1

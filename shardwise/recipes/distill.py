@@ -6,7 +6,7 @@ from shardwise.config import DistillConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_companion, open_model
-from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
@@ -31,8 +31,14 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     )
     group.call("check_teacher", student.role, teacher.role)
     student.use_loss("distillation", config.distillation)
-    counts = load_metrics(student, teacher) | rows.counts
-    with Run("distill", config, parts={"rows": rows}, engines={"": student}, total_steps=rows.total_steps) as run:
+    with Run(
+        "distill",
+        config,
+        parts={"rows": rows},
+        engines={"": student},
+        frozen=[teacher],
+        total_steps=rows.total_steps,
+    ) as run:
         for step in run.steps():
             samples = rows.batch(step)
             with run.spans("train"):
@@ -40,7 +46,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= validate(student, teacher, rows.held_out)
-            run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
+            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
 def validate(student: RemoteEngine, teacher: RemoteEngine, samples: Sequence[Sample]) -> Metrics:

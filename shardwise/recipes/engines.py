@@ -189,11 +189,6 @@ def build_engine(
     )
 
 
-def load_metrics(*engines: RemoteEngine) -> Metrics:
-    """load/bytes_read, over all engines."""
-    return {"load/bytes_read": MetricValue.max(sum(engine.num_bytes_read for engine in engines))}
-
-
 def _shown(number: int, *, decimals: int) -> str:
     """In millions, or thousands where these would be a fraction of one."""
     return f"{number / 1e6:,.{decimals}f}M" if number >= 1e5 else f"{number / 1e3:,.{decimals}f}K"

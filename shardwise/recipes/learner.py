@@ -45,9 +45,9 @@ class Engines:
         return {"": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
-    def all(self) -> list[RemoteEngine]:
-        others = [self.reference, self.critic, *self.teachers.values()]
-        return [self.policy, *(engine for engine in others if engine is not None)]
+    def frozen(self) -> list[RemoteEngine]:
+        """The others."""
+        return [*([] if self.reference is None else [self.reference]), *self.teachers.values()]
 
 
 PATIENCE_STEPS = 10

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.config import PreferenceConfig
+from shardwise.config import DataError, PreferenceConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import labelled_samples, mismatched, preference_pairs
 from shardwise.recipes.build import open_model
-from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import preference_losses
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
@@ -21,6 +21,11 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     model, trainer, size = open_model(config.model), config.trainer, 2 if config.is_paired else 1
     read = preference_pairs if config.is_paired else labelled_samples
     rows = open_rows(read, config.data, trainer, model, samples_per_row=size)
+    if config.estimates_kl and rows.held_out is not None and len(rows.held_out) == 1:
+        raise DataError(
+            f"data.validation_files leave one row, and loss={config.loss.name} estimates its KL divergence from "
+            "prompts with the answers to others; give at least 2"
+        )
     policy = build_engine(
         group,
         "policy",
@@ -37,8 +42,14 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
         held_out=None if rows.held_out is None else reference.score_before_training(rows.held_out),
     )
     policy.use_loss("preference", config.loss, kl=0.0)
-    counts = load_metrics(policy, *reference.engines) | rows.counts
-    with Run("preference", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
+    with Run(
+        "preference",
+        config,
+        parts={"rows": rows},
+        engines={"": policy},
+        frozen=reference.engines,
+        total_steps=rows.total_steps,
+    ) as run:
         for step in run.steps():
             with run.spans("logprobs"):
                 batch = reference.score(rows.batch(step))
@@ -50,7 +61,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= validate(policy, reference, reference.score(rows.held_out), config)
-            run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
 
 
 class Reference:

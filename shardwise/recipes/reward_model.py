@@ -8,7 +8,7 @@ from shardwise.config import RewardModelConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import preference_pairs
 from shardwise.recipes.build import open_model
-from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import reward_model_losses
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
@@ -32,7 +32,6 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
         pad_token_id=model.tokenizer.pad_token_id,
     )
     scorer.use_loss("reward_model", config.loss)
-    counts = load_metrics(scorer) | rows.counts
     with Run("reward-model", config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             batch = rows.batch(step)
@@ -41,7 +40,7 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= validate(scorer, rows.held_out, config)
-            run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
 
 
 def validate(scorer: RemoteEngine, pairs: Sequence[Sample], config: RewardModelConfig) -> Metrics:

@@ -11,7 +11,7 @@ from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engine_turns import EngineTurns
-from shardwise.recipes.engines import build_engine, load_metrics
+from shardwise.recipes.engines import build_engine
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
@@ -51,11 +51,10 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     ranks.build_rollout(model.config, config)
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
-    counts = load_metrics(*engines.all, *(model.engine for model in reward_models.values()))
     turns: EngineTurns | None = None
     if config.rollout.partial and config.rollout.apart is not None:
         turns = EngineTurns(ranks.interrupt_sampling, timeout_seconds=config.rollout.apart.timeout_seconds)
-    counts |= {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
+    counts = {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
         Rollouter(
@@ -78,6 +77,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             config,
             parts={"learner": learner, "pipeline": pipeline},
             engines=engines.saved,
+            frozen=[*engines.frozen, *(model.engine for model in reward_models.values())],
             total_steps=total_steps,
         ) as run,
         TokenAccount("rl") as tokens,

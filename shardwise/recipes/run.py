@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -57,10 +57,12 @@ class Run:
         engines: Mapping[str, RemoteEngine],
         parts: Mapping[str, Stateful],
         total_steps: int,
+        frozen: Sequence[RemoteEngine] = (),
     ) -> None:
         """
         Args:
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+            frozen: the others that were loaded.
             parts: what else they hold the state of, by name.
         Raises:
             ConfigError: trainer.resume names no checkpoint, or the config is another one than that was trained with.
@@ -81,6 +83,8 @@ class Run:
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
+        self._loaded = {"load/bytes_read": sum(engine.num_bytes_read for engine in (*engines.values(), *frozen))}
+        """For the first row of performance.jsonl that is written."""
         self._saver = Saver(
             self.output_dir,
             config,
@@ -192,7 +196,8 @@ class Run:
         metrics, busy = without_busy(metrics)
         values, slowest = {name: value.result() for name, value in metrics.items()}, stragglers(busy)
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
-        performance |= incidents or {}
+        performance |= self._loaded | dict(incidents or {})
+        self._loaded = {}
         performance |= straggler_metrics(slowest)
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures

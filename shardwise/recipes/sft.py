@@ -7,7 +7,7 @@ from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_model
-from shardwise.recipes.engines import RemoteEngine, build_engine, load_metrics
+from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
@@ -26,7 +26,6 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         total_steps=rows.total_steps,
         seed=config.trainer.seed,
     )
-    counts = load_metrics(policy) | rows.counts
     with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
         for step in run.steps():
             samples = rows.batch(step)
@@ -35,7 +34,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
                     metrics |= validate(policy, rows.held_out_parts())
-            run.report(step, metrics | counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
+            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
 def validate(policy: RemoteEngine, parts: Iterable[Sequence[Sample]]) -> Metrics:

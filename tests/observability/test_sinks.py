@@ -48,6 +48,13 @@ def test_files_of_earlier_runs_are_moved_aside_and_kept(tmp_path):
     }
 
 
+def test_what_a_run_leaves_that_ended_before_its_first_step_is_not_kept(tmp_path):
+    for _ in range(2):
+        with RunLog(tmp_path, tensorboard=False), SampleLog(tmp_path):
+            pass
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "performance.jsonl", "samples.jsonl"]
+
+
 def test_tensorboard_gets_metrics_and_performance_of_this_run_only(tmp_path):
     for value in (5.0, 0.5):
         with RunLog(tmp_path, tensorboard=True) as log:

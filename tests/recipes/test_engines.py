@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.config import BradleyTerry, EngineConfig, ModelConfig, OptimizerConfig
-from shardwise.recipes.engines import build_engine, load_metrics
+from shardwise.recipes.engines import build_engine
 from shardwise.types import MetricValue
 
 
@@ -104,11 +104,6 @@ def test_build_engine_sends_plain_data_and_keeps_what_the_ranks_say(fake_group, 
     assert how == "" if frozen else OptimizerConfig.model_validate_json(how) == optimizer
     assert (engine.num_parameters, engine.num_trained_parameters, engine.num_bytes_read) == (50, 20, 120)
     assert (engine.role, engine.group, engine.model.path) == ("critic", group, "there")
-
-
-def test_bytes_read_add_up_over_engines(fake_group, remote):
-    engines = [remote(fake_group(), role) for role in ("policy", "reference", "critic")]
-    assert load_metrics(*engines)["load/bytes_read"].result() == 300
 
 
 def test_losses_and_saving_are_asked_for_by_role(fake_group, remote):

@@ -453,13 +453,13 @@ def test_tokens_are_selected_for_each_optimizer_step(learner_of, rollout):
         assert num_selected == max(1, int(0.3 * call[2].num_tokens))
 
 
-def test_engines_that_learn_are_saved_and_all_are_counted(fake_group, remote):
+def test_engines_that_learn_are_saved_and_the_others_are_frozen(fake_group, remote):
     policy, reference, critic, teacher = (remote(fake_group(), role) for role in ("policy", "reference", "critic", "t"))
     assert Engines(policy).saved == {"": policy}
-    assert Engines(policy).all == [policy]
+    assert Engines(policy).frozen == []
     whole = Engines(policy, reference=reference, critic=critic, teachers={None: teacher})
     assert whole.saved == {"": policy, "critic": critic}
-    assert whole.all == [policy, reference, critic, teacher]
+    assert whole.frozen == [reference, teacher]
 
 
 def test_columns_hold_the_reward_functions_and_nothing_else_they_return(make_group):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.config import PreferenceConfig
+from shardwise.config import DataError, PreferenceConfig
 from shardwise.data import mismatched
 from shardwise.recipes.preference import Reference, kl_of_mismatched, train, validate, with_margin
 from shardwise.types import MetricValue, Sample
@@ -227,6 +227,15 @@ def test_kto_begins_at_one_half_and_learns(run):
     assert metrics[0]["train/loss"] == pytest.approx(0.5, rel=1e-5)
     assert metrics[3]["train/loss"] < 0.5
     assert (metrics[0]["data/num_rows"], metrics[0]["data/num_desirable"]) == (4, 2)
+
+
+def test_kto_needs_two_rows_that_are_held_out(run, write_jsonl):
+    """Its KL divergence is of prompts with the answers to others."""
+    file = write_jsonl("labelled.jsonl", LABELLED)
+    data = {"train_files": file, "validation_files": file, "max_validation_rows": 1, "apply_chat_template": False,
+            "max_sequence_tokens": 24}  # fmt: skip
+    with pytest.raises(DataError, match=r"data.validation_files leave one row, and loss=kto estimates .* at least 2"):
+        run(LABELLED, loss="kto", data=data)
 
 
 OWN = """

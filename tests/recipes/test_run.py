@@ -45,12 +45,12 @@ def save(_rank, _role, *arguments):
 
 @pytest.fixture
 def run_of(fake_group, remote):
-    def make(output_dir, group=None, *, roles=("policy",), total_steps=5, counter=None, **trainer) -> Run:
+    def make(output_dir, group=None, *, roles=("policy",), frozen=(), total_steps=5, counter=None, **trainer) -> Run:
         whole = config(output_dir, **trainer)
         group = group or group_of(fake_group)
         engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
         parts = {"counter": counter or Counter()}
-        return Run("sft", whole, parts=parts, engines=engines, total_steps=total_steps)
+        return Run("sft", whole, parts=parts, engines=engines, frozen=frozen, total_steps=total_steps)
 
     return make
 
@@ -76,6 +76,17 @@ def run_to(run, last_step):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_every_model_read_is_in_the_first_row_of_performance_alone(tmp_path, fake_group, run_of, remote):
+    """Not among metrics: it depends on the layout."""
+    group = group_of(fake_group)
+    frozen = [remote(group, "reference"), remote(group, "teacher")]
+    run_to(run_of(tmp_path, group, roles=("policy", "critic"), frozen=frozen), 2)
+    first, second = lines(tmp_path / "performance.jsonl")
+    assert first["load/bytes_read"] == 400, "a hundred of each"
+    assert "load/bytes_read" not in second
+    assert all("load/bytes_read" not in row for row in lines(tmp_path / "metrics.jsonl"))
 
 
 def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, capsys):
