@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.config import ConfigError
 from shardwise.controller.launch import STORE_VARIABLE
+from shardwise.controller.restarts import torchrun_restarts_done
 
 _CONTROL_TIMEOUT = timedelta(days=30)
 
@@ -73,8 +74,8 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
                 "job a port of its own (torchrun --master-port), or start this one with shardwise --nproc, which needs "
                 "none"
             ) from None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what those before left is still in the store
-        store = dist.PrefixStore(f"attempt_{attempt}", store)
+        # What the attempts before left is still in the store.
+        store = dist.PrefixStore(f"attempt_{torchrun_restarts_done()}", store)
     store.set_timeout(timeout)
     return store
 

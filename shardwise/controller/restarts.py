@@ -1,5 +1,6 @@
 """Starting a job again after a failure, as often as it was allowed and no longer than that helps."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,16 @@ Mark = tuple[str, int]
 """A checkpoint: where it is, and a number that tells it from another one in the same place."""
 _MOST_IN_VAIN = 2
 """Restarts that end where the one before ended."""
+
+
+def torchrun_restarts_allowed() -> int:
+    """How often torchrun, which started this rank, may start it again; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def torchrun_restarts_done() -> int:
+    """How often it has."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Restarts:

@@ -136,16 +136,24 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def move_aside(path: Path) -> None:
-    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. An empty file, which
-    a run leaves that ended before its first step, is removed."""
-    if path.is_file() and not path.stat().st_size:
-        path.unlink()
-    if not path.exists():
+    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. Where it is a link
+    to a folder, that is renamed, and a new one takes its place. What is empty stays: a file of a run that ended before
+    its first step, a folder that somebody made for this one."""
+    if not path.exists() or _is_empty(path):
+        return
+    if path.is_symlink() and path.is_dir():
+        folder = path.resolve()
+        move_aside(folder)
+        folder.mkdir()
         return
     number = 1
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     path.rename(aside)
+
+
+def _is_empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else not path.stat().st_size
 
 
 class _JsonLines:

@@ -30,10 +30,12 @@ from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.controller.restarts import torchrun_restarts_done
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import begin_plan
 from shardwise.ops import other_release
 from shardwise.recipes.background_worker import BackgroundWorker
@@ -259,7 +261,11 @@ def _end_stalled(
 
 
 def _begin_plan(faults: Sequence[str]) -> None:
+    """What is planned happens once, and not again after a restart."""
     try:
+        if torchrun_restarts_done():
+            os.environ.pop(FAULT_PLAN_VARIABLE, None)
+            faults = []
         begin_plan(faults)
     except ValueError as error:
         raise ConfigError(str(error)) from None

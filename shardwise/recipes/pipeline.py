@@ -50,6 +50,8 @@ class Pipeline:
         self._changed = threading.Condition()
         # What follows is read and written under the condition.
         self._ready: deque[Rollout] = deque()
+        self._num_restored = 0
+        """How many of them are from a checkpoint, where another bound may have held."""
         self._version = 0
         self._next_step: int | None = None
         """What the thread begins next; None where nothing is left, or no thread."""
@@ -83,9 +85,10 @@ class Pipeline:
             return self._ready.popleft() if self._ready else self._sampler.collect(step)
         with self._changed:
             self._wait_for(lambda: bool(self._ready))
-            rollout = self._ready.popleft()
+            rollout, is_restored = self._ready.popleft(), self._num_restored > 0
+            self._num_restored -= is_restored
         staleness = 0 if rollout.oldest_version is None else step - 1 - rollout.oldest_version
-        if staleness > self._max_staleness:
+        if staleness > self._max_staleness and not is_restored:
             raise TrainingError(
                 f"a completion of step {step} was sampled {staleness} versions ago, and rollout.max_staleness="
                 f"{self._max_staleness}: an error of Shardwise's; please report it"
@@ -126,6 +129,7 @@ class Pipeline:
         """Goes on where the pipeline that gave the state was, in turn or ahead."""
         self._stream.load_state_dict(state["prompts"])
         self._ready = deque(Rollout.from_json(rollout, self._sampler.examples) for rollout in state["ready"])
+        self._num_restored = len(self._ready)
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config import EvalConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.config import ConfigError, EvalConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import check_files
 from shardwise.recipes.custom import require_callable
 from shardwise.recipes.environment import check_environment
@@ -24,6 +25,12 @@ def check_inputs(config: RecipeConfig) -> None:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
     if not isinstance(config, EvalConfig):
+        if config.trainer.resume == "never" and torchrun_restarts_allowed():
+            raise ConfigError(
+                "trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=auto and a "
+                "trainer.output_dir of its own, torchrun --max-restarts 0, or start with shardwise --nproc and its "
+                "--max-restarts, which goes on from the job's own checkpoints"
+            )
         find_start(config)
         lora = config.engine.lora
         require_base_of_adapter(lora, config.model, "engine.lora")

@@ -93,6 +93,9 @@ def _take(file: IO[str], path: Path) -> None:
 
 
 def _no_place(run: Path, error: OSError) -> ConfigError:
+    if run.is_symlink() and not run.exists():
+        goal = os.readlink(run)
+        return ConfigError(f"trainer.output_dir={run} is a link to {goal}, which is not there; make that folder")
     return ConfigError(f"trainer.output_dir={run} cannot be written to: {error}")
 
 

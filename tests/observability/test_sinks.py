@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.observability import RunLog, SampleLog, write_json_atomic
+from shardwise.observability import RunLog, SampleLog, move_aside, write_json_atomic
 
 
 def test_run_log_writes_exactly_these_bytes(tmp_path):
@@ -53,6 +53,21 @@ def test_what_a_run_leaves_that_ended_before_its_first_step_is_not_kept(tmp_path
         with RunLog(tmp_path, tensorboard=False), SampleLog(tmp_path):
             pass
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "performance.jsonl", "samples.jsonl"]
+
+
+def test_a_link_to_a_folder_stays_and_what_was_in_the_folder_is_moved_aside(tmp_path):
+    """Checkpoints on another disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = tmp_path / "checkpoints"
+    link.symlink_to(disk)
+    move_aside(link)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "disk"], "an empty one is as good as a new one"
+    (disk / "step_1").mkdir()
+    move_aside(link)
+    assert link.resolve() == disk
+    assert os.listdir(disk) == []
+    assert os.listdir(tmp_path / "disk.1") == ["step_1"]
 
 
 def test_tensorboard_gets_metrics_and_performance_of_this_run_only(tmp_path):

@@ -141,6 +141,14 @@ def test_rollouts_that_were_sampled_ahead_are_used_where_they_are_sampled_in_tur
     assert rest == play(max_staleness=None)[0][3:]
 
 
+def test_rollouts_of_a_checkpoint_are_used_where_a_lower_bound_holds_from_then_on():
+    """Their prompts are taken, so leaving them out would leave rows out."""
+    whole, saved, _ = play(max_staleness=1)
+    rest, _, _ = play(max_staleness=0, first_step=4, state=saved)
+    assert versions(rest) == [2, 3, 5]
+    assert [uid for _, _, uid in rest] == [uid for _, _, uid in whole[3:]]
+
+
 def test_a_rollout_comes_back_from_json_as_it_was():
     rollout = Engines(new_stream()).collect(1)
     assert Rollout.from_json(json.loads(json.dumps(rollout.to_json())), EXAMPLES) == rollout

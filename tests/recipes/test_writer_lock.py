@@ -112,3 +112,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"trainer.output_dir=.*/file/run cannot be written to"):
         take(tmp_path / "file" / "run")
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "run").symlink_to("other disk/run")
+    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*/run is a link to other disk/run, which is not there"):
+        take(tmp_path / "run")
