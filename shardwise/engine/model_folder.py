@@ -1,6 +1,7 @@
 """A model's folder on disk: where it is, and its tensors, in one file or in many."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Self
@@ -16,13 +17,16 @@ from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 GENERATION_CONFIG_NAME = "generation_config.json"
+_LONGEST_NAME = 255
+"""Bytes that file systems take for the name of a file."""
 
 
 def resolve_folder(path: str, *, may_download: bool = True) -> Path:
     """The local folder of a model; a hub name is downloaded (or found in the cache) first.
 
     Raises:
-        ModelError: no such folder, no such hub model, or a folder without config.json or safetensors files.
+        ModelError: no such folder, no such hub model, or a folder without config.json or safetensors files, or with a
+            damaged index of them.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -42,6 +46,7 @@ def resolve_folder(path: str, *, may_download: bool = True) -> Path:
             f"model.path={path} has a config.json but no *.safetensors weights; save the model with save_pretrained, "
             "or convert other formats to safetensors"
         )
+    _read_index(folder)
     return folder
 
 
@@ -71,9 +76,9 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         if not isinstance(weight_map, dict):
             raise ValueError("it has no weight_map from tensor names to files")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file or len(os.fsencode(file)) > _LONGEST_NAME:
                 raise ValueError(f"it puts {name} into {file!r}, which is not the name of a file beside it")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder}: {INDEX_NAME} cannot be used: {error}; download or copy it again") from None
     return weight_map
 

@@ -111,6 +111,11 @@ OTHER_FILE = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensor
     [
         (truncate, r"/model.safetensors cannot be read as a safetensors file: its tensors end at byte \d+, and the fi"),
         (damaged_index("{"), ": model.safetensors.index.json cannot be used: Expecting property name"),
+        (damaged_index("[" * 100_000), ": model.safetensors.index.json cannot be used: maximum recursion depth"),
+        (
+            damaged_index({"weight_map": {"n": f"{'x' * 256}.safetensors"}}),
+            ": .* it puts n into 'x+.safetensors', which is not the name of a file beside it",
+        ),
         (damaged_index([]), ": .* it has no weight_map from tensor names to files"),
         (damaged_index({"metadata": {}}), ": .* it has no weight_map"),
         (damaged_index({"weight_map": ["model.norm.weight"]}), ": .* it has no weight_map"),
@@ -135,6 +140,12 @@ def test_damaged_files_are_named_with_the_fix(qwen, damage, message):
     with pytest.raises(ModelError, match=f"^{qwen}{message}") as error:
         ModelFolder(qwen)
     assert "; download or copy " in str(error.value)
+
+
+def test_resolve_folder_names_a_damaged_index(qwen):
+    damaged_index({"weight_map": 3})(qwen)
+    with pytest.raises(ModelError, match=f"^{qwen}: {INDEX_NAME} cannot be used: it has no weight_map"):
+        resolve_folder(str(qwen))
 
 
 def test_resolve_folder_finds_a_local_folder(qwen):
