@@ -193,19 +193,17 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line():
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [["schema"], ["sft", *SFT, "--dry-run"]])
-def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is_one_line(arguments, tmp_path):
-    (tmp_path / "t.jsonl").write_text("{}")
-    whole = [sys.executable, "-m", "shardwise", *arguments]
+def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is_one_line():
     end, other = os.pipe()
     os.close(end)
-    with open(other, "wb") as pipe:
-        done = subprocess.run(whole, stdout=pipe, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(whole, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stderr == b"error: standard output cannot be written to: [Errno 28] No space left on device\n"
+    for place, code, message in (
+        (other, 0, b""),
+        ("/dev/full", 2, b"error: standard output cannot be written to: [Errno 28] No space left on device\n"),
+    ):
+        with open(place, "wb") as output:
+            whole = [sys.executable, "-m", "shardwise", "schema", "sft"]
+            done = subprocess.run(whole, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (code, message)
 
 
 def test_version_is_that_of_the_package(capsys):

@@ -174,7 +174,8 @@ def remax(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, greedy_re
         greedy_rewards: [N] float32, of the greedy completion of the sample's prompt.
     Returns:
         [N, L] float32, 0 where not trained.
-    Source: Li et al. 2023 (ReMax).
+    Source: Li et al. 2023 (ReMax). Where the rewards have a KL term the baseline has none: nothing is trained on its
+        tokens.
     """
     outcomes, _ = sample_outcomes(token_rewards, loss_mask)
     return spread_over_tokens(outcomes - greedy_rewards.double(), loss_mask)

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.config import ConfigError, DataError, EngineConfig, FrozenEngineConfig, ModelError, OptimizerConfig
+from shardwise.config import (
+    ConfigError,
+    DataError,
+    EngineConfig,
+    FrozenEngineConfig,
+    ModelError,
+    OptimizerConfig,
+    TrainingError,
+)
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
@@ -86,6 +94,7 @@ class TrainEngine:
         self._busy = BusyClock(device)
         self._busy.watch(sharded.units)
         self._losses: list[Tensor] = []  # of the micro-batches since the last step
+        self._is_accumulating = False
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
         self._reduces_each = not isinstance(config, EngineConfig) or config.reduce_gradients == "each_micro_batch"
@@ -267,8 +276,15 @@ class TrainEngine:
             origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
+        Raises:
+            TrainingError: an earlier call ended with an error; what FSDP holds of its gradients would join these.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
+        if self._is_accumulating:
+            raise TrainingError(
+                "an earlier forward_backward of this engine ended with an error, and what it left of gradients would "
+                "be added to others; build the engine again, from its last checkpoint"
+            )
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
         if origins is None:
             origins = [(dist.get_rank(), index) for index in range(len(batches))]
@@ -283,6 +299,7 @@ class TrainEngine:
         denominators: Denominators,
     ) -> Metrics:
         assert self._optimizer is not None
+        self._is_accumulating = True
         parts: list[Metrics] = []
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
@@ -303,6 +320,7 @@ class TrainEngine:
                     (loss * scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
+        self._is_accumulating = False
         return {name: value.host() for name, value in merge_metrics(parts).items()}
 
     def optim_step(self, *, on_fault: Callable[[float, list[float]], None] | None = None) -> Metrics:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
+from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig, TrainingError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
@@ -185,6 +185,28 @@ def test_run_of_nonfinite_steps_ends_with_an_error_on_every_rank(run_ranks, fold
         run_ranks(poisoned_steps, 2, str(folder), [False, True, True])
     message = "TrainingError: the gradient norm was nan in 2 optimizer steps in a row (trainer.max_nonfinite_steps=2)"
     assert str(error.value).count(message) == 2
+
+
+def goes_on_after_an_error(folder):
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([5, 4]), num_shards=1, max_tokens=16)
+
+    def breaks_off(outputs, batch, denominators):
+        raise ValueError("a loss of one's own")
+
+    messages = []
+    for loss in (breaks_off, sft_loss):
+        try:
+            engine.forward_backward(step.shards[0], loss, step.denominators)
+        except (ValueError, TrainingError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_a_pass_that_ended_with_an_error_no_gradients_are_added_to_what_is_left(run_ranks, folder):
+    ((first, second),) = run_ranks(goes_on_after_an_error, 1, str(folder))
+    assert first == "a loss of one's own"
+    assert second.startswith("an earlier forward_backward of this engine ended with an error, and what it left of grad")
 
 
 def shares_of_the_loss(folder, lengths):

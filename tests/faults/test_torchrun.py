@@ -58,20 +58,6 @@ def test_f03_a_rank_that_hangs_is_named_with_the_stacks_of_all_and_ended(assets,
     assert ("is stopped (SIGSTOP)" in second) if action == "stop" else ("in fault_point" in second)
 
 
-def test_a_restart_by_torchrun_would_begin_anew_with_resume_never_and_that_is_refused(assets, shell, tmp_path):
-    done = shell(
-        *(*TORCHRUN, "--max-restarts", "1", "-m", "shardwise", "sft"),
-        *options(assets, tmp_path / "run"),
-        "trainer.resume=never",
-        timeout=180,
-    )
-    assert done.code != 0
-    assert (
-        "error: trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=" in done.err
-    )
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.full
 def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets, shell, tmp_path):
     run = tmp_path / "run"

@@ -183,3 +183,14 @@ def test_an_adapter_of_a_checkpoint_that_has_changed_is_refused(data, tmp_path, 
     save_file({"lora_A": torch.zeros(4)}, adapter / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"adapter_model.safetensors is damaged: lora_A is not what was written"):
         check_inputs(SFTConfig.parse(tree, origin="test"))
+
+
+def test_restarts_by_torchrun_that_would_begin_anew_are_refused(data, monkeypatch):
+    """torchrun gives its ranks the number of restarts, and starts the same command."""
+    tree = {"model": MODEL, "data": data, "trainer": {"resume": "never"}}
+    config = SFTConfig.parse(tree, origin="test")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    check_inputs(config)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ConfigError, match=r"trainer.resume=never would begin anew at each of torchrun's restarts; set"):
+        check_inputs(config)
