@@ -111,8 +111,9 @@ def test_a_command_in_the_background_is_told_beside_the_other(watched):
 
 
 @pytest.mark.alone
-def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):
-    """Of 10 ms. In time of the processor, and the best of ten, because others may use this machine too."""
+def test_keeping_it_costs_little_of_a_short_command(watched):
+    """Two hundredths of 10 ms: two short writes to a file. In time of the processor, and the best of ten, because others
+    may use this machine too."""
 
     def seconds(count: int) -> float:
         start = time.thread_time()
@@ -121,7 +122,7 @@ def test_keeping_it_costs_less_than_a_hundredth_of_a_short_command(watched):
                 pass
         return (time.thread_time() - start) / count
 
-    assert min(seconds(100) for _ in range(10)) < 0.01 * 0.010
+    assert min(seconds(100) for _ in range(10)) < 0.02 * 0.010
 
 
 @pytest.mark.alone
