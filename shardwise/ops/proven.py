@@ -49,10 +49,15 @@ def proven_release() -> str:
     return release
 
 
+@cache
+def _installed_release() -> str:
+    return version("transformers")
+
+
 def other_release() -> str | None:
     """What may be the reason where a family fails that is proven: another release of transformers, as far as the second
     number. None with that one."""
-    installed = version("transformers")
+    installed = _installed_release()
     if installed.split(".")[:2] == proven_release().split(".")[:2]:
         return None
     return f"model families are proven with transformers {proven_release()}, and {installed} is installed"

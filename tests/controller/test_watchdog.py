@@ -112,8 +112,8 @@ def test_a_command_in_the_background_is_told_beside_the_other(watched):
 
 @pytest.mark.alone
 def test_keeping_it_costs_little_of_a_short_command(watched):
-    """Two hundredths of 10 ms: two short writes to a file. In time of the processor, and the best of ten, because others
-    may use this machine too."""
+    """At most 0.2 ms, two short writes to a file. In time of the processor, and the best of ten, because others may use
+    this machine too."""
 
     def seconds(count: int) -> float:
         start = time.thread_time()

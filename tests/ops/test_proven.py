@@ -53,7 +53,7 @@ def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name(
 def test_another_release_of_transformers_is_named_with_the_one_of_the_record(
     monkeypatch, proven, installed, is_another
 ):
-    monkeypatch.setattr("shardwise.ops.proven.version", lambda package: {"transformers": installed}[package])
+    monkeypatch.setattr("shardwise.ops.proven._installed_release", lambda: installed)
     monkeypatch.setattr("shardwise.ops.proven.proven_release", lambda: proven)
     note = f"model families are proven with transformers {proven}, and {installed} is installed"
     assert other_release() == (note if is_another else None)
