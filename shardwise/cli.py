@@ -29,7 +29,7 @@ from shardwise.config import (
     as_user_error,
 )
 from shardwise.config.engine import DtypeName
-from shardwise.config.reference import markdown
+from shardwise.config.reference import json_schema, markdown
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.restarts import Restarts
@@ -228,7 +228,7 @@ def _schema(recipe: str | None, *, as_markdown: bool) -> str:
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
     if as_markdown:
         return "\n".join(markdown(config, title=name) for name, config in chosen.items())
-    schemas = {name: config.model_json_schema() for name, config in chosen.items()}
+    schemas = {name: json_schema(config) for name, config in chosen.items()}
     return json.dumps(schemas if recipe is None else schemas[recipe], indent=2)
 
 

@@ -364,24 +364,24 @@ class OverlongConfig(Config):
 class AlgorithmConfig(Config):
     """How rewards become a loss."""
 
-    advantage: Advantage = Grpo()
+    advantage: Advantage = Grpo.defaults()
     """How a sample's advantage is computed; a name, {name, parameters}, or an import path."""
-    policy_loss: PolicyLoss = PpoClip()
+    policy_loss: PolicyLoss = PpoClip.defaults()
     """The loss of a token; a name, {name, parameters}, or an import path."""
-    aggregation: Aggregation = TokenMean()
+    aggregation: Aggregation = TokenMean.defaults()
     """How per-token losses become one number over the whole optimizer step; a name, {name, parameters}, or an import
     path."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """The weight of the KL divergence from the reference policy; 0 builds no reference engine."""
-    kl_estimator: KlEstimator = K3()
+    kl_estimator: KlEstimator = K3.defaults()
     """The per-token estimator of that divergence; a name, {name, parameters}, or an import path."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to the loss, or subtract it from the rewards."""
-    kl_controller: KlController = FixedKl()
+    kl_controller: KlController = FixedKl.defaults()
     """How kl_coef changes during the run; a name, {name, parameters}, or an import path."""
     overlong_penalty: OverlongConfig | None = None
     """Subtracted from the rewards of overlong completions; null is none."""
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig.defaults()
     """What is done about a rollout engine whose logprobs differ from the trainer's; by default nothing."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps made from one rollout batch in one epoch."""

@@ -135,7 +135,7 @@ class LayoutConfig(ComputeConfig):
     (FSDP's CPUOffloadPolicy). The optimizer then steps on the CPU."""
     param_offload: bool = False
     """In reinforcement learning the sharded weights leave the device while other engines work."""
-    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig.defaults()
     """Which modules are FSDP units of their own."""
     module_precision: list[ModulePrecisionConfig] = Field(default_factory=list)
     """Modules that compute in another dtype than param_dtype."""

@@ -110,7 +110,7 @@ Divergence = Annotated[ForwardKl | ReverseKl | JensenShannon | Custom, Field(dis
 class DistillationConfig(Config):
     """How the student follows the teacher."""
 
-    divergence: Divergence = ForwardKl()
+    divergence: Divergence = ForwardKl.defaults()
     """Over the whole vocabulary, per token; a name, {name, parameters}, or an import path."""
     temperature: Temperature = 1.0
     """Of both distributions."""

@@ -48,9 +48,9 @@ class SFTConfig(Config):
     """`shardwise sft`: supervised fine-tuning."""
 
     model: ModelConfig
-    data: SupervisedDataConfig = SupervisedDataConfig()
-    engine: EngineConfig = EngineConfig()
-    trainer: BatchTrainerConfig = BatchTrainerConfig()
+    data: SupervisedDataConfig = SupervisedDataConfig.defaults()
+    engine: EngineConfig = EngineConfig.defaults()
+    trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:
@@ -65,16 +65,16 @@ class PreferenceConfig(Config):
     """`shardwise preference`: DPO, IPO, SimPO and ORPO on pairs of answers, KTO on labelled ones."""
 
     model: ModelConfig
-    data: PreferenceDataConfig = PreferenceDataConfig()
-    engine: EngineConfig = EngineConfig()
-    loss: PreferenceLoss = Dpo()
+    data: PreferenceDataConfig = PreferenceDataConfig.defaults()
+    engine: EngineConfig = EngineConfig.defaults()
+    loss: PreferenceLoss = Dpo.defaults()
     """What is learnt from a pair; a name, {name, parameters}, or an import path."""
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy; null takes that of the policy."""
     reference_logprobs: Literal["each_step", "before_training"] = "each_step"
     """each_step: from a frozen second engine, or from the policy without its adapters. before_training: the policy
     scores all rows before its first step, when it still is the reference; no second engine."""
-    trainer: BatchTrainerConfig = BatchTrainerConfig()
+    trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     @property
     def is_paired(self) -> bool:
@@ -159,10 +159,10 @@ class DistillConfig(Config):
 
     model: ModelConfig
     teacher: TeacherConfig
-    data: SupervisedDataConfig = SupervisedDataConfig()
-    engine: EngineConfig = EngineConfig()
-    distillation: DistillationConfig = DistillationConfig()
-    trainer: BatchTrainerConfig = BatchTrainerConfig()
+    data: SupervisedDataConfig = SupervisedDataConfig.defaults()
+    engine: EngineConfig = EngineConfig.defaults()
+    distillation: DistillationConfig = DistillationConfig.defaults()
+    trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     def teacher_layout(self) -> FrozenEngineConfig:
         """How the teacher is laid out."""
@@ -184,11 +184,11 @@ class RewardModelConfig(Config):
     model: ModelConfig
     """A saved reward model, or a causal language model, which gets a score head (drawn from one seed, the same in every
     run and layout)."""
-    data: PreferenceDataConfig = PreferenceDataConfig()
-    engine: EngineConfig = EngineConfig()
-    loss: RewardModelLoss = BradleyTerry()
+    data: PreferenceDataConfig = PreferenceDataConfig.defaults()
+    engine: EngineConfig = EngineConfig.defaults()
+    loss: RewardModelLoss = BradleyTerry.defaults()
     """What is learnt from a pair; a name, {name, parameters}, or an import path."""
-    trainer: BatchTrainerConfig = BatchTrainerConfig()
+    trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -208,11 +208,11 @@ class CriticConfig(Config):
     seed, the same in every run and layout); null takes that of the policy."""
     engine: EngineConfig | None = None
     """Its layout; null takes that of the policy, without its adapters."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig.defaults()
     """How it learns."""
     policy_waits_steps: Annotated[int, Field(ge=0)] = 0
     """So many steps of the run only the critic learns."""
-    value_loss: ValueLoss = ClippedValueLoss()
+    value_loss: ValueLoss = ClippedValueLoss.defaults()
     """The loss of a token's value; a name, {name, parameters}, or an import path."""
 
 
@@ -227,19 +227,19 @@ class RLConfig(Config):
     """`shardwise rl`: reinforcement learning with verifiable rewards."""
 
     model: ModelConfig
-    data: PromptDataConfig = PromptDataConfig()
-    engine: EngineConfig = EngineConfig()
+    data: PromptDataConfig = PromptDataConfig.defaults()
+    engine: EngineConfig = EngineConfig.defaults()
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
     critic: CriticConfig | None = None
     """PPO's critic, which algorithm.advantage=gae needs and an advantage of one's own may have."""
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
     """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = RolloutConfig.defaults()
     reward: RewardConfig | None = None
     """How a completion is judged; null, which only algorithm.advantage=distill allows, judges none."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig.defaults()
+    trainer: TrainerConfig = TrainerConfig.defaults()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -440,11 +440,11 @@ class EvalConfig(Config):
     """`shardwise eval`: accuracy of a model on the validation files, per data source."""
 
     model: ModelConfig
-    data: EvalDataConfig = EvalDataConfig()
-    engine: ComputeConfig = ComputeConfig()
-    rollout: GenerationConfig = GenerationConfig()
+    data: EvalDataConfig = EvalDataConfig.defaults()
+    engine: ComputeConfig = ComputeConfig.defaults()
+    rollout: GenerationConfig = GenerationConfig.defaults()
     reward: RewardConfig
-    eval: EvalSettings = EvalSettings()
+    eval: EvalSettings = EvalSettings.defaults()
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:

@@ -102,7 +102,7 @@ class ModelReward(Choice):
     classifier: ModelConfig
     """A folder of `shardwise reward-model`, or any sequence classifier with one label; it is given the messages in its
     own chat template."""
-    engine: FrozenEngineConfig = FrozenEngineConfig()
+    engine: FrozenEngineConfig = FrozenEngineConfig.defaults()
     """Its layout."""
 
 

@@ -19,7 +19,7 @@ LARGEST_TOP_K = 2**31 - 1
 class GenerationConfig(Config):
     """How completions are sampled."""
 
-    engine: RolloutEngineConfig = EmbeddedRollout()
+    engine: RolloutEngineConfig = EmbeddedRollout.defaults()
     """What samples them: embedded, vllm or sglang, alone or as the type in a group of keys."""
     temperature: Temperature = 1.0
     """Logits are divided by this, 1e-6 to 1e6, before sampling; rollout and trainer logprobs are of that
@@ -119,7 +119,7 @@ class RolloutConfig(GenerationConfig):
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups that teach nothing (DAPO); null keeps them."""
 
-    placement: Placement = Colocated()
+    placement: Placement = Colocated.defaults()
     """colocated: every rank trains and samples in turn. split: the last ranks only sample."""
     max_staleness: NonNegativeInt = 0
     """How many updates of the policy may lie between the weights that sampled a completion and those that are trained

@@ -21,6 +21,7 @@ from shardwise.config import (
 )
 from shardwise.config.algorithm import named
 from shardwise.config.base import groups_of, tag_of
+from shardwise.config.reference import describe
 
 SFT = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}}
 RL = SFT | {"reward": {"functions": "r:score"}}
@@ -357,6 +358,19 @@ def test_key_paths_walk_groups_and_optional_groups():
     ]
 
 
+@pytest.mark.parametrize("cls", get_args(RecipeConfig))
+def test_groups_at_their_defaults_are_those_that_are_validated(cls):
+    def compare(node):
+        for name, field in node.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if isinstance(default, Config):
+                assert default == type(default)(), name
+            for group in groups_of(field.annotation):
+                compare(group)
+
+    compare(cls)
+
+
 def undescribed(node, prefix=""):
     """Keys without a meaning. Of a group its class is the meaning, and of a choice the value of its tag."""
     if not (node.__doc__ or "").strip() or node.__doc__ in {base.__doc__ for base in node.__bases__}:
@@ -372,11 +386,13 @@ def undescribed(node, prefix=""):
 
 @pytest.mark.parametrize("cls", get_args(RecipeConfig))
 def test_every_value_has_a_description(cls):
+    describe(cls)
     assert list(undescribed(cls)) == []
 
 
 def test_what_lacks_a_description_is_found():
     """The tag needs none, another key called `name` does; so does a class of its own."""
+    describe(Chooses)
     assert list(undescribed(Chooses)) == [
         ": Chooses",
         *("act.times", "act.whom", "act.loud", "act", "acts.times", "acts.whom", "acts.loud", "acts"),

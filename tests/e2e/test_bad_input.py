@@ -359,7 +359,8 @@ def test_a_reward_function_that_fails_is_named_with_the_row(rl, tmp_path, body, 
     (tmp_path / "rules.py").write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
     )
-    done = rl(reward__functions=f"{tmp_path / 'rules.py'}:compute_score", reward__timeout_seconds=0.5)
+    seconds = 0.5 if "within 0.5 s" in parts[0] else 60
+    done = rl(reward__functions=f"{tmp_path / 'rules.py'}:compute_score", reward__timeout_seconds=seconds)
     assert_one_line(
         done, r"rules.py:compute_score failed for row train.jsonl line \d", *parts, "reward.on_failure=value"
     )
