@@ -4,13 +4,14 @@ import os
 import sys
 
 from shardwise.controller.exit_codes import INTERRUPTED
+from shardwise.controller.signals import interruptible_imports
 
 
 def main() -> int:
-    """Runs the command line. Ctrl-C ends in one line, also while it is still being imported, which takes a moment."""
+    """Runs the command line. Ctrl-C ends it in one line, also while it is still being imported."""
     try:
-        from shardwise import cli
-
+        with interruptible_imports():
+            from shardwise import cli
         return cli.main()
     except KeyboardInterrupt:
         if "RANK" not in os.environ:  # of many ranks the launcher speaks

@@ -4,12 +4,14 @@ Exit codes: controller/exit_codes.py, and 0 for done.
 """
 
 import argparse
+import errno
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast, get_args
 
@@ -33,6 +35,7 @@ from shardwise.config.reference import json_schema, markdown
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.restarts import Restarts
+from shardwise.controller.signals import interruptible_imports
 from shardwise.controller.stall import StallLimit
 from shardwise.controller.watchdog import REPORTS
 from shardwise.recipes.heavy_imports import heavy_imports
@@ -83,8 +86,8 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0" and not is_launched():
         if not isinstance(config, EvalConfig):
             require_no_writer(Path(config.trainer.output_dir))  # before torch is imported, which takes seconds
-        from shardwise.recipes.preflight import check_inputs
-
+        with interruptible_imports():
+            from shardwise.recipes.preflight import check_inputs
         check_inputs(config)
     if options.dry_run:
         _print(config.to_yaml())
@@ -134,8 +137,8 @@ def _rank_command(arguments: list[str]) -> list[str]:
 
 def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank():
-        from shardwise.recipes.preflight import default_num_ranks
-
+        with interruptible_imports():
+            from shardwise.recipes.preflight import default_num_ranks
         nproc = options.nproc or default_num_ranks()
         if nproc > 1:
             return launch(
@@ -154,15 +157,16 @@ def _generate(options: argparse.Namespace) -> int:
     with heavy_imports():
         from shardwise.recipes.generate import converse
 
-    converse(
-        options.model,
-        prompts=options.prompt,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        num_completions=options.num_completions,
-        apply_chat_template=not options.raw,
-        seed=options.seed,
-    )
+    with _standard_output():
+        converse(
+            options.model,
+            prompts=options.prompt,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            num_completions=options.num_completions,
+            apply_chat_template=not options.raw,
+            seed=options.seed,
+        )
     return 0
 
 
@@ -233,12 +237,20 @@ def _schema(recipe: str | None, *, as_markdown: bool) -> str:
 
 
 def _print(text: str) -> None:
-    """To standard output, which may be a pipe that nobody reads to its end, or a full disk."""
-    try:
+    with _standard_output():
         print(text.rstrip("\n"), flush=True)
+
+
+@contextmanager
+def _standard_output() -> Iterator[None]:
+    """Inside it is written to. It may be a pipe that nobody reads to its end, or a full disk."""
+    try:
+        yield
     except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        if not isinstance(error, BrokenPipeError):
+        if error.errno != errno.EPIPE:
             raise ConfigError(f"standard output cannot be written to: {error}") from None
 
 

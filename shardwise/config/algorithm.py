@@ -413,8 +413,12 @@ class AlgorithmConfig(Config):
         """With one optimizer step per rollout batch the policy is the one that its old logprobs are of."""
         if self.num_updates > 1 or self.rollout_correction.bypass or isinstance(self.policy_loss, Custom):
             return self
-        selecting = ("fraction", "cov_low", "cov_high") if isinstance(self.policy_loss, ClipCov) else ()
-        if moved := [key for key in changed_keys(self.policy_loss) if key not in selecting]:
+        acting: tuple[str, ...] = ()
+        if isinstance(self.policy_loss, ClipCov):
+            acting = ("fraction", "cov_low", "cov_high")  # they select tokens
+        if isinstance(self.policy_loss, Topr) and self.policy_loss.ratio_cap < 1:
+            acting = ("ratio_cap",)
+        if moved := [key for key in changed_keys(self.policy_loss) if key not in acting]:
             raise ValueError(
                 f"policy_loss.{' and policy_loss.'.join(moved)} "
                 f"{'has' if len(moved) == 1 else 'have'} no effect with one optimizer step per rollout batch, in which "

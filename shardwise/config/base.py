@@ -65,13 +65,14 @@ class Config(BaseModel):
     @classmethod
     def _truth_values_stand_alone(cls, given: Any) -> Any:
         """pydantic would take true for the number 1."""
-        for key, field in cls.model_fields.items() if isinstance(given, dict) else ():
-            if _holds_truth_value(given.get(key)) and not _takes_truth_values(field.annotation):
-                raise ValueError(
-                    f"{key}={given[key]}: a truth value (in YAML true, yes and on, false, no and off), which it cannot "
-                    "be; put it in quotes where text is meant"
-                )
-        return given
+        if not isinstance(given, dict):
+            return given
+        wrong = {
+            key: _without_truth_values(given[key])
+            for key, field in cls.model_fields.items()
+            if key in given and not _takes_truth_values(field.annotation)
+        }
+        return given | wrong
 
     @field_validator("*")
     @classmethod
@@ -82,9 +83,25 @@ class Config(BaseModel):
         return value
 
 
-def _holds_truth_value(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, bool) or any(isinstance(part, bool) for part in parts)
+class _TruthValue:
+    """What stands for true or false where neither can: nothing takes it for a number or text."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+def _without_truth_values(value: Any) -> Any:
+    match value:
+        case bool():
+            return _TruthValue(value)
+        case list():
+            return [_without_truth_values(part) for part in value]
+        case dict():
+            return {key: _without_truth_values(part) for key, part in value.items()}
+    return value
 
 
 def _takes_truth_values(annotation: Any) -> bool:
@@ -193,8 +210,9 @@ def _explain(cls: type[Config], problem: Any) -> str:
             return f"{path}={problem['input']!r}: {_what_stands_here(alternatives)}"
         case "invalid_key":
             return f"{path.rpartition('.')[0] or 'the file'}: {problem['input']!r} is no key; keys are text"
-        case "string_type" if isinstance(problem["input"], int | float):
-            return f"{path}={problem['input']!r}: expected text; put it in quotes: '{path}=\"...\"' as an override"
+        case "string_type" if isinstance(problem["input"], int | float | _TruthValue):
+            how = "" if any(isinstance(part, int) for part in location) else f": '{path}=\"...\"' as an override"
+            return f"{path}={problem['input']!r}: expected text; put it in quotes{how}"
         case "value_error":
             message = str(problem["ctx"]["error"])
             return f"{path}: {message}" if path else message

@@ -1,4 +1,4 @@
-"""YAML as config files and overrides are written in it: YAML 1.2's scalars, and no key twice."""
+"""YAML as config files and overrides are written in it: numbers as YAML 1.2 reads them, and no key twice."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,8 @@ from shardwise.config.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which PyYAML would keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         given = {key.value: key for key in reversed(keys)}
         for key in keys:
@@ -21,7 +22,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value} is given twice, in line {first} and in line {second}"
                 )
-        return super().construct_mapping(node, deep)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -35,7 +36,8 @@ _NUMBERS = {
         r"|\.(nan|NaN|NAN)"
     ),
 }
-"""YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, 2024-01-01 for a date, and 1e-6 for text."""
+"""YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, 2024-01-01 for a date, and 1e-6 for text. Here all but
+the last are text, of which a key that is a number takes 010 for 10."""
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS and not tag.endswith(":timestamp")]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from shardwise.controller.exit_codes import INTERRUPTED
+
 RANK_0_VARIABLE = "SHARDWISE_RANK_0"
 """The process of the rank that decides, for the other ranks that `launch` started."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,6 +30,23 @@ class SecondSignal:
         if self._first is None:
             self._first = now
         return now - self._first >= COPIES_SECONDS
+
+
+@contextmanager
+def interruptible_imports() -> Iterator[None]:
+    """Inside, Ctrl-C ends this process with one line: libraries that are being imported turn a KeyboardInterrupt into
+    errors of their own. To be called in the main thread, while there is nothing to clean up."""
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> None:
+    if "RANK" not in os.environ:  # of many ranks the launcher speaks
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 @contextmanager

@@ -136,15 +136,9 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def move_aside(path: Path) -> None:
-    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. Where it is a link
-    to a folder, that is renamed, and a new one takes its place. What is empty stays: a file of a run that ended before
-    its first step, a folder that somebody made for this one."""
+    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. What is empty stays:
+    a file of a run that ended before its first step, a folder or a link to one that somebody made for this one."""
     if not path.exists() or _is_empty(path):
-        return
-    if path.is_symlink() and path.is_dir():
-        folder = path.resolve()
-        move_aside(folder)
-        folder.mkdir()
         return
     number = 1
     while (aside := path.with_name(f"{path.name}.{number}")).exists():

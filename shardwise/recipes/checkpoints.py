@@ -40,9 +40,14 @@ def latest_checkpoint(path: str) -> Checkpoint | None:
     or has none."""
     folder = Path(path)
     found = [Checkpoint.at(one) for one in step_folders(folder).values()]
-    if _STEP.fullmatch(folder.name):
+    if is_checkpoint(folder):
         found.append(Checkpoint.at(folder))
     return next((checkpoint for checkpoint in found if checkpoint.hf or checkpoint.adapter), None)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it is a checkpoint by its name, and no model itself."""
+    return bool(_STEP.fullmatch(Path(os.path.abspath(folder)).name)) and not (folder / "config.json").is_file()
 
 
 def step_folders(run: Path) -> dict[int, Path]:

@@ -27,6 +27,8 @@ _TOKENIZER = (
 )
 _BLOCK_BYTES = 1 << 20
 """That are read at once."""
+_WHOLE = "whole:"
+"""What the hash of a large file begins with that was read to its end."""
 _TENSOR_BYTES = 1 << 12
 """That are looked at where a tensor begins, and in its middle."""
 
@@ -49,10 +51,19 @@ def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprin
     """By config key the name of the first file that differs; keys of which there is nothing now are left out."""
     changed = {}
     for key, files in before.items():
-        if key in now and files != now[key]:
-            either = (one for one in [*files, *now[key]] if one not in files or one not in now[key])
+        if key not in now:
+            continue
+        known = {file[0]: file[1] for file in files}
+        found = [[name, _comparable(known.get(name), digest)] for name, digest in now[key]]
+        if files != found:
+            either = (one for one in [*files, *found] if one not in files or one not in found)
             changed[key] = next(either, files[0])[0]
     return changed
+
+
+def _comparable(before: str | None, now: str) -> str:
+    """A hash as it is compared: that of an early checkpoint, of parts of a large file, says nothing about the whole."""
+    return before if before is not None and now.startswith(_WHOLE) and not before.startswith(_WHOLE) else now
 
 
 def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: str) -> None:
@@ -133,7 +144,8 @@ def _digest(path: Path, key: str) -> str:
             digest.update(str(path.stat().st_size).encode())
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read ({error})") from None
-    return digest.hexdigest()
+    is_large = path.suffix != _WEIGHTS and path.stat().st_size > _BLOCK_BYTES
+    return f"{_WHOLE if is_large else ''}{digest.hexdigest()}"
 
 
 def _parts(path: Path) -> Iterator[tuple[int, int]]:

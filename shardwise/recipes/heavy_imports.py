@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwise.controller.signals import interruptible_imports
+
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
@@ -15,7 +17,8 @@ def heavy_imports() -> Iterator[None]:
         return
     gc.disable()
     try:
-        yield
+        with interruptible_imports():
+            yield
     finally:
         gc.freeze()
         gc.enable()

@@ -13,6 +13,7 @@ from shardwise.engine import raised_on_every_rank
 from shardwise.engine.safetensors_file import SafetensorsReader
 from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpoints import is_checkpoint
 
 MANIFEST = "manifest.json"
 WEIGHTS = "hf"
@@ -124,18 +125,19 @@ def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) 
 
 
 def verify_weights(folder: Path) -> None:
-    """Reads the weight files of a checkpoint's hf/ or adapter/. Of a folder that is in no checkpoint nothing is known,
-    nor of one that was copied out of it, where people change what they like.
+    """Reads the weight files of a folder in a checkpoint, such as hf/, adapter/ or critic/hf/. Of one that is in none
+    nothing is known, nor of one that was copied out of it, where people change what they like.
 
     Raises:
         ModelError: the manifest is damaged, or a file is not what was written; names it, and the tensor.
     """
-    checkpoint = folder.parent
-    if not (checkpoint / MANIFEST).is_file():
+    within = folder.resolve()
+    checkpoint = next((one for one in within.parents if is_checkpoint(one) and (one / MANIFEST).is_file()), None)
+    if checkpoint is None:
         return
     try:
         for name, record in read_sealed_json(checkpoint / MANIFEST)["files"].items():
-            if Path(name).parent == Path(folder.name) and Path(name).suffix == ".safetensors":
+            if (checkpoint / name).parent == within and Path(name).suffix == ".safetensors":
                 _record_from(record).check(checkpoint / name)
     except ModelError as error:
         raise ModelError(

@@ -265,7 +265,8 @@ def test_what_bounds_a_ratio_needs_one_that_moves(policy_loss, message):
 
 def test_without_a_ratio_that_moves_defaults_and_bounds_taken_away_stand():
     assert parse(AlgorithmConfig, policy_loss={"clip_high": 0.2, "dual_clip": None}).num_updates == 1
-    assert parse(AlgorithmConfig, policy_loss={"name": "clip_cov", "fraction": 0.1}).num_updates == 1
+    for acts_at_1 in ({"name": "clip_cov", "fraction": 0.1}, {"name": "topr", "ratio_cap": 0.5}):
+        assert parse(AlgorithmConfig, policy_loss=acts_at_1).num_updates == 1
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_numbers_beyond_the_finite_are_read():
     assert value_of(".nan") != value_of(".nan")
 
 
+def test_a_key_may_replace_one_that_is_merged():
+    text = "a: &a {x: 1, y: 2}\nbase: {sub: &b {<<: *a, x: 3}}\nother: {<<: *b}\n"
+    assert value_of(text)["base"] == {"sub": {"x": 3, "y": 2}}
+
+
 def test_a_key_that_is_given_twice_is_refused(tmp_path):
     """PyYAML keeps the last, and a whole group of keys would be lost."""
     path = tmp_path / "config.yaml"

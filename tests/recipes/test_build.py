@@ -58,7 +58,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(fold
 
 
 def test_weights_of_a_checkpoint_that_have_changed_are_refused_and_a_copy_elsewhere_is_taken(
-    group_of_one, folder, tmp_path
+    group_of_one, folder, tmp_path, monkeypatch
 ):
     checkpoint = tmp_path / "checkpoints" / "step_3"
     shutil.copytree(folder, checkpoint / "hf")
@@ -74,6 +74,23 @@ def test_weights_of_a_checkpoint_that_have_changed_are_refused_and_a_copy_elsewh
         ):
             open_folder(path)
     assert open_folder(shutil.copytree(checkpoint / "hf", tmp_path / "own")).folder == tmp_path / "own"
+    (tmp_path / "link").symlink_to(checkpoint / "hf")
+    monkeypatch.chdir(checkpoint / "hf")
+    for path in (tmp_path / "link", "."):
+        with pytest.raises(ModelError, match="is damaged"):
+            open_folder(path)
+
+
+def test_weights_of_a_critic_are_compared_and_a_manifest_of_others_is_none(group_of_one, folder, tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step_3"
+    critic = shutil.copytree(folder, checkpoint / "critic" / "hf")
+    write_manifest(checkpoint, [hash_share(checkpoint)], step=3)
+    assert open_folder(critic).folder == critic
+    (critic / "model.safetensors").write_bytes((critic / "model.safetensors").read_bytes()[:-1] + b"x")
+    with pytest.raises(ModelError, match="is damaged"):
+        open_folder(critic)
+    (folder.parent / "manifest.json").write_text('{"a": 1}')
+    assert open_folder(folder).folder == folder
 
 
 @pytest.mark.parametrize(("key", "value"), [("dtype", "foo"), ("text_config", {"a": 1})])

@@ -14,11 +14,17 @@ def test_unfinished_and_foreign_folders_do_not_count(tmp_path):
     assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_3" / "hf")
 
 
-def test_a_checkpoint_itself_is_taken(tmp_path):
+def test_a_checkpoint_itself_is_taken(tmp_path, monkeypatch):
     for step in (9, 20):
         (tmp_path / "checkpoints" / f"step_{step}" / "hf").mkdir(parents=True)
     earlier = tmp_path / "checkpoints" / "step_9"
     assert latest_hf_folder(str(earlier)) == str(earlier / "hf")
+    monkeypatch.chdir(earlier)
+    assert latest_hf_folder(".") == "hf"
+    model = tmp_path / "step_5"
+    (model / "adapter").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    assert latest_hf_folder(str(model)) == str(model), "a model of that name"
     run = tmp_path / "step_1"
     (run / "checkpoints" / "step_4" / "hf").mkdir(parents=True)
     assert latest_hf_folder(str(run)) == str(run / "checkpoints" / "step_4" / "hf"), "a run of that name"

@@ -69,6 +69,19 @@ def test_one_byte_of_rows_is_noticed_wherever_it_is(files):
         assert changed_files(before, fingerprints(sft(files))) == {"data.train_files": "rows.jsonl"}
 
 
+def test_a_large_file_of_an_early_checkpoint_of_which_parts_were_hashed_is_no_changed_one(files):
+    (files / "rows.jsonl").write_bytes(b'{"prompt": "1+1="}\n' * 120_000)
+    now = fingerprints(sft(files))
+    ((name, digest),) = now["data.train_files"]
+    assert digest.startswith("whole:")
+    early = now | {"data.train_files": [[name, "9d9b1ba6a5f8c2e1"]]}
+    assert changed_files(early, now) == {}
+    assert changed_files(early, now | {"data.train_files": [["other.jsonl", digest]]}) == {
+        "data.train_files": "rows.jsonl"
+    }
+    assert changed_files(early | {"model.path": [["config.json", "0"]]}, now) == {"model.path": "config.json"}
+
+
 @pytest.mark.parametrize("trained", ["layers.0.norm", "layers.7.norm", "layers.3.proj", "layers.11.proj"])
 def test_f32_training_of_any_part_of_a_model_is_noticed(files, trained):
     before = fingerprints(sft(files))
