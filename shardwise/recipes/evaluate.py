@@ -25,11 +25,6 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for n
         and the powers of two below it, mean@n and maj@n.
     """
-    output_dir = Path(config.eval.output_dir)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)  # before anything is computed for it
-    except OSError as error:
-        raise ConfigError(f"eval.output_dir={output_dir} cannot be written to: {error}") from None
     model = open_model(config.model)
     model.require_context(
         "data.max_prompt_tokens + rollout.max_response_tokens",
@@ -50,6 +45,11 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.rollout.model_dump_json(),
         config.engine.param_dtype,
     )
+    output_dir = Path(config.eval.output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)  # before anything is computed for it
+    except OSError as error:
+        raise ConfigError(f"eval.output_dir={output_dir} cannot be written to: {error}") from None
     with (
         make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
         Rollouter(

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from runs import MARK, ROOT
+
 from shardwise.controller.signals import COPIES_SECONDS
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")

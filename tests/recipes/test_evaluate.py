@@ -116,13 +116,18 @@ def test_greedy_accuracy_counts_per_source(make_group):
     assert found == {"val/accuracy/a": 0.5, "val/accuracy/b": 1.0, "val/accuracy": pytest.approx(2 / 3)}
 
 
-def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_computed(tmp_path):
+def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_computed(
+    group_of_one, model_folder, write_jsonl, tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
+    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     tree = {
-        "model": {"path": "nowhere"},
-        "data": {"validation_files": "v.jsonl"},
+        "model": {"path": str(model_folder)},
+        "data": {"validation_files": write_jsonl("v.jsonl", [row]), "max_prompt_tokens": 40},
+        "rollout": {"max_response_tokens": 8},
         "reward": {"functions": "shardwise.rewards.math:exact_match"},
         "eval": {"output_dir": str(tmp_path / "file" / "results")},
     }
+    monkeypatch.setattr("shardwise.recipes.evaluate.Rollouter", None)
     with pytest.raises(ConfigError, match=r"eval.output_dir=.*file/results cannot be written to: .*Not a directory"):
-        evaluate(EvalConfig.parse(tree, origin="test"), None)
+        evaluate(EvalConfig.parse(tree, origin="test"), group_of_one)
