@@ -41,6 +41,7 @@ def test_ranks_of_every_world_size_talk_to_each_other(run_ranks, world_size, tot
 
 
 def test_exception_of_one_rank_comes_first_with_its_traceback_and_frees_the_others(run_ranks):
+    run_ranks(sum_of_ranks, 4, 0)  # the others have found each other before one of them fails
     start = time.monotonic()
     with pytest.raises(RankError, match=r"\Arank 2 raised:\n(.|\n)*in raise_on\n(.|\n)*ValueError: by rank 2\n"):
         run_ranks(raise_on, 4, 2)
