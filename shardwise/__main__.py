@@ -1,10 +1,8 @@
 """The command `shardwise`, and `python -m shardwise`, which is how ranks are started."""
 
-import os
 import sys
 
-from shardwise.controller.exit_codes import INTERRUPTED
-from shardwise.controller.signals import interruptible_imports
+from shardwise.controller.signals import interrupted, interruptible_imports
 
 
 def main() -> int:
@@ -14,9 +12,7 @@ def main() -> int:
             from shardwise import cli
         return cli.main()
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # of many ranks the launcher speaks
-            print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted()
 
 
 if __name__ == "__main__":

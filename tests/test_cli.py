@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -168,17 +169,30 @@ def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, t
     ]
 
 
-def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
+def test_a_job_in_the_background_goes_on_ignoring_ctrl_c_while_it_is_imported():
+    ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    script = (
+        "import os, signal\nfrom shardwise.controller.signals import interruptible_imports\n"
+        "with interruptible_imports():\n    os.kill(os.getpid(), signal.SIGINT)\nprint('on')"
+    )
+    whole = [sys.executable, "-c", script]
+    done = subprocess.run(whole, preexec_fn=ignoring, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "on\n")
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch, capfd):
     def interrupted(*_args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RLConfig, "load", interrupted)
     monkeypatch.setattr(sys, "argv", ["shardwise", "rl"])
     assert command() == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capfd.readouterr().err == "interrupted\n"
     monkeypatch.setenv("RANK", "1")
     assert command() == 130
-    assert capsys.readouterr().err == "", "the launcher says it once"
+    assert capfd.readouterr().err == "", "the launcher says it once"
 
 
 def test_ctrl_c_while_the_command_is_imported_is_one_line():

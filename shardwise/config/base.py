@@ -63,16 +63,16 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_values_stand_alone(cls, given: Any) -> Any:
+    def _truth_values_are_no_numbers(cls, given: Any) -> Any:
         """pydantic would take true for the number 1."""
         if not isinstance(given, dict):
             return given
-        wrong = {
+        cleared = {
             key: _without_truth_values(given[key])
             for key, field in cls.model_fields.items()
             if key in given and not _takes_truth_values(field.annotation)
         }
-        return given | wrong
+        return given | cleared
 
     @field_validator("*")
     @classmethod

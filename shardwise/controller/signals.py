@@ -35,18 +35,22 @@ class SecondSignal:
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
     """Inside, Ctrl-C ends this process with one line: libraries that are being imported turn a KeyboardInterrupt into
-    errors of their own. To be called in the main thread, while there is nothing to clean up."""
-    before = signal.signal(signal.SIGINT, _end)
+    errors of their own. A process that ignores Ctrl-C, as jobs in the background do, goes on ignoring it. To be called
+    in the main thread, while there is nothing to clean up."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(interrupted()))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _end(*_: object) -> None:
-    if "RANK" not in os.environ:  # of many ranks the launcher speaks
+def interrupted() -> int:
+    """Says that Ctrl-C ended this process; of many ranks the launcher speaks. Returns the exit code."""
+    if "RANK" not in os.environ:
         os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    return INTERRUPTED
 
 
 @contextmanager

@@ -141,10 +141,11 @@ def _digest(path: Path, key: str) -> str:
             for start, num_bytes in _parts(path):
                 file.seek(start)
                 digest.update(file.read(num_bytes))
-            digest.update(str(path.stat().st_size).encode())
+            size = path.stat().st_size
+            digest.update(str(size).encode())
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read ({error})") from None
-    is_large = path.suffix != _WEIGHTS and path.stat().st_size > _BLOCK_BYTES
+    is_large = size > _BLOCK_BYTES and path.suffix != _WEIGHTS
     return f"{_WHOLE if is_large else ''}{digest.hexdigest()}"
 
 
