@@ -34,6 +34,7 @@ from shardwise.config.engine import DtypeName
 from shardwise.config.reference import json_schema, markdown
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
+from shardwise.controller.output import lasting_output
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import interruptible_imports
 from shardwise.controller.stall import StallLimit
@@ -92,6 +93,11 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.dry_run:
         _print(config.to_yaml())
         return 0
+    return _start_recipe(config, options, arguments)
+
+
+@lasting_output()
+def _start_recipe(config: RecipeConfig, options: argparse.Namespace, arguments: list[str]) -> int:
     if isinstance(config, EvalConfig):
         if not _is_rank() and options.nproc > 1:
             return launch(
@@ -135,6 +141,7 @@ def _rank_command(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "shardwise", *arguments]
 
 
+@lasting_output()
 def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank():
         with interruptible_imports():
@@ -170,6 +177,7 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+@lasting_output()
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
         return launch(_rank_command(arguments), nproc=options.nproc, stall=_stall_limit(options))
@@ -189,6 +197,7 @@ def _stall_limit(options: argparse.Namespace) -> StallLimit:
     return StallLimit(options.stall_timeout_seconds, "--stall-timeout-seconds")
 
 
+@lasting_output()
 def _import_checkpoint(options: argparse.Namespace) -> int:
     if (options.config is None) != (options.recipe is None):
         raise ConfigError("--config and --recipe go together: the run that will go on, and what it is a run of")
@@ -207,6 +216,7 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
     )
 
 
+@lasting_output()
 def _parity(options: argparse.Namespace) -> int:
     with heavy_imports():
         from shardwise.recipes.entry import run_parity
@@ -220,6 +230,7 @@ def _parity(options: argparse.Namespace) -> int:
     )
 
 
+@lasting_output()
 def _replay(options: argparse.Namespace) -> int:
     with heavy_imports():
         from shardwise.recipes.entry import run_replay

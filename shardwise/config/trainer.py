@@ -80,7 +80,7 @@ class TrainerConfig(OptimizerConfig):
     """Save and stop before the job has run so long, with exit code 75: in time for the longest step so far and the last
     save. Counts from the start of the command; under torchrun, from that of rank 0. null: no limit."""
     stop_grace_seconds: PositiveFloat = 30.0
-    """What a run has after SIGTERM or SIGINT to finish its step and save; then it ends without."""
+    """What a run has after SIGTERM, SIGINT or SIGHUP to finish its step and save; then it ends without."""
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""
     faults: list[Annotated[str, AfterValidator(_is_fault)]] = Field(default_factory=list)

@@ -37,7 +37,11 @@ _LEAVE_SECONDS = 5.0
 """What ranks get to leave by themselves."""
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
 """Exit codes of a rank that has left its stacks. NCCL ends a process by SIGABRT when a collective takes too long."""
-_STOPS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_STOPS: dict[int, str] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "stopped, for its terminal closed",
+}
 
 
 def launch(
@@ -53,7 +57,7 @@ def launch(
 ) -> int:
     """Runs `command` as `nproc` ranks and waits for them.
 
-    SIGTERM and SIGINT go to rank 0, which ends the job; a second one ends all ranks at once.
+    SIGTERM, SIGINT and SIGHUP go to rank 0, which ends the job; a second one ends all ranks at once.
 
     Args:
         stop_grace_seconds: what rank 0 allows itself for that.

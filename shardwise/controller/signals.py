@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop: what becomes of it is decided elsewhere."""
+"""SIGTERM, SIGINT and SIGHUP as a wish to stop: what becomes of it is decided elsewhere."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from shardwise.controller.exit_codes import INTERRUPTED
 
 RANK_0_VARIABLE = "SHARDWISE_RANK_0"
 """The process of the rank that decides, for the other ranks that `launch` started."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COPIES_SECONDS = 5.0
 """For so long after the first signal others count as copies of it."""
 
@@ -55,12 +55,14 @@ def interrupted() -> int:
 
 @contextmanager
 def stop_signals(react: Callable[[int], None]) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT do nothing but call `react` with their number, in a thread of its own: the main thread
-    may be in a collective, where it does not look at signals. To be called in the main thread."""
+    """Inside, the signals that stop do nothing but call `react` with their number, in a thread of its own: the main
+    thread may be in a collective, where it does not look at signals. SIGHUP stays ignored where it is, as under nohup.
+    To be called in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS if number not in ignored}
+    for number in before:
         signal.siginterrupt(number, False)  # system calls of libraries go on
     descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_read, args=(reader, react), name="signals", daemon=True).start()

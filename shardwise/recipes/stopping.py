@@ -27,7 +27,8 @@ class Stopped(Exception):
 
 
 class Stopping:
-    """Knows when a run has to stop. A context manager: inside, SIGTERM and SIGINT no longer end the process at once.
+    """Knows when a run has to stop. A context manager: inside, SIGTERM, SIGINT and SIGHUP no longer end the process at
+    once.
 
     From the first signal on, trainer.stop_grace_seconds are left for the step, the save, and leaving the context; then
     the process ends as it is. A second signal ends it at once, under torchrun one that is no copy of the first. A rank

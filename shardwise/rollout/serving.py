@@ -41,7 +41,7 @@ def serve(
         memory_fd: of the memory for weights.
         parent: the process whose child this is.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # whether the job ends is the parent's to decide
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whether the job ends is the parent's to decide
         signal.signal(number, signal.SIG_IGN)
     end_group_with(lifeline_fd)
     die_with(parent)

@@ -29,6 +29,23 @@ def test_signals_are_heard_while_the_main_thread_looks_at_none():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@pytest.mark.parametrize(("handling", "is_heard"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_terminal_that_closes_is_heard_except_under_nohup(handling, is_heard):
+    before = signal.signal(signal.SIGHUP, handling)
+    heard = []
+    try:
+        with stop_signals(heard.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while signal.SIGTERM not in heard and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert signal.getsignal(signal.SIGHUP) is handling
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (signal.SIGHUP in heard, signal.SIGTERM in heard) == (is_heard, True)
+
+
 @pytest.mark.parametrize(
     ("at", "are_second"),
     [([100.0, 100.1, 101.5, 104.9, 105.0, 110.0], [False, False, False, False, True, True]), ([100.0, 900.0], [0, 1])],

@@ -281,18 +281,24 @@ with stop_signals(asked.append if rank == 0 else pass_on):
 """
 
 
-@pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all"])
+@pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all", "all, of a terminal that closes"])
 def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_code(command, tmp_path, to):
     process = start_launcher([*command(SAVING), "0.3"], tmp_path, grace=20, start_new_session=True)
-    if to == "all":  # a terminal
-        os.killpg(process.pid, signal.SIGINT)
+    number = {"all": signal.SIGINT, "all, of a terminal that closes": signal.SIGHUP}.get(to, signal.SIGTERM)
+    if to.startswith("all"):  # by Ctrl-C
+        os.killpg(process.pid, number)
     else:
         pid = process.pid if to == "launcher" else int((tmp_path / f"pid-{to[-1]}").read_text())
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == (130 if to == "all" else 143)
-    assert (tmp_path / "saved").read_text() == ("{2}" if to == "all" else "{15}")
-    assert stderr == {"launcher": "terminated; all ranks ended\n", "all": "interrupted; all ranks ended\n"}.get(to, "")
+    assert process.returncode == 128 + number
+    assert (tmp_path / "saved").read_text() == f"{{{int(number)}}}"
+    said = {
+        "launcher": "terminated; all ranks ended\n",
+        "all": "interrupted; all ranks ended\n",
+        "all, of a terminal that closes": "stopped, for its terminal closed; all ranks ended\n",
+    }
+    assert stderr == said.get(to, "")
     assert_gone(tmp_path, 2)
 
 

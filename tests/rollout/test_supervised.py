@@ -299,7 +299,7 @@ def test_weights_that_sleeping_dropped_are_loaded_again_from_memory_before_anyth
 
 def test_signals_to_the_job_do_not_reach_the_process(supervised):
     assert os.getpgid(supervised.pid) == supervised.pid != os.getpgid(0)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(supervised.pid, number)
     pid = supervised.pid
     assert supervised.generate(REQUESTS[:1])
