@@ -80,7 +80,8 @@ class TensorReceiver:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            self._weights[name].copy_(tensor)
+            if not tensor.is_set_to(self._weights[name]):
+                self._weights[name].copy_(tensor)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.items()

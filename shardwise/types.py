@@ -425,8 +425,9 @@ class WeightReceiver(Protocol):
     """The rollout side of a weight sync."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the tensors into the served model; each is valid until the next one is taken. From the first one until
-        the commit the engine refuses to generate, for it holds weights of two versions."""
+        """Copies the tensors into the served model; each is valid until the next one is taken. One that lies where it
+        is served was received there, and needs no copy. From this call until the commit the engine refuses to generate,
+        for it holds weights of two versions."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors the engine serves from, under their Hugging Face names. One that the engine takes but cannot read

@@ -244,10 +244,11 @@ class EmbeddedEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by Hugging Face name."""
         served = dict(self.served_weights())
+        self._version = None
         with torch.no_grad():
             for name, tensor in weights:
-                self._version = None
-                served[name].copy_(tensor)
+                if not tensor.is_set_to(served[name]):
+                    served[name].copy_(tensor)
                 del tensor  # else it would stay while the next one is gathered
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:

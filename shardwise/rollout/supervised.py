@@ -100,10 +100,11 @@ class SupervisedEngine:
         """Writes the tensors to the memory, and when all have come, lets the process load them. A process that dies
         meanwhile is replaced by one that loads all there is; none ever sees a part of them."""
         arrived: dict[str, int] = {}
+        self._version, self._unfit = None, "the last weight sync broke off; sync the weights whole"
         for name, tensor in weights:
-            self._version, self._unfit = None, "the last weight sync broke off; sync the weights whole"
             place = self._weights.tensor(name)
-            place.copy_(tensor)
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor)
             self._sent[name] = arrived[name] = checksum(place)
             del tensor  # else it would stay while the next one is gathered
         if arrived:

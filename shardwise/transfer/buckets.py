@@ -1,4 +1,5 @@
-"""Tensors in buckets of bytes: small ones share a bucket, one larger than a bucket is cut into chunks.
+"""Tensors in buckets of bytes: small ones share a bucket; a large one goes by itself, from where it lies to where it is
+served if the medium can, in pieces of a bucket's size.
 
 Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.transfer.base import WeightSyncError
-from shardwise.transfer.medium import Medium
+from shardwise.transfer.medium import Medium, Place, nowhere
 
 MAX_HEADER_BYTES = 1 << 15
 """What a medium carries beside a bucket's data."""
@@ -110,36 +111,27 @@ def encode_whole(_name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
 
 
 class BucketWriter:
-    """Packs entries into buckets and sends each when it is full."""
+    """Packs small entries into buckets and sends each when it is full; sends large ones from where they lie."""
 
     def __init__(self, medium: Medium, *, version: int, bucket_bytes: int) -> None:
         if bucket_bytes < _ALIGNMENT_BYTES or bucket_bytes % _ALIGNMENT_BYTES:
             raise ValueError(f"bucket_bytes={bucket_bytes} is not a positive multiple of {_ALIGNMENT_BYTES}")
         self._medium, self._version, self._bucket_bytes = medium, version, bucket_bytes
         self._num_sent = 0
-        self._begin()
+        self._bucket: Tensor | None = None
+        """That is being filled."""
+        self._segments: list[Segment] = []
+        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
         self.num_bytes = 0
         """Sent so far."""
 
     def write(self, entry: Entry, payload: Tensor) -> None:
-        """payload [entry.num_bytes] uint8, on any device."""
-        fits = entry.num_bytes <= self._bucket_bytes
-        start, is_written = 0, False
-        while not is_written:
-            size = min(entry.num_bytes - start, self._bucket_bytes - self._used)
-            segment = Segment(entry, start, self._used, size)
-            header_bytes = len(json.dumps(_encode(segment))) + 2
-            # Only what is larger than a bucket is cut: the receiver has to copy it once more to put it together.
-            has_room = size == entry.num_bytes if fits else size > 0
-            if self._segments and not (has_room and self._header_bytes + header_bytes <= MAX_HEADER_BYTES):
-                self._flush(is_last=False)
-                continue
-            self._buffer[self._used : self._used + size].copy_(payload[start : start + size])
-            self._segments.append(segment)
-            self._header_bytes += header_bytes
-            self._used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            start += size
-            is_written = start == entry.num_bytes
+        """payload [entry.num_bytes] uint8, on the medium's device; it keeps its values, and the receivers may have them
+        before this returns, or by the end of the sync."""
+        if entry.num_bytes > self._bucket_bytes or entry.num_bytes >= self._medium.large_bytes:
+            self._send_alone(entry, payload)
+        else:
+            self._pack(entry, payload)
 
     def finish(self) -> None:
         """Sends what is left."""
@@ -148,20 +140,46 @@ class BucketWriter:
     def give_up(self, reason: str) -> None:
         """Tells the receivers that no more will come."""
         header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason)
-        self._medium.send(header.encode(), self._buffer[:0])
+        self._medium.send(header.encode(), self._filled()[:0])
 
-    def _begin(self) -> None:
-        self._buffer = self._medium.buffer(self._bucket_bytes)
-        self._segments: list[Segment] = []
-        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+    def _pack(self, entry: Entry, payload: Tensor) -> None:
+        header_bytes = len(json.dumps(_encode(Segment(entry, 0, self._used, entry.num_bytes)))) + 2
+        has_room = (
+            self._used + entry.num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
+        )
+        if self._segments and not has_room:
+            self._flush(is_last=False)
+        self._filled()[self._used : self._used + entry.num_bytes].copy_(payload)
+        self._segments.append(Segment(entry, 0, self._used, entry.num_bytes))
+        self._header_bytes += header_bytes
+        self._used += -(-entry.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def _send_alone(self, entry: Entry, payload: Tensor) -> None:
+        if self._segments:
+            self._flush(is_last=False)
+        for start in range(0, entry.num_bytes, self._bucket_bytes):
+            piece = payload[start : start + self._bucket_bytes]
+            header = Header(self._version, self._num_sent, [Segment(entry, start, 0, len(piece))], len(piece), False)
+            self._medium.send_from(header.encode(), piece)
+            self._count(len(piece))
+        if entry.num_bytes > self._bucket_bytes:
+            self._medium.settle()  # else a third tensor would be held, of which there may be two in device memory
+
+    def _filled(self) -> Tensor:
+        if self._bucket is None:
+            self._bucket = self._medium.buffer(self._bucket_bytes)
+        return self._bucket
 
     def _flush(self, *, is_last: bool) -> None:
         header = Header(self._version, self._num_sent, self._segments, self._used, is_last)
-        self._medium.send(header.encode(), self._buffer[: self._used])
-        self.num_bytes += self._used
+        self._medium.send(header.encode(), self._filled()[: self._used])
+        self._count(self._used)
+        self._bucket, self._segments = None, []
+        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
         self._num_sent += 1
-        if not is_last:
-            self._begin()
 
 
 class Assembly:
@@ -183,7 +201,11 @@ class Assembly:
 class BucketReader:
     """Puts entries together again."""
 
-    def __init__(self, receive: Callable[[], tuple[str, Tensor]], assembly: Assembly | None = None) -> None:
+    def __init__(
+        self,
+        receive: Callable[[Place], tuple[str, Tensor]],
+        assembly: Assembly | None = None,
+    ) -> None:
         """
         Args:
             receive: as Medium.receive.
@@ -204,15 +226,18 @@ class BucketReader:
     def begin(self, version: int | None) -> int:
         """Waits for the first bucket. Returns the version of the weights; raises WeightSyncError: another one is due,
         or the sender gave up."""
-        self._bucket = self._receive()
+        self._bucket = self._receive(nowhere)
         assert self.version is not None
         if version not in (None, self.version):
             raise self._error(f"version {version} is due, but version {self.version} came")
         return self.version
 
-    def entries(self) -> Iterator[tuple[Entry, Tensor]]:
+    def entries(self, place: Callable[[Entry], Tensor | None] = nowhere) -> Iterator[tuple[Entry, Tensor]]:
         """Yields each entry with its bytes, [entry.num_bytes] uint8; they are valid until the next one is taken.
 
+        Args:
+            place: [entry.num_bytes] uint8 where an entry is to lie in the end; what comes alone or in pieces is put
+                there. None: nowhere in particular.
         Raises:
             WeightSyncError: the sender gave up, or a bucket or a part of a tensor is missing.
             MediumError: nothing came in time.
@@ -222,14 +247,14 @@ class BucketReader:
         while True:
             for segment in header.segments:
                 part = data[segment.offset : segment.offset + segment.num_bytes]
-                partial = self._joined(partial, segment, part)
+                partial = self._joined(partial, segment, part, place)
                 entry, payload, num_there = partial
                 if num_there == entry.num_bytes:
                     partial = None
                     yield entry, payload
             if header.is_last:
                 break
-            header, data = self._receive()
+            header, data = self._receive(lambda text: _place_of_bucket(text, place))
         if partial is not None:
             raise self._error(f"{partial[0].name} ends after {partial[2]} of {partial[0].num_bytes} bytes")
         self.is_exhausted = True
@@ -237,11 +262,11 @@ class BucketReader:
     def drain(self) -> None:
         """Receives what is left and drops it, so that the sender can finish. Raises MediumError."""
         while not self.is_finished:
-            header, _ = self._receive_bucket()
+            header, _ = self._receive_bucket(nowhere)
             self.is_finished = Header.decode(header).is_last
 
-    def _receive(self) -> tuple[Header, Tensor]:
-        text, data = self._receive_bucket()
+    def _receive(self, place: Place) -> tuple[Header, Tensor]:
+        text, data = self._receive_bucket(place)
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:
@@ -257,7 +282,11 @@ class BucketReader:
         return header, data
 
     def _joined(
-        self, partial: tuple[Entry, Tensor, int] | None, segment: Segment, part: Tensor
+        self,
+        partial: tuple[Entry, Tensor, int] | None,
+        segment: Segment,
+        part: Tensor,
+        place: Callable[[Entry], Tensor | None],
     ) -> tuple[Entry, Tensor, int]:
         """The entry so far: its bytes, and how many of them are there."""
         entry = segment.entry
@@ -270,13 +299,25 @@ class BucketReader:
         if partial is None:
             if segment.num_bytes == entry.num_bytes:
                 return entry, part, segment.num_bytes
-            partial = entry, self._assembly.room(entry.num_bytes, part.device), 0
+            whole = place(entry)
+            partial = entry, self._assembly.room(entry.num_bytes, part.device) if whole is None else whole, 0
         payload = partial[1]
-        payload[there : there + segment.num_bytes].copy_(part)
+        target = payload[there : there + segment.num_bytes]
+        if part.data_ptr() != target.data_ptr():
+            target.copy_(part)
         return entry, payload, there + segment.num_bytes
 
     def _error(self, message: str) -> WeightSyncError:
         return WeightSyncError(f"weight sync{'' if self.version is None else f' {self.version}'}: {message}")
+
+
+def _place_of_bucket(text: str, place: Callable[[Entry], Tensor | None]) -> Tensor | None:
+    """Of one with nothing but an entry, or a piece of it."""
+    header = Header.decode(text)
+    match header.segments:
+        case [segment] if segment.num_bytes == header.num_bytes and (whole := place(segment.entry)) is not None:
+            return whole[segment.start : segment.start + segment.num_bytes]
+    return None
 
 
 def _encode(segment: Segment) -> list[Any]:

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -26,7 +26,7 @@ from shardwise.config import ConfigError
 from shardwise.observability import write_json_atomic
 from shardwise.transfer.base import SyncReceipt, WeightSyncError
 from shardwise.transfer.buckets import BucketReader, Header, Segment
-from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Rendezvous
+from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Place, Rendezvous, nowhere
 from shardwise.transfer.sync import load_verified
 from shardwise.types import WeightReceiver
 
@@ -43,6 +43,9 @@ class DiskMedium:
     hashes; a version without one does not exist for readers. Where a version is begun, all are removed but the newest
     whole one before it: later ones are of a run that has gone back to an earlier checkpoint. Of measurements nothing
     stays, and no version makes room for one."""
+
+    large_bytes = sys.maxsize
+    """Each bucket is a file that has to reach the disk."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
         self._folder, self._rendezvous = folder, rendezvous
@@ -123,8 +126,15 @@ class DiskMedium:
         if bucket.is_last:
             self._rendezvous.meet("writing weights", header)
 
-    def receive(self) -> tuple[str, Tensor]:
+    def send_from(self, header: str, data: Tensor) -> None:
         """See Medium."""
+        self.send(header, data)
+
+    def settle(self) -> None:
+        """See Medium. It is on the disk."""
+
+    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+        """See Medium. Data stays where the file was read to."""
         if self._unread is None:
             last = self._rendezvous.meet("waiting for weights to be written", "")[SENDER]
             written = Header.decode(last)
@@ -168,7 +178,8 @@ def load_version(receiver: WeightReceiver, folder: Path, *, version: int | None 
         WeightSyncError: there is no whole version, files were damaged, or as `pull_weights`.
     """
     started = time.perf_counter()
-    reader = BucketReader(partial(next, _read_buckets(_newest(folder))))
+    buckets = _read_buckets(_newest(folder))
+    reader = BucketReader(lambda _: next(buckets))
     receipt = load_verified(reader, receiver, version=version)
     receiver.commit_weights(receipt.version)
     return replace(receipt, seconds=time.perf_counter() - started)

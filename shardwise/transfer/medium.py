@@ -1,6 +1,7 @@
 """What carries weights from one end to many, and where the ends of it meet."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -18,6 +19,15 @@ MEASUREMENT = -1
 """The version of bytes that travel only to see how fast they do: a medium that keeps versions keeps none of them."""
 
 
+Place = Callable[[str], Tensor | None]
+"""By a bucket's header, where its data is to lie in the end: [num_bytes] uint8 on the medium's device; None: nowhere in
+particular."""
+
+
+def nowhere(_what: object) -> None:
+    """For whoever knows no place."""
+
+
 def name_of(rank: int) -> str:
     """What errors call an end."""
     return "the sender" if rank == SENDER else f"receiver {rank}"
@@ -33,6 +43,9 @@ class Medium(Protocol):
     A sync on it: all ends `meet`, end 0 sends bucket after bucket, all ends `meet` again and compare their receipts.
     """
 
+    large_bytes: int
+    """From here on a tensor is better sent from where it lies than in a bucket with others."""
+
     @property
     def device(self) -> torch.device:
         """Where buckets lie."""
@@ -46,8 +59,16 @@ class Medium(Protocol):
     def send(self, header: str, data: Tensor) -> None:
         """Begins to send a bucket; `data` is the front of the last `buffer`. `header` has at most MAX_HEADER_BYTES."""
 
-    def receive(self) -> tuple[str, Tensor]:
-        """The next bucket's header and data, which are valid until the next call; the bucket after is on its way."""
+    def send_from(self, header: str, data: Tensor) -> None:
+        """Begins to send a bucket that lies in memory of the caller's, which keeps its values until `settle` or `meet`
+        returns. No `buffer` is being filled."""
+
+    def settle(self) -> None:
+        """Waits until nothing is read any more that `send_from` was given."""
+
+    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+        """The next bucket's header and data, which are valid until the next call; the bucket after is on its way, to
+        where `place` says if the medium can."""
 
     def break_off(self, message: str) -> list[str | None]:
         """After a MediumError: lets the other ends fail too, tells them why, and returns what they said, None of those

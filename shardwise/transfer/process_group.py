@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
-from shardwise.transfer.medium import SENDER, MediumError, Rendezvous
+from shardwise.transfer.medium import SENDER, MediumError, Place, Rendezvous, nowhere
 
 _POLL_SECONDS = 0.0005
 
@@ -19,8 +19,12 @@ class ProcessGroupMedium:
     """Broadcasts buckets with gloo or NCCL. The group is no part of torch's registry: neither end needs a default
     process group, and theirs may be of other sizes and backends.
 
-    A bucket is two broadcasts: its header, of a fixed size, then its data, into one of two buffers in turn.
+    A bucket is two broadcasts: its header, of a fixed size, then its data, into one of two buffers in turn, or from
+    where it lies to where it is served.
     """
+
+    large_bytes = 1 << 20
+    """A header more for each costs less than the copies on both sides."""
 
     def __init__(
         self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device
@@ -93,6 +97,17 @@ class ProcessGroupMedium:
         self._finish(self._turn, "sending weights")
         return self._room(self._turn, num_bytes)
 
+    def send_from(self, header: str, data: Tensor) -> None:
+        """See Medium."""
+        self._turn = 1 - self._turn
+        self._finish(self._turn, "sending weights")
+        self.send(header, data)
+
+    def settle(self) -> None:
+        """See Medium."""
+        for turn in range(2):
+            self._finish(turn, "sending weights")
+
     def send(self, header: str, data: Tensor) -> None:
         """See Medium."""
         encoded = header.encode()
@@ -104,13 +119,17 @@ class ProcessGroupMedium:
         if data.numel():
             self._broadcast(self._turn, data)
 
-    def receive(self) -> tuple[str, Tensor]:
+    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
         """See Medium."""
         if self._next is None:
-            self._next = self._expect()
-        header, data = self._next
-        self._finish(self._turn, "receiving weights")
-        self._next = None if Header.decode(header).is_last else self._expect()
+            self._expect_header()
+            self._next = self._expect_data(place)
+        (header, data), turn = self._next, self._turn
+        is_last = Header.decode(header).is_last
+        if not is_last:
+            self._expect_header()  # it comes behind the data
+        self._finish(turn, "receiving weights")
+        self._next = None if is_last else self._expect_data(place)
         return header, data
 
     def break_off(self, message: str) -> list[str | None]:
@@ -125,13 +144,18 @@ class ProcessGroupMedium:
             self._group.abort()
         self._works, self._group = [[], []], None
 
-    def _expect(self) -> tuple[str, Tensor]:
-        """Waits for the next header and begins to receive its data."""
+    def _expect_header(self) -> None:
+        """Begins to receive the next one."""
         self._turn = 1 - self._turn
         self._broadcast(self._turn, self._headers[self._turn])
+
+    def _expect_data(self, place: Place) -> tuple[str, Tensor]:
+        """Waits for the header and begins to receive its data."""
         self._finish(self._turn, "receiving weights")
         header = bytes(self._headers[self._turn].cpu().numpy()).decode().rstrip()
-        data = self._room(self._turn, Header.decode(header).num_bytes)
+        data = place(header)
+        if data is None or data.device != self._headers[self._turn].device:
+            data = self._room(self._turn, Header.decode(header).num_bytes)
         if data.numel():
             self._broadcast(self._turn, data)
         return header, data

@@ -7,6 +7,7 @@ nothing is left behind, whoever dies. The death of an end closes its socket, whi
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardwise.memfd import create_memory, mapped
 from shardwise.scratch import scratch_folder
-from shardwise.transfer.medium import SENDER, MediumError, Rendezvous, name_of
+from shardwise.transfer.medium import SENDER, MediumError, Place, Rendezvous, name_of, nowhere
 
 _NUM_SLOTS = 2
 _PACKET_BYTES = 1 << 17
@@ -36,6 +37,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class SharedMemoryMedium:
     """Two slots for buckets: the sender fills one while the receivers read the other. A receiver that goes on to the
     next bucket gives the slot before back. Linux only."""
+
+    large_bytes = sys.maxsize
+    """Everything has to be copied into memory that is shared."""
 
     def __init__(
         self, rendezvous: Rendezvous, peers: dict[int, socket.socket], *, timeout: timedelta, device: torch.device
@@ -137,23 +141,30 @@ class SharedMemoryMedium:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def receive(self) -> tuple[str, Tensor]:
+    def send_from(self, header: str, data: Tensor) -> None:
         """See Medium."""
+        self.send(header, self.buffer(len(data)).copy_(data))
+
+    def settle(self) -> None:
+        """See Medium. It was copied."""
+
+    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+        """See Medium. Data stays in the slot: whoever wants it elsewhere copies it once."""
         self._give_back()
         packet, descriptors = self._receive_packet(
             "receiving weights", SENDER, time.monotonic() + self._timeout.total_seconds()
         )
         announcement, header = packet.split(b"\n", 1)
-        place = json.loads(announcement)
-        if "capacity_bytes" in place:
-            self._slots[place["slot"]] = mapped(descriptors[0])
+        announced = json.loads(announcement)
+        if "capacity_bytes" in announced:
+            self._slots[announced["slot"]] = mapped(descriptors[0])
             os.close(descriptors[0])
-        elif "cuda_ipc" in place:
-            self._slots[place["slot"]] = _opened_cuda_ipc(place["cuda_ipc"], self._device)
-        slot = self._slots[place["slot"]]
+        elif "cuda_ipc" in announced:
+            self._slots[announced["slot"]] = _opened_cuda_ipc(announced["cuda_ipc"], self._device)
+        slot = self._slots[announced["slot"]]
         assert slot is not None
-        self._held = place["slot"]
-        return header.decode(), slot[: place["num_bytes"]]
+        self._held = announced["slot"]
+        return header.decode(), slot[: announced["num_bytes"]]
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from shardwise.checksum import checksum
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
-from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, Assembly, BucketReader, BucketWriter, Entry, encode_whole
+from shardwise.transfer.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Assembly,
+    BucketReader,
+    BucketWriter,
+    Entry,
+    as_bytes,
+    encode_whole,
+)
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
@@ -134,7 +142,7 @@ def _arrived(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors as they come. Those that the engine cannot read back are checked here; of the others those that have
     not changed are left out."""
-    for entry, payload in reader.entries():
+    for entry, payload in reader.entries(partial(_place, served)):
         manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
         before = served[entry.name]
         is_unchanged = entry.encoding == "delta" and not entry.num_bytes and not before.is_meta
@@ -145,6 +153,16 @@ def _arrived(
         if before.is_meta and checksum(tensor) != entry.checksum:
             raise WeightSyncError(f"weight sync {reader.version}: other values of {entry.name} arrived than were sent")
         yield entry.name, tensor
+
+
+def _place(served: Mapping[str, Tensor], entry: Entry) -> Tensor | None:
+    """The memory that the engine serves a tensor from, for one that may be received there."""
+    tensor = served.get(entry.name)
+    if tensor is None or tensor.is_meta or entry.encoding != "whole":
+        return None
+    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.shape) or not tensor.is_contiguous():
+        return None
+    return as_bytes(tensor)
 
 
 def _decoded(entry: Entry, payload: Tensor, served: Tensor, delta: DeltaDecoder | None) -> Tensor:

@@ -236,7 +236,6 @@ def test_trap_11_logprobs_change_by_exactly_the_adapter_that_the_trainer_has_mer
 def test_the_version_changes_with_the_commit_and_until_then_nothing_is_generated(restored, references, sync):
     engine, wanted = restored("llama"), requests(prompts(1))
     sync(engine, Sender(references["llama"]), 5)
-    engine.load_weights(iter([]))  # a sync that failed before its first tensor has changed nothing
     assert engine.generate(wanted)[0][0].policy_version == 5
     engine.load_weights(Sender(references["llama"]).named_weights(torch.float32))
     for ask in (lambda: engine.generate(wanted), lambda: engine.logprobs([[5, 6]])):

@@ -7,13 +7,17 @@ import torch
 
 from shardwise.transfer import WeightSyncError
 from shardwise.transfer.buckets import MAX_HEADER_BYTES, BucketReader, BucketWriter, Entry
+from shardwise.transfer.medium import nowhere
 
 
 class ListMedium:
     """Keeps what is sent; `device`, `meet` and the rest are not needed here."""
 
-    def __init__(self) -> None:
+    def __init__(self, large_bytes: int = 1 << 30) -> None:
         self.buckets: list[tuple[str, torch.Tensor]] = []
+        self.alone: list[int] = []
+        """Buckets that were sent from where they lay."""
+        self.large_bytes = large_bytes
         self._next = 0
 
     def buffer(self, num_bytes):
@@ -22,17 +26,27 @@ class ListMedium:
     def send(self, header, data):
         self.buckets.append((header, data.clone()))
 
-    def receive(self):
+    def send_from(self, header, data):
+        self.alone.append(len(self.buckets))
+        self.send(header, data)
+
+    def settle(self):
+        pass
+
+    def receive(self, place=nowhere):
+        """Into the place, as a process group does."""
         self._next += 1
-        return self.buckets[self._next - 1]
+        header, data = self.buckets[self._next - 1]
+        target = place(header)
+        return header, data if target is None else target.copy_(data)
 
 
 def entry_of(name: str, payload: torch.Tensor) -> Entry:
     return Entry(name, "uint8", (payload.numel(),), 0, "whole", payload.numel())
 
 
-def packed(payloads: dict[str, torch.Tensor], bucket_bytes: int) -> ListMedium:
-    medium = ListMedium()
+def packed(payloads: dict[str, torch.Tensor], bucket_bytes: int, large_bytes: int = 1 << 30) -> ListMedium:
+    medium = ListMedium(large_bytes)
     writer = BucketWriter(medium, version=3, bucket_bytes=bucket_bytes)
     for name, payload in payloads.items():
         writer.write(entry_of(name, payload), payload)
@@ -47,24 +61,50 @@ def unpacked(medium: ListMedium) -> dict[str, torch.Tensor]:
     return {entry.name: payload.clone() for entry, payload in reader.entries()}
 
 
+@pytest.mark.parametrize("large_bytes", [50, 1 << 30])
 @pytest.mark.parametrize("bucket_bytes", [16, 64, 4096])
 @pytest.mark.parametrize("sizes", [[], [0], [16], [64, 64], [1, 0, 63, 65, 0, 200, 7], [4096, 1, 4095, 9000]])
-def test_what_was_packed_comes_out_in_order(sizes, bucket_bytes):
+def test_what_was_packed_comes_out_in_order(sizes, bucket_bytes, large_bytes):
     payloads = {f"{i}": torch.randint(0, 256, (size,), dtype=torch.uint8) for i, size in enumerate(sizes)}
-    medium = packed(payloads, bucket_bytes)
+    medium = packed(payloads, bucket_bytes, large_bytes)
     assert all(data.numel() <= bucket_bytes for _, data in medium.buckets)
     found = unpacked(medium)
     assert list(found) == list(payloads)
     assert all(torch.equal(found[name], payload) for name, payload in payloads.items())
 
 
-def test_only_what_is_larger_than_a_bucket_is_cut():
+def test_what_is_larger_than_a_bucket_goes_alone_in_pieces():
     payloads = {
         name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 40, "b": 30, "c": 150, "d": 2}.items()
     }
     medium = packed(payloads, 64)
-    # b has no room behind a; c fills the bucket of b and two more, in multiples of 16, and leaves no room for d.
-    assert [data.numel() for _, data in medium.buckets] == [48, 64, 64, 64, 16]
+    # b has no room behind a. Beginnings are multiples of 16.
+    assert [data.numel() for _, data in medium.buckets] == [48, 32, 64, 64, 22, 16]
+    assert medium.alone == [2, 3, 4]
+
+
+def test_what_is_large_to_the_medium_goes_alone_and_small_ones_beside_it_share():
+    sizes = {"a": 8, "b": 32, "c": 8, "d": 8, "e": 100}
+    medium = packed({name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}, 64, large_bytes=32)
+    assert [data.numel() for _, data in medium.buckets] == [16, 32, 32, 64, 36, 0]
+    assert medium.alone == [1, 3, 4]
+
+
+@pytest.mark.parametrize("large_bytes", [32, 1 << 30])
+def test_what_comes_alone_or_in_pieces_is_put_where_it_is_to_lie(large_bytes):
+    """Not what came before entries were taken: it is copied once, as small ones are by who takes them."""
+    sizes = {"first": 100, "small": 8, "alone": 40, "pieces": 150, "elsewhere": 90}
+    payloads = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in sizes.items()}
+    places = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items() if name != "elsewhere"}
+    reader = BucketReader(packed(payloads, 64, large_bytes).receive)
+    reader.begin(None)
+    assert all(not place.any() for place in places.values()), "nothing was asked for yet"
+    there = set()
+    for entry, payload in reader.entries(lambda entry: places.get(entry.name)):
+        assert torch.equal(payload, payloads[entry.name])
+        if entry.name in places and payload.is_set_to(places[entry.name]):
+            there.add(entry.name)
+    assert there == {"first", "pieces"} | ({"alone"} if large_bytes == 32 else set())
 
 
 def test_headers_stay_within_what_a_medium_carries():

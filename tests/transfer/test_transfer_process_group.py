@@ -1,14 +1,15 @@
 """What is of the process group alone; what every medium does is in test_medium.py."""
 
 from datetime import timedelta
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ends import run_ends, stop_self
+from ends import DictReceiver, DictSender, run_ends, same, stop_self
 
-from shardwise.transfer import MediumError, ProcessGroupMedium
+from shardwise.transfer import MediumError, ProcessGroupMedium, WeightSyncError, pull_weights, push_weights
 from shardwise.transfer.medium import Rendezvous
 
 
@@ -42,3 +43,73 @@ def test_closing_aborts_what_nccl_has_in_flight():
     medium.close()
     medium.close()  # after `break_off` it is closed
     group.abort.assert_called_once_with()
+
+
+def large_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Larger than a bucket of 4 MiB (9.8 MB), larger than what shares one, on both sides of them small ones; `turned`
+    is served from memory in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"first": (700, 7001), "a": (33,), "large": (1025, 1027), "b": (5,), "turned": (900, 1100), "c": (1, 7)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+class WatchingReceiver(DictReceiver):
+    """Notes which tensors came to lie where they are served, and fails before the one called `fails_before`."""
+
+    def __init__(self, fails_before: str | None = None) -> None:
+        super().__init__(large_weights(0))
+        self.weights["turned"] = self.weights["turned"].t().contiguous().t()
+        self.received_in_place: set[str] = set()
+        self._fails_before = fails_before
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(self._watched(weights))
+
+    def _watched(self, weights):
+        for name, tensor in weights:
+            if name == self._fails_before:
+                raise OSError("no more")
+            if tensor.is_set_to(self.weights[name]):
+                self.received_in_place.add(name)
+            yield name, tensor
+
+
+def push_large(num_syncs, join):
+    medium = join(ProcessGroupMedium)
+    try:
+        return [
+            push_weights(
+                DictSender(large_weights(version)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=1 << 22
+            )
+            for version in range(1, num_syncs + 1)
+        ]
+    except WeightSyncError as error:
+        return str(error)
+
+
+def pull_large(num_syncs, join):
+    medium, receiver = join(ProcessGroupMedium), WatchingReceiver()
+    receipts = []
+    for version in range(1, num_syncs + 1):
+        receipts.append(pull_weights(receiver, medium))
+        assert same(receiver.weights, large_weights(version))
+    return receipts, receiver.received_in_place
+
+
+def test_large_weights_are_received_where_they_are_served(tmp_path):
+    sent, *received = run_ends([partial(push_large, 3), partial(pull_large, 3), partial(pull_large, 3)], tmp_path)
+    assert received == 2 * [(sent, {"first", "large"})]
+    assert received[0][0][2].num_proven == 6
+
+
+def pull_and_fail(join):
+    receiver = WatchingReceiver(fails_before="large")
+    with pytest.raises(OSError, match="no more"):
+        pull_weights(receiver, join(ProcessGroupMedium))
+    return receiver.version
+
+
+def test_weights_of_which_some_are_in_place_are_not_committed(tmp_path):
+    sent, version = run_ends([partial(push_large, 1), pull_and_fail], tmp_path)
+    assert sent == "weight sync 1 failed at receiver 1: OSError: no more"
+    assert version is None
