@@ -1,9 +1,10 @@
 """A medium over a process group of its own: trainer and rollout processes that share nothing but a torch Store."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,14 @@ from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
 from shardwise.transfer.medium import SENDER, MediumError, Place, Rendezvous, nowhere
 
 _POLL_SECONDS = 0.0005
+
+
+class _Coming(NamedTuple):
+    """A bucket on its way to this receiver."""
+
+    header: str
+    data: Tensor
+    works: list[Any]
 
 
 class ProcessGroupMedium:
@@ -34,10 +43,11 @@ class ProcessGroupMedium:
         self._headers = [torch.zeros(MAX_HEADER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._works: list[list[Any]] = [[], []]
-        """What still reads or writes each of the two buffers."""
+        """What still reads each of this sender's two buffers."""
         self._turn = 0
-        self._next: tuple[str, Tensor] | None = None
-        """The bucket that is on its way to this receiver."""
+        self._header: list[Any] | None = None
+        """What receives the next header, where one is due."""
+        self._coming: deque[_Coming] = deque()
 
     @classmethod
     def join(
@@ -87,26 +97,25 @@ class ProcessGroupMedium:
     def meet(self, phase: str, message: str) -> list[str]:
         """See Medium. In a store the dead are only silent, but gloo notices at once that a connection has closed."""
         if self._is_gloo:
-            self._start(self._turn, lambda: self._group.barrier())
-            self._finish(self._turn, phase)
+            self._wait([self._begun(lambda: self._group.barrier())], phase)
         return self._rendezvous.meet(phase, message)
 
     def buffer(self, num_bytes: int) -> Tensor:
         """See Medium. Waits for the broadcast before the last one, which read this buffer."""
         self._turn = 1 - self._turn
-        self._finish(self._turn, "sending weights")
+        self._finish(self._turn)
         return self._room(self._turn, num_bytes)
 
     def send_from(self, header: str, data: Tensor) -> None:
         """See Medium."""
         self._turn = 1 - self._turn
-        self._finish(self._turn, "sending weights")
+        self._finish(self._turn)
         self.send(header, data)
 
     def settle(self) -> None:
         """See Medium."""
         for turn in range(2):
-            self._finish(turn, "sending weights")
+            self._finish(turn)
 
     def send(self, header: str, data: Tensor) -> None:
         """See Medium."""
@@ -115,22 +124,19 @@ class ProcessGroupMedium:
             raise ValueError(f"a bucket's header has {len(encoded)} bytes, more than {MAX_HEADER_BYTES}")
         padded = torch.frombuffer(bytearray(encoded.ljust(MAX_HEADER_BYTES)), dtype=torch.uint8)
         self._headers[self._turn].copy_(padded)
-        self._broadcast(self._turn, self._headers[self._turn])
-        if data.numel():
-            self._broadcast(self._turn, data)
+        for part in (self._headers[self._turn], data):
+            if part.numel():
+                self._works[self._turn].append(self._broadcast(part))
 
     def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
         """See Medium."""
-        if self._next is None:
+        if not self._coming:
             self._expect_header()
-            self._next = self._expect_data(place)
-        (header, data), turn = self._next, self._turn
-        is_last = Header.decode(header).is_last
-        if not is_last:
-            self._expect_header()  # it comes behind the data
-        self._finish(turn, "receiving weights")
-        self._next = None if is_last else self._expect_data(place)
-        return header, data
+        while self._header is not None and len(self._coming) < len(self._buffers):
+            self._expect_data(place)
+        bucket = self._coming.popleft()
+        self._wait(bucket.works, "receiving weights")
+        return bucket.header, bucket.data
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""
@@ -143,44 +149,52 @@ class ProcessGroupMedium:
         if self._group is not None and not self._is_gloo:
             self._group.abort()
         self._works, self._group = [[], []], None
+        self._coming.clear()
 
     def _expect_header(self) -> None:
         """Begins to receive the next one."""
         self._turn = 1 - self._turn
-        self._broadcast(self._turn, self._headers[self._turn])
+        self._header = [self._broadcast(self._headers[self._turn])]
 
-    def _expect_data(self, place: Place) -> tuple[str, Tensor]:
-        """Waits for the header and begins to receive its data."""
-        self._finish(self._turn, "receiving weights")
+    def _expect_data(self, place: Place) -> None:
+        """Waits for the header, and begins to receive its data and the header behind them."""
+        assert self._header is not None
+        self._wait(self._header, "receiving weights")
         header = bytes(self._headers[self._turn].cpu().numpy()).decode().rstrip()
+        content = Header.decode(header)
         data = place(header)
         if data is None or data.device != self._headers[self._turn].device:
-            data = self._room(self._turn, Header.decode(header).num_bytes)
-        if data.numel():
-            self._broadcast(self._turn, data)
-        return header, data
+            data = self._room(self._turn, content.num_bytes)
+        self._coming.append(_Coming(header, data, [self._broadcast(data)] if data.numel() else []))
+        self._header = None
+        if not content.is_last:
+            self._expect_header()
 
     def _room(self, turn: int, num_bytes: int) -> Tensor:
         if self._buffers[turn].numel() < num_bytes:
             self._buffers[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers[turn][:num_bytes]
 
-    def _broadcast(self, turn: int, data: Tensor) -> None:
+    def _broadcast(self, data: Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        self._start(turn, lambda: self._group.broadcast([data], options))
+        return self._begun(lambda: self._group.broadcast([data], options))
 
-    def _start(self, turn: int, collective: Callable[[], Any]) -> None:
+    def _begun(self, collective: Callable[[], Any]) -> Any:
         try:
-            self._works[turn].append(collective())
+            return collective()
         except RuntimeError as error:
             raise MediumError(f"the process group failed: {str(error).strip()}") from error
 
-    def _finish(self, turn: int, phase: str) -> None:
-        """Waits until nothing reads or writes a buffer any more."""
+    def _finish(self, turn: int) -> None:
+        """Waits until nothing reads a buffer of this sender, or what went with it, any more."""
+        works, self._works[turn] = self._works[turn], []
+        self._wait(works, "sending weights")
+
+    def _wait(self, works: list[Any], phase: str) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
-            for work in self._works[turn]:
+            for work in works:
                 # gloo keeps its deadline itself. NCCL's watchdog would end the process.
                 while not self._is_gloo and not work.is_completed():
                     if time.monotonic() > deadline:
@@ -191,7 +205,6 @@ class ProcessGroupMedium:
             raise
         except RuntimeError as error:
             raise MediumError(f"{phase}: {str(error).strip()}") from error
-        self._works[turn] = []
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
