@@ -1,5 +1,7 @@
 """A tiny model with adapters, sharded by hand in the engine's order, and peft's own model to hold against it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import EngineConfig, LoraConfig
 from shardwise.engine.adapters import init_adapters
+from shardwise.engine.loading import load_weights
 from shardwise.engine.lora import base_names, inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.precision import Precision
@@ -78,6 +81,7 @@ def build(folder, lora: LoraConfig, *, dtype=torch.float32, fsdp_size=None, chec
     model.initialize_weights()
     load_base(model, folder)
     init_adapters(model, seed)
+    load_weights(model, Path(folder), copies=True)
     return model
 
 

@@ -38,6 +38,7 @@ from shardwise.config.errors import (
     ExportError,
     ModelError,
     NotFiniteError,
+    PeerLostError,
     RewardError,
     TrainingError,
     UserError,

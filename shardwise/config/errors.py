@@ -50,6 +50,10 @@ class EngineLostError(RuntimeError):
     same command may do better; the message quotes other programs, so that its words tell nothing else."""
 
 
+class PeerLostError(RuntimeError):
+    """Another process of the job is gone or silent. What ended it is the cause, and tells itself."""
+
+
 class RewardError(UserError):
     """A reward function that failed; names the function and the row."""
 

@@ -133,7 +133,7 @@ class RewardConfig(Config):
     a single one needs no list. The first entry decides what counts as correct (see correct_at)."""
     manager: str | None = None
     """`path/to/file.py:Class` or `package.module:Class` of your own that judges instead: Class(config),
-    score(jobs) -> list of RewardResult, close(). `functions`, which it may read, may then be empty."""
+    score(jobs) -> list of RewardResult, close(). `functions`, which it may read, need not be given then."""
     num_workers: PositiveInt = 2
     """Processes that call the functions."""
     timeout_seconds: PositiveFloat = 30.0
@@ -168,9 +168,9 @@ class RewardConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _functions_are_a_list_of_groups(cls, tree: Any) -> Any:
-        if not isinstance(tree, dict) or "functions" not in tree:
+        if not isinstance(tree, dict) or ("functions" not in tree and tree.get("manager") is None):
             return tree
-        given = tree["functions"]
+        given = tree.get("functions", [])
         entries = given if isinstance(given, list) else [given]
         return {**tree, "functions": [_as_group(entry) for entry in entries]}
 

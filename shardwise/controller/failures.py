@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import EngineLostError, UserError, as_user_error
+from shardwise.config import EngineLostError, PeerLostError, UserError, as_user_error
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
 from shardwise.controller.signals import STOP_SIGNALS
 from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collected
 
-_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"timed out|timeout|waited \S+ s for", re.IGNORECASE)
 _LOST_PEER = re.compile(rf"peer|Connection|{_TIMED_OUT.pattern}", re.IGNORECASE)
 """What torch's transports say of a rank that is gone or hangs."""
 _NO_HOST_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
@@ -53,7 +53,10 @@ class Note:
         """Of the error that ends this rank."""
         error = as_user_error(error)
         message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
+        if isinstance(error, SystemExit):  # of code that this one called
+            message = f"something called sys.exit({error.code!r}), which ends no run; raise an error instead"
         is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
+        tells_all = is_silent or is_stalled or isinstance(error, PeerLostError)
         lacks_host_memory = _lacks_host_memory(error)
         if lacks_host_memory or type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
             message = f"out of memory: {message}; smaller micro-batches, activation checkpointing and offload need less"
@@ -61,7 +64,7 @@ class Note:
             rank=rank,
             time=time.monotonic(),
             message=message,
-            traceback="" if is_silent or is_stalled else "".join(traceback.format_exception(error)),
+            traceback="" if tells_all else "".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
             is_lost_peer=is_lost_peer(error),
             is_timeout=is_silent or (is_lost_peer(error) and bool(_TIMED_OUT.search(message))),
@@ -95,7 +98,7 @@ class Failure:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it only tells that another rank is gone or hangs: torch's transports raise RuntimeErrors for that, and
     other kinds of errors are of what this rank did itself, whatever they say of connections."""
-    if isinstance(error, RankSilentError):
+    if isinstance(error, RankSilentError | PeerLostError):
         return True
     if isinstance(error, UserError | EngineLostError | RankStalledError) or not isinstance(error, RuntimeError):
         return False

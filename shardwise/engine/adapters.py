@@ -27,7 +27,7 @@ from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import fsync_folder, named_failures
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
-from shardwise.engine.lora import ADAPTER, adapted_weights, adapter_names, inject_lora, trained_copies
+from shardwise.engine.lora import ADAPTER, adapted_weights, adapter_names, inject_lora
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
@@ -59,7 +59,7 @@ whether a weight is [in, out] peft takes from the layer's class, whatever the fi
 @torch.no_grad()
 def init_adapters(model: PreTrainedModel, seed: int) -> None:
     """Collective. What peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's magnitudes the norms of
-    the base's outputs, modules_to_save equal to the base. Comes after the base is loaded.
+    the base's outputs. Comes after the base is loaded; modules_to_save are loaded as the base is.
 
     Each A is drawn whole on the CPU from a generator of its own, seeded by (seed, name); a rank keeps its rows. An
     output is a row of the base; where it is a column (Conv1D), every rank has a part of it, and the base is gathered.
@@ -82,8 +82,6 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
             else:
                 norms = torch.linalg.vector_norm(local_shard(base).float(), dim=1)
             local_shard(magnitude).copy_(norms)
-    for original, trained in trained_copies(model).items():
-        local_shard(state[trained]).copy_(local_shard(state[original]))
 
 
 def attach_adapter(model: PreTrainedModel, config: LoraConfig) -> dict[str, str]:

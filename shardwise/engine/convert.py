@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError, ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder
@@ -19,7 +19,9 @@ from shardwise.engine.heads import VALUE_PROJECTIONS
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_classes import class_named
 from shardwise.engine.model_folder import take_generation_config
+from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
+from shardwise.ops import nonfinite_names
 
 
 def convert_folder(
@@ -52,7 +54,19 @@ def convert_folder(
         from shardwise.engine.adapters import load_adapter
 
         load_adapter(model, adapter)
+    with raised_on_every_rank(ExportError):
+        _require_finite(model, dtype)
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
+
+
+def _require_finite(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raises ExportError: this rank's part of a weight holds what is no number in the dtype."""
+    shards = ((name, local_shard(tensor)) for name, tensor in model.state_dict().items())
+    if names := nonfinite_names(shards):
+        raise ExportError(
+            f"{names[0]} holds NaN or infinities as {str(dtype).removeprefix('torch.')}: its values are too large for "
+            "that dtype (float16 ends at 65,504), or no numbers in the source; use --dtype bfloat16 or float32"
+        )
 
 
 def _inject_adapter(model: PreTrainedModel, source: Path, adapter: Path) -> None:

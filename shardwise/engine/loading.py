@@ -16,7 +16,7 @@ from shardwise.engine.conversions import ImportBlock, export_blocks, import_bloc
 from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS, value_projection_name
 from shardwise.engine.model_folder import ModelFolder
 from shardwise.engine.quantized import QuantizedLinear, quantized_weights
-from shardwise.engine.runtime_state import buffer_names, runtime_state
+from shardwise.engine.runtime_state import buffer_names, copied_state, runtime_state
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.shards import local_box, local_shard
 
@@ -43,6 +43,7 @@ def load_weights(
     fresh: Mapping[str, Tensor] | None = None,
     require_finite: bool = True,
     only: Collection[str] | None = None,
+    copies: bool = False,
 ) -> int:
     """Collective. Fills every parameter and persistent buffer of a materialized (sharded or whole) model, cast to its
     dtype.
@@ -55,6 +56,8 @@ def load_weights(
             language model's projection that it may have instead is left out. None for a language model.
         require_finite: False also takes weights that hold NaN or infinities.
         only: the names of what is filled, in the transformers class; the rest stays as it is. None: everything.
+        copies: fills the trained copies of modules_to_save, whose dtype may hold more than the base's, and not the
+            base.
     Returns:
         The bytes this rank read.
     Raises:
@@ -63,12 +66,14 @@ def load_weights(
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
-        targets = _Targets(runtime, quantized_weights(model), set(runtime if only is None else only))
+        copied = copied_state(model) if copies else {}
+        wanted = set((copied if copies else runtime) if only is None else only)
+        targets = _Targets(runtime | copied, quantized_weights(model), wanted)
         blocks = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
-                targets.fill(name, whole[tuple(local_box(runtime[name]))])
+                targets.fill(name, whole[tuple(local_box(targets.runtime[name]))])
         return sum(_load_block(block, source, targets) for block in blocks)
 
 

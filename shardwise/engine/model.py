@@ -159,17 +159,29 @@ def build_sharded(
         fresh = {}  # a frozen head would stay as random as it starts
     num_bytes = load_weights(hf_model, folder, fresh=fresh, require_finite=require_finite)
     if isinstance(config, EngineConfig) and config.lora is not None:
-        _fill_adapters(hf_model, config.lora, seed, require_finite=require_finite)
+        num_bytes += _fill_adapters(hf_model, config.lora, folder, fresh, seed, require_finite=require_finite)
     return replace(sharded, num_bytes_read=num_bytes)
 
 
-def _fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, *, require_finite: bool) -> None:
+def _fill_adapters(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    base: Path,
+    fresh: dict[str, Tensor] | None,
+    seed: int,
+    *,
+    require_finite: bool,
+) -> int:
+    """Returns the bytes this rank read of the base's folder."""
     from shardwise.engine.adapters import init_adapters, load_adapter
 
-    if config.adapter_path is None:
-        init_adapters(model, seed)
-    else:
+    if config.adapter_path is not None:
         load_adapter(model, Path(config.adapter_path), require_finite=require_finite)
+        return 0
+    init_adapters(model, seed)
+    if not config.modules_to_save:
+        return 0
+    return load_weights(model, base, fresh=fresh, require_finite=require_finite, copies=True)
 
 
 def build_unloaded(

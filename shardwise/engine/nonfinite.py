@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from shardwise.engine.model import ScoringModel
 from shardwise.engine.names import CONTAINERS
@@ -48,6 +48,9 @@ class Fault:
     num_inf: int
     max_abs: float
     """Of the elements that are finite."""
+    order: int = 0
+    """How many tensors of the micro-batch this rank looked at before. Ranks that share a micro-batch look at the same
+    ones, so that the lowest is the rank where it began."""
     token: int | None
     """Which of this rank's tokens is the first with such an element; None where the tensor has none for each token."""
 
@@ -83,6 +86,8 @@ class FaultWatch:
         self._parameters = [(plain_name(name), one) for name, one in model.hf_model.named_parameters()]
         self._faults: dict[int, Fault] = {}
         self._micro_batch = -1
+        self._num_checked = 0
+        """Of this micro-batch."""
         self._tokens: TokenSlice | None = None
 
     @property
@@ -95,10 +100,12 @@ class FaultWatch:
         """The next micro-batch goes through the model."""
         self._check_gradients()
         self._micro_batch += 1
+        self._num_checked = 0
         self._tokens = tokens
 
     def check(self, tensor: Tensor, *, phase: Phase, module: str) -> None:
         """Takes note of a tensor that is the first one not to be finite."""
+        self._num_checked += 1
         if self._micro_batch in self._faults or tensor.isfinite().all():
             return
         is_finite = tensor.isfinite()
@@ -110,6 +117,7 @@ class FaultWatch:
             num_nan=int(tensor.isnan().sum()),
             num_inf=int(tensor.isinf().sum()),
             max_abs=float(torch.where(is_finite, tensor, 0).abs().max()),
+            order=self._num_checked - 1,
             token=self._first_token(~is_finite) if phase in ("forward", "backward") else None,
         )
 
@@ -154,6 +162,10 @@ def watched(model: ScoringModel) -> Iterator[FaultWatch]:
         yield watch
 
 
+_DIVERGENCE: tuple[Any, ...] = (MappingKey("divergence"),)
+"""Where it is among the outputs of a head."""
+
+
 def _modules(model: ScoringModel) -> Iterable[tuple[str, str, nn.Module]]:
     """(name, name of what uses its output beside other modules, module). The head goes by the name of its
     projection."""
@@ -191,8 +203,9 @@ def _watch_inputs(
 def _watch_outputs(watch: FaultWatch, name: str, user: str, _: nn.Module, args: Any, outputs: Any) -> None:
     """A gradient that is bad when it arrives at an output, and was not in any module that took it, is the fault of
     `user`, which takes it without a module."""
-    for output in tree_leaves(outputs):
+    for path, output in tree_leaves_with_path(outputs):
         if isinstance(output, Tensor) and output.is_floating_point():
-            watch.check(output.detach(), phase="forward", module=name)
+            module = f"{name} (divergence)" if path == _DIVERGENCE else name  # that may be a function of the user's
+            watch.check(output.detach(), phase="forward", module=module)
             if output.requires_grad and torch.is_grad_enabled():
                 output.register_hook(partial(watch.check, phase="backward", module=user))

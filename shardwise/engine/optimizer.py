@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.config import ConfigError, ModelError, OptimizerConfig, TrainingError
 from shardwise.engine.adamw import BFloat16AdamW, HostAdamW
 from shardwise.engine.adamw_8bit import BLOCK_ELEMENTS, MIN_ELEMENTS, build_adamw_8bit, has_whole_blocks, saved_states
+from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.loss_scale import LossScaler
 from shardwise.engine.muon import ShardedMuon
 from shardwise.engine.parameter_groups import ParameterGroup, TrainedParameter, group_parameters, trained_parameters
@@ -118,24 +119,27 @@ class ShardedOptimizer:
             for optimizer in self.optimizers:
                 optimizer.step()
         self.zero_grad()
-        is_fault = not finite and (self.scaler is None or self.scaler.is_at_minimum)
+        num_bad = 0 if finite else sum(not math.isfinite(loss) for loss in losses)
+        is_overflow = not finite and self._is_overflow(num_bad)
+        is_fault = not finite and not is_overflow
         self._num_nonfinite_in_a_row = 0 if finite else self._num_nonfinite_in_a_row + is_fault
         if is_fault and self._num_nonfinite_in_a_row == 1 and on_fault is not None:
             on_fault(norm)
         self.num_steps += 1
         self._require_progress(norm)
-        num_bad = 0 if finite else sum(not math.isfinite(loss) for loss in losses)
         metrics = {
-            "train/grad_norm": MetricValue.mean(norm if finite else 0.0, float(finite)),
             "train/learning_rate": MetricValue.max(self._config.learning_rate * share),
             "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
             "train/nonfinite_loss_fraction": MetricValue.mean(float(num_bad), len(losses)),
         }
+        if finite:
+            metrics["train/grad_norm"] = MetricValue.mean(norm, 1)
         for prefix, peak in self._config.module_learning_rates.items():
             metrics[f"train/learning_rate/{prefix}"] = MetricValue.max(peak * share)
         if self.scaler is not None:
             metrics["train/loss_scale"] = MetricValue.max(scale)
-            self.scaler.update(finite=finite)
+            if not is_fault:
+                self.scaler.update(finite=finite)
         return metrics
 
     def zero_grad(self) -> None:
@@ -228,6 +232,13 @@ class ShardedOptimizer:
             for alias, parameter in zip(group["params"], made_from.parameters, strict=True):
                 if alias in optimizer.state:
                     yield optimizer, parameter, optimizer.state[alias]
+
+    def _is_overflow(self, num_bad_losses: int) -> bool:
+        """Collective. Whether a smaller loss scale may cure gradients that are not finite. It cures no loss of any
+        rank: those are scaled when they are there."""
+        if self.scaler is None or self.scaler.is_at_minimum:
+            return False
+        return not any(all_gather_json(num_bad_losses) if dist.is_initialized() else [num_bad_losses])
 
     def _set_learning_rates(self, share: float) -> None:
         for _, group, made_from in self._groups():

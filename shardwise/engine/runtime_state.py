@@ -21,6 +21,17 @@ def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return base_state | {name: layer.outline() for name, layer in quantized_weights(model).items()}
 
 
+def copied_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """As `runtime_state`, but of `modules_to_save` the trained copies alone."""
+    if not has_adapters(model):
+        return {}
+    from shardwise.engine.lora import base_names, trained_copies
+
+    state, names = model.state_dict(), base_names(model)
+    found = {names[original]: state[trained] for original, trained in trained_copies(model).items()}
+    return {name: tensor for name, tensor in found.items() if name is not None}
+
+
 def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """As `runtime_state`; adapters are merged into a tensor (sharded, float32) when it is asked for."""
     if not has_adapters(model):

@@ -156,9 +156,9 @@ class SkippedStep(Record):
         return f"rank {rank}, micro-batch {fault.micro_batch}: {fault}"
 
 
-def by_time(rank: int, micro_batch: int, fault: Fault) -> tuple[int, int, int]:
+def by_time(rank: int, micro_batch: int, fault: Fault) -> tuple[int, int, int, int]:
     """The order of faults: ranks go through their micro-batches together."""
-    return micro_batch, PHASES.index(fault.phase), rank
+    return micro_batch, PHASES.index(fault.phase), fault.order, rank
 
 
 def write_bundle(

@@ -82,13 +82,23 @@ class CustomFunction:
         return cls(key, chosen.function, function, chosen.parameters)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises TrainingError where it raises anything else than an error of the user's own kind: names its line."""
+        """Raises TrainingError where it raises anything else than an error of the user's own kind (names its line), or
+        changes a tensor that it was given."""
+        given = {f"number {place}": value for place, value in enumerate(arguments, 1)} | named
+        versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         try:
-            return self.function(*arguments, **named, **self.parameters)
+            returned = self.function(*arguments, **named, **self.parameters)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TrainingError(f"{self.key}={self.spec} failed: {describe_error(error)}") from error
+        changed = [name for name, version in versions.items() if given[name]._version != version]
+        if changed:
+            raise TrainingError(
+                f"{self.key}={self.spec} changed its argument {changed[0]} in place, and others read that too; change "
+                "a clone of it"
+            )
+        return returned
 
     def asked(self, there: Collection[str]) -> list[str]:
         """Which of `EXTRAS` its signature names, without those that are not there and have a default, or that the
@@ -138,7 +148,7 @@ class CustomFunction:
             raise self._error(_kind(returned), expected)
         if returned.shape != shape:
             raise self._error(f"a tensor of shape {list(returned.shape)}", expected)
-        if is_mask and returned.dtype != torch.bool:
+        if returned.is_complex() or (is_mask and returned.dtype != torch.bool):
             raise self._error(f"a tensor of {returned.dtype}", expected)
         if graph_of is not None and graph_of.requires_grad and not returned.requires_grad:
             raise self._error("a tensor without a graph back to what it was given", expected)
@@ -163,6 +173,8 @@ class CustomFunction:
                 raise self._error(_kind(returned), expected)
         if losses.shape != like.shape:
             raise self._error(f"losses of shape {list(losses.shape)}", expected)
+        if losses.is_complex():
+            raise self._error(f"losses of {losses.dtype}", expected)
         if like.requires_grad and not losses.requires_grad:
             raise self._error("losses without a graph back to what they were given", expected)
         for name, value in metrics.items():

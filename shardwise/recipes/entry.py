@@ -181,7 +181,7 @@ def run_rank(
     quiet_libraries()
     rank = Rank.from_environment()
     be_watched(rank.rank)
-    note: Callable[[Exception], int] = partial(note_failure, rank=rank.rank)
+    note: Callable[[BaseException], int] = partial(note_failure, rank=rank.rank)
     react: Callable[[int], None] = pass_on
     code = 0
     with ExitStack() as stack:
@@ -223,7 +223,7 @@ def run_rank(
             with stop_signals(react):
                 serve(worker, control)
                 working.join()
-        except Exception as error:  # the one place where a rank's failure becomes an exit code
+        except (Exception, SystemExit) as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
             code = note(error)
             if rank.rank > 0:
@@ -247,14 +247,14 @@ def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
     return code
 
 
-def _end(note: Callable[[Exception], int], error: Exception) -> None:
+def _end(note: Callable[[BaseException], int], error: Exception) -> None:
     """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
     if not is_lost_peer(error):
         os._exit(note(error))
 
 
 def _end_stalled(
-    note: Callable[[Exception], int], reports: Path | None, error: RankStalledError, *, is_alone: bool
+    note: Callable[[BaseException], int], reports: Path | None, error: RankStalledError, *, is_alone: bool
 ) -> None:
     """Ends this process, of which a thread found that it does not go on."""
     os._exit(note(with_own_stacks(error, reports) if is_alone else error))

@@ -139,7 +139,7 @@ class CustomRewards:
             self._manager: Any = _load_manager(config.manager)(config)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"reward.manager={config.manager}: {describe_error(error)}") from error
         self._failures = FailurePolicy(config)
         absent = [name for name in ("score", "close") if not callable(getattr(self._manager, name, None))]
@@ -153,8 +153,11 @@ class CustomRewards:
         self.close()
 
     def close(self) -> None:
-        """Calls the manager's own close."""
-        self._manager.close()
+        """Calls the manager's own close. Raises RewardError where that raises."""
+        try:
+            self._manager.close()
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"{self._name} failed to close: {describe_error(error)}") from error
 
     def counting_failures(self, min_jobs: int) -> AbstractContextManager[None]:
         """All calls of `score` inside count as one batch, of at least so many jobs, for reward.max_failure_rate."""
@@ -187,7 +190,7 @@ class CustomRewards:
     def _judge(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         try:
             returned = self._manager.score(jobs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(f"{self._name} failed for rows {_rows(jobs)}: {describe_error(error)}") from error
         if not isinstance(returned, list | tuple):
             kind = type(returned).__name__

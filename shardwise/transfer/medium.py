@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.config import PeerLostError
 from shardwise.transfer.base import WeightSyncError
 
 SENDER = 0
@@ -34,7 +35,11 @@ def name_of(rank: int) -> str:
 
 
 class MediumError(WeightSyncError):
-    """The medium itself failed: an end is silent or gone. It carries nothing any more; join a new one."""
+    """The medium itself failed. It carries nothing any more; join a new one."""
+
+
+class EndLostError(MediumError, PeerLostError):
+    """An end is silent or gone."""
 
 
 class Medium(Protocol):
@@ -97,7 +102,7 @@ class Rendezvous:
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         if silent:
             names = " and ".join(name_of(rank) for rank in silent)
-            raise MediumError(f"{phase}: waited {self._timeout.total_seconds():g} s for {names}")
+            raise EndLostError(f"{phase}: waited {self._timeout.total_seconds():g} s for {names}")
         # Who has come to this meeting has read the messages of the one before.
         if self._count:
             self._store.delete_key(f"{self._count - 1}/{self._rank}")
@@ -122,4 +127,4 @@ class Rendezvous:
                     self._store.wait([key], remaining)
             return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
         except RuntimeError as error:
-            raise MediumError(f"{phase}: the store where the ends meet is gone ({error})") from error
+            raise EndLostError(f"{phase}: the store where the ends meet is gone ({error})") from error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
-from shardwise.transfer.medium import SENDER, MediumError, Place, Rendezvous, nowhere
+from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, nowhere
 
 _POLL_SECONDS = 0.0005
 
@@ -86,7 +86,7 @@ class ProcessGroupMedium:
             else:
                 group = _nccl_group(group_store, rank, size, timeout)
         except RuntimeError as error:
-            raise MediumError(f"joining the process group: {error}") from error
+            raise EndLostError(f"joining the process group: {error}") from error
         return cls(group, rendezvous, is_gloo=backend == "gloo", timeout=timeout, device=device)
 
     @property
@@ -184,7 +184,7 @@ class ProcessGroupMedium:
         try:
             return collective()
         except RuntimeError as error:
-            raise MediumError(f"the process group failed: {str(error).strip()}") from error
+            raise EndLostError(f"the process group failed: {str(error).strip()}") from error
 
     def _finish(self, turn: int) -> None:
         """Waits until nothing reads a buffer of this sender, or what went with it, any more."""
@@ -198,13 +198,13 @@ class ProcessGroupMedium:
                 # gloo keeps its deadline itself. NCCL's watchdog would end the process.
                 while not self._is_gloo and not work.is_completed():
                     if time.monotonic() > deadline:
-                        raise MediumError(f"{phase}: timed out after {self._timeout.total_seconds():g} s")
+                        raise EndLostError(f"{phase}: timed out after {self._timeout.total_seconds():g} s")
                     time.sleep(_POLL_SECONDS)
                 work.wait()
         except MediumError:
             raise
         except RuntimeError as error:
-            raise MediumError(f"{phase}: {str(error).strip()}") from error
+            raise EndLostError(f"{phase}: {str(error).strip()}") from error
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.memfd import create_memory, mapped
 from shardwise.scratch import scratch_folder
-from shardwise.transfer.medium import SENDER, MediumError, Place, Rendezvous, name_of, nowhere
+from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, name_of, nowhere
 
 _NUM_SLOTS = 2
 _PACKET_BYTES = 1 << 17
@@ -251,18 +251,18 @@ class SharedMemoryMedium:
         try:
             socket.send_fds(self._peers[rank], [packet], descriptors)
         except OSError as error:
-            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
+            raise EndLostError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
 
     def _receive_packet(self, phase: str, rank: int, deadline: float) -> tuple[bytes, list[int]]:
         self._peers[rank].settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._peers[rank], _PACKET_BYTES, 1)
         except TimeoutError:
-            raise MediumError(f"{phase}: waited {self._timeout.total_seconds():g} s for {name_of(rank)}") from None
+            raise EndLostError(f"{phase}: waited {self._timeout.total_seconds():g} s for {name_of(rank)}") from None
         except OSError as error:
-            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
+            raise EndLostError(f"{phase}: {name_of(rank)} has closed the connection ({error})") from error
         if not packet:
-            raise MediumError(f"{phase}: {name_of(rank)} has closed the connection")
+            raise EndLostError(f"{phase}: {name_of(rank)} has closed the connection")
         return packet, descriptors
 
 
@@ -285,7 +285,7 @@ def _accept(listener: socket.socket, size: int) -> dict[int, socket.socket]:
             peers[int(peer.recv(16))] = peer
         except (OSError, ValueError) as error:
             missing = [name_of(rank) for rank in range(1, size) if rank not in peers]
-            raise MediumError(f"joining shared memory: {' and '.join(missing)} did not connect ({error})") from error
+            raise EndLostError(f"joining shared memory: {' and '.join(missing)} did not connect ({error})") from error
     return peers
 
 

@@ -240,7 +240,8 @@ def _break_off(medium: Medium, error: MediumError) -> NoReturn:
     """Raises the error together with the names of the ends that said nothing after it."""
     answers = medium.break_off(_described(error))
     silent = [name_of(rank) for rank, answer in enumerate(answers) if answer is None]
-    raise MediumError(f"{error}; nothing was heard from {' and '.join(silent)}" if silent else str(error)) from error
+    message = f"{error}; nothing was heard from {' and '.join(silent)}" if silent else str(error)
+    raise type(error)(message) from error
 
 
 def _described(error: Exception) -> str:

@@ -75,7 +75,8 @@ def test_names_are_unique():
 
 def test_no_functions_need_a_manager():
     assert "functions is empty" in error_of(functions=[])
-    assert RewardConfig(functions=[], manager="a.py:B").functions == []
+    for given in ({"functions": []}, {}):
+        assert RewardConfig(manager="a.py:B", **given).functions == []
 
 
 @pytest.mark.parametrize(

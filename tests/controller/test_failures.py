@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from shardwise.config import DataError, EngineLostError
+from shardwise.config import DataError, EngineLostError, PeerLostError
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.failures import Note, explain, num_killed_for_memory
 
@@ -23,6 +23,8 @@ def reason(codes, notes=(), states=None, num_killed=0, **others):
         (RankSilentError("rank 1 did not answer"), (False, True, True)),
         (RuntimeError("Timed out waiting 2000ms for recv operation"), (False, True, True)),
         (RuntimeError("Connection closed by peer"), (False, True, False)),
+        (PeerLostError("weight sync 3: receiver 1 has closed"), (False, True, False)),
+        (PeerLostError("weight sync 3: waited 2.5 s for receiver 1"), (False, True, True)),
         (EngineLostError("it last printed: the timeout of the peer"), (False, False, False)),
         (KeyError("step"), (False, False, False)),
     ],

@@ -1,5 +1,6 @@
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from sharded_lora import (
 )
 from tiny_models import tiny_folder
 
-from shardwise.config import LoraConfig, ModelError
+from shardwise.config import EngineConfig, LoraConfig, ModelError, OptimizerConfig
+from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter
-from shardwise.engine.lora import adapter_names
+from shardwise.engine.lora import adapter_names, base_names, trained_copies
 from shardwise.engine.weights import full_weights
 
 CASES = [
@@ -166,6 +168,43 @@ def test_initial_adapters_are_the_same_bits_on_every_layout_and_change_nothing(r
     plain = peft_free_logits(folders[family])
     for ours, theirs in zip(first_logits, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def copies_of_an_engine(folder, saved, head, keys):
+    lora = LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=saved)
+    engine = TrainEngine.build(
+        Path(folder),
+        EngineConfig(param_dtype="bfloat16", lora=lora, **keys),
+        device=torch.device("cpu"),
+        optimizer=OptimizerConfig(),
+        head=head,
+    )
+    model = engine._model.hf_model
+    state, names = model.state_dict(), base_names(model)
+    pairs = trained_copies(model).items()
+    return {names[base]: (full(state[base]), full(state[copy])) for base, copy in pairs}
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "head"),
+    [
+        ("llama", ["lm_head", "model.embed_tokens"], "logprobs"),
+        ("llama", ["score"], "token_values"),
+        ("qwen3_moe", ["layers.1.mlp"], "logprobs"),
+    ],
+)
+def test_copies_in_modules_to_save_begin_as_the_file_has_them_whatever_the_base_is_rounded_to(
+    run_ranks, folders, family, saved, head
+):
+    stored = load_file(f"{folders[family]}/model.safetensors")
+    keys = {"experts_implementation": "eager"} if family == "qwen3_moe" else {}
+    for copies in run_ranks(copies_of_an_engine, 2, folders[family], saved, head, keys):
+        assert copies
+        for name, (base, copy) in copies.items():
+            assert (base.dtype, copy.dtype) == (torch.bfloat16, torch.float32)
+            assert torch.equal(base, copy.bfloat16()), name
+            assert not torch.equal(base.float(), copy) or "bias" in name, name
+            assert torch.equal(copy, stored[name]) if name in stored else copy.isfinite().all(), name
 
 
 def peft_free_logits(folder):

@@ -171,7 +171,7 @@ def test_nan_on_one_rank_skips_the_update_on_all_ranks(run_ranks, folder):
     healthy = run_ranks(poisoned_steps, 2, str(folder), [False, False])
     for rank, trail in enumerate(run_ranks(poisoned_steps, 2, str(folder), [False, True, False])):
         assert [metrics.get("train/nonfinite_fraction") for _, metrics in trail[1:]] == [0.0, 1.0, 0.0]
-        assert trail[2][1]["train/grad_norm"] == 0.0
+        assert ["train/grad_norm" in metrics for _, metrics in trail[1:]] == [True, False, True]
         for name, weight in trail[1][0].items():
             assert torch.equal(trail[2][0][name], weight), name
             assert torch.equal(trail[3][0][name], healthy[rank][2][0][name]), name

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from bad_steps import DOWN, bits_of, build, parameters_of, samples, train
 from safetensors.torch import load_file
 
-from shardwise.config import EngineConfig, LoraConfig
+from shardwise.config import CriticConfig, EngineConfig, LoraConfig
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.engine.nonfinite import LOSS
+from shardwise.engine.shards import local_box
 from shardwise.recipes.bundles import BUNDLE, Bundle
 from shardwise.recipes.replay import replay, run_again
 
@@ -157,6 +158,29 @@ def test_a_bundle_of_another_layout_replays_too(run_ranks, folder, tmp_path, alo
     path = skipped(run_ranks, folder, tmp_path, options=options, poison=f"{DOWN}.weight")
     assert Bundle.read(str(path)).step.faults[0][1].module == DOWN
     assert replay(str(path), CPU)
+
+
+def step_with_a_bad_token_of_rank_1(folder, bundle):
+    """Of a critic, whose embedding is no projection too; the token ends the last row."""
+    worker = build(folder, engine=EngineConfig(ulysses_size=2), head="token_values")
+    worker.use_loss("policy", "value", CriticConfig().model_dump_json(), {})
+    rows = parameters_of(worker)["model.embed_tokens.weight"].data
+    place = int(samples()[-1].token_ids[-1]) - local_box(rows)[0].start
+    if 0 <= place < len(rows.to_local()):
+        rows.to_local()[place] = math.inf
+    train(worker, bundle, values=True, ulysses_size=2)
+
+
+def test_where_ranks_share_a_sequence_the_module_is_named_where_it_began(run_ranks, folder, tmp_path, alone, capsys):
+    """Rank 0 hears of the one bad token in the attention."""
+    path = tmp_path / "step_1"
+    run_ranks(step_with_a_bad_token_of_rank_1, 2, str(folder), str(path))
+    step = Bundle.read(str(path)).step
+    met = [(rank, fault.micro_batch, fault.module) for rank, fault in step.faults]
+    assert met == [(1, 1, "model.embed_tokens"), (0, 1, "model.layers.0.self_attn.o_proj")]
+    capsys.readouterr()
+    assert replay(str(path), CPU)
+    assert "first in rank 0, micro-batch 1: forward: the output of model.embed_tokens" in capsys.readouterr().out
 
 
 def test_adapters_alone_are_kept_and_their_dropout_is_drawn_again(run_ranks, folder, tmp_path, alone):

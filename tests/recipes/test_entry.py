@@ -33,6 +33,7 @@ def test_a_recipe_runs_inside_the_process_group_with_a_worker_and_leaves_it():
         (DataError("train.jsonl line 3: broken"), 2, "error: train.jsonl line 3: broken", False),
         (IndexError("list index out of range"), 1, "error: list index out of range", True),
         (KeyError(), 1, "error: KeyError", True),
+        (SystemExit(0), 1, "error: something called sys.exit(0), which ends no run; raise an error instead", True),
     ],
 )
 def test_an_error_becomes_an_exit_code_and_the_group_is_left(capsys, error, code, last_line, has_traceback):

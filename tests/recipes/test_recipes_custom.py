@@ -99,6 +99,16 @@ def short(first, *others):
 def no_key(*arguments):
     return {}['x']
 
+def leaves(*arguments):
+    raise SystemExit(0)
+
+def complex_losses(first, *others):
+    return (first if first.dim() == 1 else first[:, 0]) * 1j, {}
+
+def zeroes(first, *others):
+    others[-1].zero_() if others else first.zero_()
+    return first, {}
+
 def refuses(*arguments):
     raise ConfigError("critic=1 is too small")
 """
@@ -255,6 +265,7 @@ WRONG = [
             ("no_dict", "a tuple of Tensor, float"),
             ("detached", "losses without a graph back to what they were given"),
             ("plain_metric", "the metric own/share as a float"),
+            ("complex_losses", "losses of torch.complex64"),
         )
     ),
     *(
@@ -294,6 +305,20 @@ def test_an_error_inside_a_function_of_ones_own_names_it_and_its_line(own, key):
     shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
     line = OWN.splitlines().index("    return {}['x']") + 1
     assert str(error.value) == f"{shown}={own('no_key')['function']} failed: KeyError: 'x' (rules.py line {line})"
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_a_function_of_ones_own_that_ends_its_process_fails_as_one_that_raises(own, key):
+    kind, config, numbers = KINDS[key](own("leaves"))
+    with pytest.raises(TrainingError, match=r"rules\.py:leaves failed: SystemExit: 0 \(rules\.py line \d+\)$"):
+        result_of(kind, config, batch(), numbers)
+
+
+@pytest.mark.parametrize("key", ["algorithm.policy_loss", "critic.value_loss"])
+def test_a_function_of_ones_own_leaves_what_it_is_given_as_it_is(own, key):
+    kind, config, numbers = KINDS[key](own("zeroes"))
+    with pytest.raises(TrainingError, match=r"rules\.py:zeroes changed its argument number \d in place, and others"):
+        result_of(kind, config, batch(), numbers)
 
 
 def test_an_error_that_says_itself_what_is_wrong_passes_a_function_of_ones_own(own):

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -107,6 +108,17 @@ def test_the_newest_checkpoint_of_a_run_is_exported_in_its_own_dtype_by_default(
     export(str(tmp_path / "run"), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
     written, stored = tensors_of(tmp_path / "out"), tensors_of(checkpoint / "hf")
     assert all(torch.equal(written[name], stored[name]) and stored[name].dtype == torch.float16 for name in stored)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, "float16"), (math.nan, "bfloat16")])
+def test_numbers_that_the_dtype_does_not_hold_are_refused_by_name(model_folder, tmp_path, capsys, value, dtype):
+    source = shutil.copytree(model_folder, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(source), str(tmp_path / "out"), "--dtype", dtype]) == 2
+    assert "model.norm.weight holds " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_share_the_work(model_folder, tmp_path):

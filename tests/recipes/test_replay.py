@@ -36,7 +36,7 @@ def test_a_student_is_replayed_with_its_teacher(model_folder, tmp_path):
     worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
     path = tmp_path / "step_1"
     assert train(worker, path, teacher="teacher")["train/nonfinite_fraction"] == 1.0
-    assert Bundle.read(str(path)).step.faults[0][1].module == "lm_head"
+    assert Bundle.read(str(path)).step.faults[0][1].module == "lm_head (divergence)"
     assert replay(str(path), CPU)
 
 
@@ -90,14 +90,11 @@ def test_a_critic_is_replayed_with_its_head(model_folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_are_kept_as_exactly_as_they_were(model_folder, tmp_path, dtype):
-    """float32 masters of a model that computes in less; float16 at its smallest loss scale."""
-    worker = poisoned(
-        build(model_folder, engine=EngineConfig(param_dtype=dtype), optimizer={"max_nonfinite_steps": 99})
-    )
+    """float32 masters of a model that computes in less; a loss that is NaN is no overflow of float16."""
+    worker = poisoned(build(model_folder, engine=EngineConfig(param_dtype=dtype)))
     path = tmp_path / "step_1"
-    for _ in range(17):
+    for _ in range(2):
         train(worker, path)
-    step = Bundle.read(str(path)).step
-    assert step.number == (17 if dtype == "float16" else 1)
+    assert Bundle.read(str(path)).step.number == 1
     assert load_file(path / "hf" / "model.safetensors")[f"{DOWN}.weight"].dtype == torch.float32
     assert replay(str(path), CPU)

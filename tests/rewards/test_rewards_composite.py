@@ -1,4 +1,5 @@
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,10 @@ class Custom:
 
     def close(self):
         self.closed = True
+
+class Leaves:
+    def __init__(self, config):
+        raise SystemExit(0)
 
 class NoConfig:
     pass
@@ -173,6 +178,24 @@ def test_a_manager_that_raises_is_named_with_its_line():
         pytest.raises(RewardError, match=r"rules.py:Custom failed for rows a.jsonl:0: KeyE"),
     ):
         rewards.score(jobs("a"))
+
+
+def test_a_manager_that_ends_its_process_or_cannot_close_fails_as_one_that_raises():
+    with custom(lambda jobs: sys.exit(0)) as rewards, pytest.raises(RewardError, match=r"a.jsonl:0: SystemExit: 0"):
+        rewards.score(jobs("a"))
+    for error in (SystemExit(0), KeyError("x")):
+
+        def close(error=error):
+            raise error
+
+        rewards = custom(lambda jobs: [])
+        rewards._manager.close = close
+        with pytest.raises(
+            RewardError, match=rf"^reward.manager=rules.py:Custom failed to close: {type(error).__name__}"
+        ):
+            rewards.close()
+    with pytest.raises(ConfigError, match=r"reward.manager=rules.py:Leaves: SystemExit: 0"):
+        make_rewards(RewardConfig(manager="rules.py:Leaves"))
 
 
 def test_a_manager_that_cannot_be_made_is_a_config_error():
