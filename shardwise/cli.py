@@ -85,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
     config = RECIPES[options.command].load(options.config, options.overrides)
     if os.environ.get("RANK", "0") == "0" and not is_launched():
-        if not isinstance(config, EvalConfig):
-            require_no_writer(Path(config.trainer.output_dir))  # before torch is imported, which takes seconds
+        if isinstance(config, EvalConfig):  # before torch is imported, which takes seconds
+            require_no_writer(Path(config.eval.output_dir), key="eval.output_dir")
+        else:
+            require_no_writer(Path(config.trainer.output_dir))
         with interruptible_imports():
             from shardwise.recipes.preflight import check_inputs
         check_inputs(config)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import ConfigError, EvalConfig, RewardConfig
+from shardwise.config import EvalConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
@@ -14,6 +14,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.recipes.writer_lock import writer_lock
 from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
@@ -46,11 +47,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.engine.param_dtype,
     )
     output_dir = Path(config.eval.output_dir)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)  # before anything is computed for it
-    except OSError as error:
-        raise ConfigError(f"eval.output_dir={output_dir} cannot be written to: {error}") from None
     with (
+        writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed for it
         make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
         Rollouter(
             group, model.tokenizer, config.rollout, rewards, max_prompt_tokens=config.data.max_prompt_tokens
@@ -66,13 +64,15 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                 temperature=config.rollout.temperature,
                 seed=config.eval.seed,
             )
-    results = summarize(greedy, sampled, config.reward)
-    write_json_atomic(output_dir / "results.json", results)
-    with SampleLog(output_dir) as log:
-        for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
-            log.append(
-                _row(kind, rollout, index, config.reward) for rollout in groups for index in range(len(rollout.texts))
-            )
+        results = summarize(greedy, sampled, config.reward)
+        write_json_atomic(output_dir / "results.json", results)
+        with SampleLog(output_dir) as log:
+            for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
+                log.append(
+                    _row(kind, rollout, index, config.reward)
+                    for rollout in groups
+                    for index in range(len(rollout.texts))
+                )
     columns = list(results["all"])
     print_table(str(model.folder), ["data source", *columns], [[name, *row.values()] for name, row in results.items()])
     return results

@@ -16,23 +16,27 @@ from shardwise.config import ConfigError
 
 LOCK = "run.lock"
 """In a run's output folder while it is written to: by whom, as JSON."""
+_TRAINING = "trainer.output_dir"
+"""The key that names a run's folder."""
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def writer_lock(run: Path) -> Iterator[None]:
+def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[None]:
     """Holds the run's folder, which is made where there is none. The lock is the operating system's and ends with the
     process, however that ends; the file's content only says who has it.
 
+    Args:
+        key: of the config, that names the folder.
     Raises:
         ConfigError: another process holds it, which is named; or the folder cannot be written to.
     """
     path = run / LOCK
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = _lock(path)
+        file = _lock(path, key)
     except OSError as error:
-        raise _no_place(run, error) from None
+        raise _no_place(run, key, error) from None
     with file:
         try:
             yield
@@ -40,7 +44,7 @@ def writer_lock(run: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def require_no_writer(run: Path) -> None:
+def require_no_writer(run: Path, *, key: str = _TRAINING) -> None:
     """A first look, before anything is built; `writer_lock` decides.
 
     Raises:
@@ -51,20 +55,20 @@ def require_no_writer(run: Path) -> None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _refusal(file, run) from None
+                raise _refusal(file, run, key) from None
     except FileNotFoundError:
         return
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
-            raise _no_place(run, error) from None
+            raise _no_place(run, key, error) from None
 
 
-def _lock(path: Path) -> IO[str]:
+def _lock(path: Path, key: str) -> IO[str]:
     """The file, open and locked, under its name. Raises ConfigError: somebody has it. Raises OSError."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
-            _take(file, path)
+            _take(file, path, key)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.truncate(0)
                 file.write(json.dumps(_self()))
@@ -76,11 +80,11 @@ def _lock(path: Path) -> IO[str]:
         file.close()  # its last holder removed it after it was opened here, and the next one makes another
 
 
-def _take(file: IO[str], path: Path) -> None:
+def _take(file: IO[str], path: Path, key: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _refusal(file, path.parent) from None
+        raise _refusal(file, path.parent, key) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
@@ -92,17 +96,16 @@ def _take(file: IO[str], path: Path) -> None:
         )
 
 
-def _no_place(run: Path, error: OSError) -> ConfigError:
+def _no_place(run: Path, key: str, error: OSError) -> ConfigError:
     if run.is_symlink() and not run.exists():
         goal = os.readlink(run)
-        return ConfigError(f"trainer.output_dir={run} is a link to {goal}, which is not there; make that folder")
-    return ConfigError(f"trainer.output_dir={run} cannot be written to: {error}")
+        return ConfigError(f"{key}={run} is a link to {goal}, which is not there; make that folder")
+    return ConfigError(f"{key}={run} cannot be written to: {error}")
 
 
-def _refusal(file: IO[str], run: Path) -> ConfigError:
+def _refusal(file: IO[str], run: Path, key: str) -> ConfigError:
     return ConfigError(
-        f"trainer.output_dir={run} is written to by {_holder(file)}; wait until it is done or end it, or give this run "
-        "another trainer.output_dir"
+        f"{key}={run} is written to by {_holder(file)}; wait until it is done or end it, or give this run another {key}"
     )
 
 

@@ -1,9 +1,11 @@
+import os
 from itertools import combinations
 
 import pytest
 
 from shardwise.config import ConfigError, EvalConfig, RewardConfig
 from shardwise.recipes.evaluate import by_source, evaluate, greedy_accuracy, majority_is_correct, pass_at_k, summarize
+from shardwise.recipes.writer_lock import writer_lock
 
 REWARD = RewardConfig(functions="a:b")
 
@@ -116,10 +118,11 @@ def test_greedy_accuracy_counts_per_source(make_group):
     assert found == {"val/accuracy/a": 0.5, "val/accuracy/b": 1.0, "val/accuracy": pytest.approx(2 / 3)}
 
 
-def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_computed(
+def test_an_output_folder_that_cannot_be_taken_is_named_before_anything_is_computed(
     group_of_one, model_folder, write_jsonl, tmp_path, monkeypatch
 ):
     (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
     row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     tree = {
         "model": {"path": str(model_folder)},
@@ -130,4 +133,10 @@ def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_comput
     }
     monkeypatch.setattr("shardwise.recipes.evaluate.Rollouter", None)
     with pytest.raises(ConfigError, match=r"eval.output_dir=.*file/results cannot be written to: .*Not a directory"):
+        evaluate(EvalConfig.parse(tree, origin="test"), group_of_one)
+    tree["eval"]["output_dir"] = str(tmp_path / "run")
+    with (
+        writer_lock(tmp_path / "run"),
+        pytest.raises(ConfigError, match=rf"eval.output_dir=.*run is written to by process {os.getpid()} on "),
+    ):
         evaluate(EvalConfig.parse(tree, origin="test"), group_of_one)

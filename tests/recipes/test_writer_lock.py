@@ -74,6 +74,15 @@ def test_f23_a_first_look_tells_the_same_and_takes_nothing(holder, tmp_path):
     require_no_writer(tmp_path / "nothing")
 
 
+def test_the_key_is_named_that_gave_the_folder(holder, tmp_path):
+    for refused in (
+        lambda: require_no_writer(tmp_path, key="eval.output_dir"),
+        lambda: writer_lock(tmp_path, key="eval.output_dir").__enter__(),
+    ):
+        with pytest.raises(ConfigError, match=r"^eval\.output_dir=.* or give this run another eval\.output_dir$"):
+            refused()
+
+
 def test_the_file_is_there_while_the_lock_is_held(tmp_path):
     for _ in range(2):
         with writer_lock(tmp_path / "run"):
