@@ -2,9 +2,13 @@
 
 import mmap
 import os
+import weakref
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+_ALIGNMENT_BYTES = 64
 
 
 def create_memory(num_bytes: int = 0) -> int:
@@ -17,3 +21,31 @@ def create_memory(num_bytes: int = 0) -> int:
 def mapped(descriptor: int) -> Tensor:
     """[num_bytes] uint8, all of the memory, which lives as long as the tensor or a descriptor."""
     return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+
+
+class SharedTensors:
+    """Tensors that this process computes with, in memory that another one may write to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Moves the tensors there, each given once: whoever holds one finds its values in the new memory. Those on
+        other devices, and those that are not contiguous, stay where they are."""
+        moved = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.is_contiguous()]
+        offsets, num_bytes = [], 0
+        for tensor in moved:
+            offsets.append(num_bytes)
+            num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.descriptor = create_memory(max(num_bytes, 1))
+        weakref.finalize(self, os.close, self.descriptor)
+        self._memory = mapped(self.descriptor)
+        for tensor, offset in zip(moved, offsets, strict=True):
+            place = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = place.copy_(tensor.detach())
+
+    def places(self, named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """Where those of the tensors begin in the memory that lie there, and how many bytes they have."""
+        begin, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.nbytes
+        return {
+            name: (tensor.data_ptr() - begin, tensor.nbytes)
+            for name, tensor in named.items()
+            if not tensor.is_meta and begin <= tensor.data_ptr() < end and tensor.is_contiguous()
+        }

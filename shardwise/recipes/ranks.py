@@ -19,6 +19,8 @@ class Ranks:
     """Others get only what has changed."""
     supervises: bool = False
     """Rollout engines have processes of their own."""
+    shares_memory: bool = False
+    """The rank that sends weights may write them where the only engine has them."""
 
     @classmethod
     def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
@@ -42,6 +44,7 @@ class Ranks:
             ),
             sends_delta=apart.delta,
             supervises=supervises,
+            shares_memory=apart.medium == "shared_memory" and apart.num_ranks == 1,
         )
 
     @property
@@ -64,6 +67,7 @@ class Ranks:
             config.rollout.generation().model_dump_json(),
             config.engine.param_dtype,
             "" if lora is None else lora.model_dump_json(),
+            self.shares_memory,
         )
 
     def sync_weights(self, version: int) -> list[dict[str, Any]]:

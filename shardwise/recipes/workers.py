@@ -27,13 +27,14 @@ from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
 from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
 from shardwise.fault_plan import fault_point
+from shardwise.memfd import SharedTensors
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.manifest import hash_share, verify_share
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.recipes.sampled_tokens import with_spans
-from shardwise.rollout import RolloutEngine, SupervisedEngine
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine
 from shardwise.transfer import (
     Assembly,
     DeltaDecoder,
@@ -152,6 +153,8 @@ class Worker:
         self._syncs_adapter_only = False
         self._synced_version: int | None = None
         """Of the last sync into this rank's own rollout engine; None once the policy is trained further."""
+        self._memory: SharedTensors | None = None
+        """That this rank's own rollout engine serves from, where another rank may write to it."""
         self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
         self._num_bundles = 0
 
@@ -195,9 +198,15 @@ class Worker:
         self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
-    def build_rollout(self, model: str, rollout: str, param_dtype: str, lora: str = "") -> None:
-        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says; with a LoraConfig one
-        that takes an adapter alone."""
+    def build_rollout(
+        self, model: str, rollout: str, param_dtype: str, lora: str = "", shares_memory: bool = False
+    ) -> None:
+        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says.
+
+        Args:
+            lora: a LoraConfig: the engine takes an adapter alone.
+            shares_memory: the rank that sends weights may write them where the engine has them, if it can.
+        """
         self._clear_device()
         self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
         self._rollout = build_rollout(
@@ -207,6 +216,8 @@ class Worker:
             device=self._device,
             lora=LoraConfig.model_validate_json(lora) if lora else None,
         )
+        if shares_memory and isinstance(self._rollout, EmbeddedEngine) and self._device.type == "cpu":
+            self._memory = self._rollout.share_weights()
 
     def sync_adapter_only(self) -> None:
         """From here on weight syncs bring the policy's adapter alone."""
@@ -318,7 +329,7 @@ class Worker:
         """The other end of `measure_push`."""
         medium = self._joined_medium()
         assert medium is not None, "this rank is no end of what carries weights"
-        take_pieces(medium)
+        take_pieces(medium, is_exposed=self._memory is not None)
 
     def push_weights(self, version: int, delta: bool) -> dict[str, Any] | None:
         """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.
@@ -341,7 +352,10 @@ class Worker:
         assert self._rollout is not None
         assert medium is not None, "this rank is no end of what carries weights"
         decoder = self._decoder if delta else None
-        return asdict(pull_weights(self._rollout, medium, version=version, delta=decoder, assembly=self._assembly))
+        receipt = pull_weights(
+            self._rollout, medium, version=version, delta=decoder, assembly=self._assembly, memory=self._memory
+        )
+        return asdict(receipt)
 
     def nonfinite_tensors(self, role: str) -> list[str]:
         """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
@@ -419,6 +433,7 @@ class Worker:
         if self._rollout is not None:
             self._rollout.close()
         self._seats, self._rollout, self._syncs_adapter_only, self._synced_version = {}, None, False, None
+        self._memory = None
 
     def _keep_step(
         self,

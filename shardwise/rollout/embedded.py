@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
+from shardwise.memfd import SharedTensors
 from shardwise.model_config import read_model_config
 from shardwise.ops import (
     UNREGISTERED_ATTENTION,
@@ -240,6 +241,10 @@ class EmbeddedEngine:
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """See RolloutEngine.trace."""
         return traced((plain_name(path), module) for path, module in self._model.named_modules())
+
+    def share_weights(self) -> SharedTensors:
+        """Moves the weights into memory that the other end of a weight sync may write to, if they are on the host."""
+        return SharedTensors(self._model.parameters())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by Hugging Face name."""

@@ -12,6 +12,7 @@ from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, Bucke
 from shardwise.transfer.medium import MEASUREMENT, Medium
 
 _PIECE_BYTES = 1 << 25
+_EXPOSED = "exposed"
 _NUM_PIECES = 4
 """The fastest counts, for the first ones open connections and touch memory."""
 
@@ -34,9 +35,15 @@ def seconds_per_byte_inside(device: torch.device) -> float:
 def seconds_per_byte_sent(medium: Medium) -> float:
     """At the sending end. Of one byte, until all have taken it. Raises MediumError."""
     piece = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=medium.device)
-    medium.meet("measuring: beginning", "")
+    _, *others = medium.meet("measuring: beginning", "")
+    is_exposed = others == [_EXPOSED]
+    place = torch.zeros_like(piece) if is_exposed else piece
 
     def send() -> None:
+        if is_exposed:  # a sync writes to such memory, which costs the same
+            place.copy_(piece)
+            medium.meet("measuring: piece", "")
+            return
         writer = BucketWriter(medium, version=MEASUREMENT, bucket_bytes=DEFAULT_BUCKET_BYTES)
         writer.write(Entry.of("piece", piece, 0, "whole", piece.nbytes), piece)
         writer.finish()
@@ -45,10 +52,17 @@ def seconds_per_byte_sent(medium: Medium) -> float:
     return _fastest(send) / _PIECE_BYTES
 
 
-def take_pieces(medium: Medium) -> None:
-    """At the other ends, while the sender measures. Raises MediumError."""
-    medium.meet("measuring: beginning", "")
+def take_pieces(medium: Medium, *, is_exposed: bool = False) -> None:
+    """At the other ends, while the sender measures. Raises MediumError.
+
+    Args:
+        is_exposed: the sender will write where the engine of this end has its weights.
+    """
+    medium.meet("measuring: beginning", _EXPOSED if is_exposed else "")
     for _ in range(_NUM_PIECES):
+        if is_exposed:
+            medium.meet("measuring: piece", "")
+            continue
         reader = BucketReader(medium.receive)
         reader.begin(MEASUREMENT)
         for _, payload in reader.entries():

@@ -24,7 +24,8 @@ _ALIGNMENT_BYTES = 16
 _HEADER_RESERVE_BYTES = 512
 
 
-Encoding = Literal["whole", "delta"]
+Encoding = Literal["whole", "delta", "placed"]
+"""placed: whole, and already where it is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,26 @@ class BucketWriter:
         """That is being filled."""
         self._segments: list[Segment] = []
         self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+        self._exposed = medium.exposed()
         self.num_bytes = 0
         """Sent so far."""
 
+    def place(self, name: str, payload: Tensor) -> bool:
+        """Writes payload [num_bytes] uint8, a whole tensor, where it is served, if the receiver has exposed that
+        memory. Its entry is still to be written."""
+        place = self._exposed.get(name)
+        if place is None or len(place) != len(payload):
+            return False
+        place.copy_(payload)
+        return True
+
     def write(self, entry: Entry, payload: Tensor) -> None:
         """payload [entry.num_bytes] uint8, on the medium's device; it keeps its values, and the receivers may have them
-        before this returns, or by the end of the sync."""
-        if entry.num_bytes > self._bucket_bytes or entry.num_bytes >= self._medium.large_bytes:
+        before this returns, or by the end of the sync. Of an entry that was placed nothing more is sent."""
+        if entry.encoding == "placed":
+            self._pack(entry, payload[:0])
+            self.num_bytes += entry.num_bytes
+        elif entry.num_bytes > self._bucket_bytes or entry.num_bytes >= self._medium.large_bytes:
             self._send_alone(entry, payload)
         else:
             self._pack(entry, payload)
@@ -143,16 +157,18 @@ class BucketWriter:
         self._medium.send(header.encode(), self._filled()[:0])
 
     def _pack(self, entry: Entry, payload: Tensor) -> None:
-        header_bytes = len(json.dumps(_encode(Segment(entry, 0, self._used, entry.num_bytes)))) + 2
+        segment = Segment(entry, 0, self._used, len(payload))
+        header_bytes = len(json.dumps(_encode(segment))) + 2
         has_room = (
-            self._used + entry.num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
+            self._used + len(payload) <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
         )
         if self._segments and not has_room:
             self._flush(is_last=False)
-        self._filled()[self._used : self._used + entry.num_bytes].copy_(payload)
-        self._segments.append(Segment(entry, 0, self._used, entry.num_bytes))
+            segment = dataclasses.replace(segment, offset=0)
+        self._filled()[self._used : self._used + len(payload)].copy_(payload)
+        self._segments.append(segment)
         self._header_bytes += header_bytes
-        self._used += -(-entry.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._used += -(-len(payload) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def _send_alone(self, entry: Entry, payload: Tensor) -> None:
         if self._segments:
@@ -233,7 +249,8 @@ class BucketReader:
         return self.version
 
     def entries(self, place: Callable[[Entry], Tensor | None] = nowhere) -> Iterator[tuple[Entry, Tensor]]:
-        """Yields each entry with its bytes, [entry.num_bytes] uint8; they are valid until the next one is taken.
+        """Yields each entry with its bytes, [entry.num_bytes] uint8 ([0] of one that was placed); they are valid until
+        the next one is taken.
 
         Args:
             place: [entry.num_bytes] uint8 where an entry is to lie in the end; what comes alone or in pieces is put
@@ -296,6 +313,9 @@ class BucketReader:
         if segment.start != there or before not in (None, entry):
             name = entry.name if before is None else before.name
             raise self._error(f"a part of {name} is missing from byte {there} on")
+        if entry.encoding == "placed":
+            self.num_bytes += entry.num_bytes
+            return entry, part, entry.num_bytes
         if partial is None:
             if segment.num_bytes == entry.num_bytes:
                 return entry, part, segment.num_bytes

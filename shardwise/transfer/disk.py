@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.config import ConfigError
+from shardwise.memfd import SharedTensors
 from shardwise.observability import write_json_atomic
 from shardwise.transfer.base import SyncReceipt, WeightSyncError
 from shardwise.transfer.buckets import BucketReader, Header, Segment
@@ -102,6 +103,13 @@ class DiskMedium:
             if self._is_measuring:
                 shutil.rmtree(self._folder_of(MEASUREMENT))
                 self._is_measuring = False
+
+    def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
+        """See Medium. It cannot."""
+
+    def exposed(self) -> Mapping[str, Tensor]:
+        """See Medium."""
+        return {}
 
     def buffer(self, num_bytes: int) -> Tensor:
         """See Medium. A bucket is on the disk when `send` returns, so one buffer is enough."""

@@ -1,7 +1,7 @@
 """What carries weights from one end to many, and where the ends of it meet."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import PeerLostError
+from shardwise.memfd import SharedTensors
 from shardwise.transfer.base import WeightSyncError
 
 SENDER = 0
@@ -57,6 +58,13 @@ class Medium(Protocol):
 
     def meet(self, phase: str, message: str) -> list[str]:
         """Gives every end's message to every end, in the order of the ends. `phase` is what errors call the wait."""
+
+    def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
+        """At a receiver, before the meeting that begins a sync: from here on the sender may write what it sends to
+        these places (offset and number of bytes, by name) of the memory, if the medium can."""
+
+    def exposed(self) -> Mapping[str, Tensor]:
+        """At the sender, after that meeting: [num_bytes] uint8 by name, what the only receiver has exposed."""
 
     def buffer(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 to fill with the next bucket, while the one before is on its way."""

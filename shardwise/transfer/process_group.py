@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.memfd import SharedTensors
 from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
 from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, nowhere
 
@@ -99,6 +100,13 @@ class ProcessGroupMedium:
         if self._is_gloo:
             self._wait([self._begun(lambda: self._group.barrier())], phase)
         return self._rendezvous.meet(phase, message)
+
+    def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
+        """See Medium. It cannot."""
+
+    def exposed(self) -> Mapping[str, Tensor]:
+        """See Medium."""
+        return {}
 
     def buffer(self, num_bytes: int) -> Tensor:
         """See Medium. Waits for the broadcast before the last one, which read this buffer."""

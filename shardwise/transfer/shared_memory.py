@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.memfd import create_memory, mapped
+from shardwise.memfd import SharedTensors, create_memory, mapped
 from shardwise.scratch import scratch_folder
 from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, name_of, nowhere
 
@@ -27,22 +27,29 @@ _NUM_SLOTS = 2
 _PACKET_BYTES = 1 << 17
 _PIECE_BYTES = 1 << 15
 """Of what is said at a meeting, which grows with the number of receivers: so many bytes fit into a packet anywhere."""
-_GIVES_BACK, _MEETS = b"b", b"m"
+_GIVES_BACK, _MEETS, _EXPOSES = b"b", b"m", b"e"
 """What a receiver's packet begins with."""
 _GOES_ON, _ENDS = b"+", b"."
-"""What the sender's packets of a meeting begin with."""
+"""What the pieces of something longer begin with."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedMemoryMedium:
     """Two slots for buckets: the sender fills one while the receivers read the other. A receiver that goes on to the
-    next bucket gives the slot before back. Linux only."""
+    next bucket gives the slot before back. To one receiver alone the sender writes where that serves from: one copy
+    instead of two. Linux only."""
 
     large_bytes = sys.maxsize
     """Everything has to be copied into memory that is shared."""
 
     def __init__(
-        self, rendezvous: Rendezvous, peers: dict[int, socket.socket], *, timeout: timedelta, device: torch.device
+        self,
+        rendezvous: Rendezvous,
+        peers: dict[int, socket.socket],
+        *,
+        size: int,
+        timeout: timedelta,
+        device: torch.device,
     ) -> None:
         """`peers`: a connection to each receiver, or to the sender."""
         self._rendezvous, self._peers = rendezvous, peers
@@ -55,6 +62,10 @@ class SharedMemoryMedium:
         self._turn = 0
         self._held: int | None = None
         """The slot that this receiver reads."""
+        self._can_expose = size == 2 and device.type == "cpu"
+        self._places: tuple[int, Mapping[str, tuple[int, int]]] | None = None
+        """What this receiver has exposed: of which memory, and where in it."""
+        self._exposed: dict[str, Tensor] = {}
 
     @classmethod
     def join(
@@ -93,7 +104,7 @@ class SharedMemoryMedium:
                     else _connect(json.loads(places[SENDER])[1], rank, timeout=timeout)
                 )
                 rendezvous.meet("joining shared memory", "")
-        return cls(rendezvous, peers, timeout=timeout, device=device)
+        return cls(rendezvous, peers, size=size, timeout=timeout, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -105,13 +116,27 @@ class SharedMemoryMedium:
         deadline = time.monotonic() + self._timeout.total_seconds()
         if SENDER in self._peers:
             self._send_packet(phase, SENDER, _MEETS + message.encode())
-            answers: list[str] = json.loads(self._receive_pieces(phase, deadline))
+            packets = iter(lambda: self._receive_packet(phase, SENDER, deadline)[0], None)
+            answers: list[str] = json.loads(_joined(packets))
             return answers
         answers = [message] + [self._message_of(phase, rank, deadline) for rank in sorted(self._peers)]
         said = json.dumps(answers).encode()
         for rank in self._peers:
-            self._send_pieces(phase, rank, said)
+            for piece in _pieces(said):
+                self._send_packet(phase, rank, piece)
         return answers
+
+    def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
+        """See Medium."""
+        if not self._can_expose or self._places == (memory.descriptor, places):
+            return
+        self._places = memory.descriptor, places
+        for piece in _pieces(json.dumps(places).encode()):
+            self._send_packet("exposing memory", SENDER, _EXPOSES + piece, [memory.descriptor])
+
+    def exposed(self) -> Mapping[str, Tensor]:
+        """See Medium."""
+        return self._exposed
 
     def buffer(self, num_bytes: int) -> Tensor:
         """See Medium. Waits until every receiver has given the slot back."""
@@ -182,7 +207,7 @@ class SharedMemoryMedium:
         self._collect()
 
     def _let_go(self) -> None:
-        self._slots = [None] * _NUM_SLOTS
+        self._slots, self._exposed, self._places = [None] * _NUM_SLOTS, {}, None
         for peer in self._peers.values():  # last, for it tells the sender that nothing is mapped here
             peer.close()
 
@@ -230,21 +255,25 @@ class SharedMemoryMedium:
         self._readers[int(packet[1:])].discard(rank)
 
     def _message_of(self, phase: str, rank: int, deadline: float) -> str:
-        """What a receiver says at a meeting; it may give slots back before."""
-        while (packet := self._receive_packet(phase, rank, deadline)[0])[:1] == _GIVES_BACK:
-            self._note_given_back(rank, packet)
-        return packet[1:].decode()
+        """What a receiver says at a meeting; it may give slots back and expose memory before."""
+        pieces: list[bytes] = []
+        while True:
+            packet, descriptors = self._receive_packet(phase, rank, deadline)
+            match packet[:1]:
+                case kind if kind == _MEETS:
+                    return packet[1:].decode()
+                case kind if kind == _EXPOSES:
+                    pieces.append(packet[1:])
+                    if packet[1:2] == _ENDS:
+                        self._open(json.loads(_joined(iter(pieces))), descriptors[0])
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                case _:
+                    self._note_given_back(rank, packet)
 
-    def _send_pieces(self, phase: str, rank: int, said: bytes) -> None:
-        for start in range(0, len(said), _PIECE_BYTES):
-            mark = _GOES_ON if start + _PIECE_BYTES < len(said) else _ENDS
-            self._send_packet(phase, rank, mark + said[start : start + _PIECE_BYTES])
-
-    def _receive_pieces(self, phase: str, deadline: float) -> bytes:
-        pieces = [self._receive_packet(phase, SENDER, deadline)[0]]
-        while pieces[-1][:1] == _GOES_ON:
-            pieces.append(self._receive_packet(phase, SENDER, deadline)[0])
-        return b"".join(piece[1:] for piece in pieces)
+    def _open(self, places: dict[str, tuple[int, int]], descriptor: int) -> None:
+        memory = mapped(descriptor)
+        self._exposed = {name: memory[offset : offset + num_bytes] for name, (offset, num_bytes) in places.items()}
 
     def _send_packet(self, phase: str, rank: int, packet: bytes, descriptors: Sequence[int] = ()) -> None:
         self._peers[rank].settimeout(self._timeout.total_seconds())
@@ -264,6 +293,20 @@ class SharedMemoryMedium:
         if not packet:
             raise EndLostError(f"{phase}: {name_of(rank)} has closed the connection")
         return packet, descriptors
+
+
+def _pieces(said: bytes) -> Iterator[bytes]:
+    for start in range(0, len(said), _PIECE_BYTES):
+        mark = _GOES_ON if start + _PIECE_BYTES < len(said) else _ENDS
+        yield mark + said[start : start + _PIECE_BYTES]
+
+
+def _joined(pieces: Iterator[bytes]) -> bytes:
+    """What `_pieces` made these of; takes no more of them."""
+    taken = [next(pieces)]
+    while taken[-1][:1] == _GOES_ON:
+        taken.append(next(pieces))
+    return b"".join(piece[1:] for piece in taken)
 
 
 def _require_one_host(places: list[list[str]]) -> None:

@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.checksum import checksum
+from shardwise.memfd import SharedTensors
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
 from shardwise.transfer.buckets import (
     DEFAULT_BUCKET_BYTES,
     Assembly,
     BucketReader,
     BucketWriter,
+    Encoding,
     Entry,
     as_bytes,
     encode_whole,
@@ -28,6 +30,7 @@ from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
 
+_T = TypeVar("_T")
 _MAX_MESSAGE = 2000
 """Characters of an error that the other ends are told."""
 
@@ -59,19 +62,26 @@ def push_weights(
         if medium is None:
             return None
         started = time.perf_counter()
-        manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
         bases = _meet(medium, f"weight sync {version}: beginning", "null")[SENDER + 1 :]
         if delta is not None:
             delta.begin([json.loads(base) for base in bases])
+        manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
         encode = encode_whole if delta is None else delta.encode
 
-        def send() -> SyncReceipt:
-            placed = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
-            for name, tensor in _noted(manifest.record(placed)):
+        def encoded() -> Iterator[tuple[str, Tensor, Encoding, Tensor]]:
+            there = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
+            for name, tensor in manifest.record(there):  # where it is being hashed meanwhile
                 encoding, payload = encode(name, tensor)
+                if encoding == "whole" and writer.place(name, payload):
+                    encoding = "placed"
+                yield name, tensor, encoding, payload
+                del tensor, payload  # else they would stay while the next ones are gathered
+
+        def send() -> SyncReceipt:
+            for name, tensor, encoding, payload in _noted(encoded()):
                 entry = Entry.of(name, tensor, manifest.checksums[name], encoding, payload.numel())
                 writer.write(entry, payload)
-                del tensor, payload  # else they would stay while the next ones are gathered
+                del tensor, payload
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 
@@ -88,6 +98,7 @@ def pull_weights(
     version: int | None = None,
     delta: DeltaDecoder | None = None,
     assembly: Assembly | None = None,
+    memory: SharedTensors | None = None,
 ) -> SyncReceipt:
     """Receives one sync into an engine, verifies what arrived and what is served, and commits the version.
 
@@ -98,12 +109,19 @@ def pull_weights(
         version: the one that is due; None takes whatever comes.
         delta: lets the sender send only what changed; the same decoder at every sync of an engine.
         assembly: for tensors larger than a bucket; the same one at every sync spares it new memory.
+        memory: what the engine serves from, or part of it: the sender may write there itself.
     Raises:
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
             failed. The version is not committed.
     """
     started = time.perf_counter()
+    if memory is not None:
+        receiver.load_weights(())  # from here on nothing is generated
+        try:
+            medium.expose(memory, memory.places(dict(receiver.served_weights())))
+        except MediumError as error:
+            _break_off(medium, error)
     due = "" if version is None else f" {version}"
     _meet(medium, f"weight sync{due}: beginning", json.dumps(None if delta is None else delta.begin()))
     reader = BucketReader(medium.receive, assembly)
@@ -128,7 +146,7 @@ def load_verified(
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 
-def _noted(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _noted(weights: Iterator[_T]) -> Iterator[_T]:
     """Each tensor when the one after it is being hashed: by then it is in the manifest itself."""
     before = next(weights, None)
     while before is not None:
@@ -141,14 +159,15 @@ def _arrived(
     reader: BucketReader, manifest: Manifest, served: Mapping[str, Tensor], delta: DeltaDecoder | None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors as they come. Those that the engine cannot read back are checked here; of the others those that have
-    not changed are left out."""
+    not changed, or were placed, are left out."""
     for entry, payload in reader.entries(partial(_place, served)):
         manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
         before = served[entry.name]
         is_unchanged = entry.encoding == "delta" and not entry.num_bytes and not before.is_meta
-        tensor = before if is_unchanged else _decoded(entry, payload, before, delta)
+        is_there = is_unchanged or entry.encoding == "placed"
+        tensor = before if is_there else _decoded(entry, payload, before, delta)
         manifest.note(entry.name, entry.checksum, tensor.nbytes)
-        if is_unchanged:
+        if is_there:
             continue
         if before.is_meta and checksum(tensor) != entry.checksum:
             raise WeightSyncError(f"weight sync {reader.version}: other values of {entry.name} arrived than were sent")

@@ -20,6 +20,7 @@ from test_rollout_base import (
 
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.engine import TrainEngine
+from shardwise.rollout import EmbeddedEngine
 from shardwise.transfer import (
     DeltaDecoder,
     DeltaEncoder,
@@ -37,6 +38,7 @@ EMBEDDING = "model.embed_tokens.weight"
 MEDIA = {
     "in process": None,
     "shared memory": SharedMemoryMedium,
+    "exposed memory": SharedMemoryMedium,
     "process group": ProcessGroupMedium,
     "disk": DiskMedium,
     "delta": ProcessGroupMedium,
@@ -99,6 +101,7 @@ def sync(medium, tmp_path):
         return
     store = dist.HashStore()
     options = {"folder": tmp_path / "weights", "run": "/run"} if medium == "disk" else {}
+    memories = {}
     encoder, decoder = (DeltaEncoder(), DeltaDecoder()) if medium == "delta" else (None, None)
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(MEDIA[medium].join, store, 0, 2, **options)
@@ -107,9 +110,13 @@ def sync(medium, tmp_path):
 
         def over_the_medium(engine, sender, version):
             given = {"version": version, "dtype": torch.float32, "bucket_bytes": 1 << 14, "delta": encoder}
+            if medium == "exposed memory" and engine not in memories:
+                if not isinstance(engine, EmbeddedEngine):
+                    pytest.skip("only the embedded engine can be written to by the sender")
+                memories[engine] = engine.share_weights()
             pushing = thread.submit(push_weights, Lasting(sender), sending, **given)
             try:
-                receipt = pull_weights(engine, receiving, version=version, delta=decoder)
+                receipt = pull_weights(engine, receiving, version=version, delta=decoder, memory=memories.get(engine))
             finally:
                 wait([pushing])
             assert pushing.result() == receipt

@@ -123,6 +123,8 @@ def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tm
     folder = f", folder: {tmp_path / 'weights'}" if medium == "disk" else ""
     frozen = "engine.freeze_module_prefix=[model.embed_tokens, model.layers.0]"
     placements = {"whole": "{num_ranks: 1}", "changes": f"{{num_ranks: 1, medium: {medium}{folder}, delta: true}}"}
+    if medium == "shared_memory":
+        placements["written where they are served"] = "{num_ranks: 1, medium: shared_memory}"
     moved = {}
     for name, placement in placements.items():
         overrides = [frozen, f"rollout.placement={placement}", "rollout.max_staleness=1"]
@@ -131,7 +133,9 @@ def test_another_medium_and_changes_alone_bring_the_same_weights(assets, job, tm
         rows = lines(tmp_path / name / "metrics.jsonl")
         moved[name] = [row.pop("sync/bytes") for row in rows]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert_same_run(tmp_path / "changes", tmp_path / "whole")
+    for name in placements:
+        assert_same_run(tmp_path / name, tmp_path / "whole")
+        assert name == "changes" or moved[name] == moved["whole"]
     assert max(moved["changes"]) < 0.6 * min(moved["whole"])
 
 

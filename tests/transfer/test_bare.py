@@ -7,6 +7,7 @@ import pytest
 import torch
 from ends import DictReceiver, DictSender, random_weights, run_ends, same
 
+from shardwise.memfd import SharedTensors
 from shardwise.transfer import ProcessGroupMedium, SharedMemoryMedium, pull_weights, push_weights
 from shardwise.transfer.bare import seconds_per_byte_inside, seconds_per_byte_sent, take_pieces
 
@@ -30,18 +31,23 @@ def push(medium, join):
     return measured, seconds_per_byte_of_a_copy()
 
 
-def pull(medium, join):
+def pull(medium, is_exposed, join):
     end, receiver = join(medium), DictReceiver(random_weights(0))
-    take_pieces(end)
-    pull_weights(receiver, end, version=1)
+    memory = SharedTensors(receiver.weights.values()) if is_exposed else None
+    take_pieces(end, is_exposed=is_exposed)
+    pull_weights(receiver, end, version=1, memory=memory)
     return same(receiver.weights, random_weights(1))
 
 
-@pytest.mark.parametrize("medium", [ProcessGroupMedium, SharedMemoryMedium])
-def test_what_a_medium_takes_for_a_byte_is_measured_before_weights_travel(medium, tmp_path):
-    (measured, copied), *received = run_ends([partial(push, medium), *[partial(pull, medium)] * 2], tmp_path)
+@pytest.mark.parametrize(
+    ("medium", "is_exposed", "num_receivers"),
+    [(ProcessGroupMedium, False, 2), (SharedMemoryMedium, False, 2), (SharedMemoryMedium, True, 1)],
+)
+def test_what_a_medium_takes_for_a_byte_is_measured_before_weights_travel(medium, is_exposed, num_receivers, tmp_path):
+    pulling = [partial(pull, medium, is_exposed)] * num_receivers
+    (measured, copied), *received = run_ends([partial(push, medium), *pulling], tmp_path)
     assert copied / 5 < measured < copied * 500
-    assert received == [True, True]
+    assert received == [True] * num_receivers
 
 
 def inside() -> tuple[float, float]:

@@ -20,6 +20,9 @@ class ListMedium:
         self.large_bytes = large_bytes
         self._next = 0
 
+    def exposed(self):
+        return {}
+
     def buffer(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 

@@ -106,7 +106,8 @@ def test_a_meeting_takes_as_many_receivers_as_there_are(num_receivers, character
             stack.enter_context(end)
 
         def end_of(peers):
-            return SharedMemoryMedium(None, peers, timeout=timedelta(seconds=20), device=torch.device("cpu"))
+            options = {"size": num_receivers + 1, "timeout": timedelta(seconds=20), "device": torch.device("cpu")}
+            return SharedMemoryMedium(None, peers, **options)
 
         sender = end_of({rank: ours for rank, (ours, _) in enumerate(pairs, start=1)})
         receivers = [end_of({0: theirs}) for _, theirs in pairs]
@@ -124,7 +125,7 @@ def test_a_meeting_takes_as_many_receivers_as_there_are(num_receivers, character
 def ends_on_a_gpu(num_receivers):
     """A sender and its receivers as they are where buckets lie on a GPU, without one."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_receivers)]
-    options = {"timeout": timedelta(seconds=20), "device": torch.device("cuda")}
+    options = {"size": num_receivers + 1, "timeout": timedelta(seconds=20), "device": torch.device("cuda")}
     sender = SharedMemoryMedium(None, {rank: ours for rank, (ours, _) in enumerate(pairs, start=1)}, **options)
     return sender, [SharedMemoryMedium(None, {0: theirs}, **options) for _, theirs in pairs]
 
