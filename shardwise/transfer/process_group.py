@@ -96,10 +96,15 @@ class ProcessGroupMedium:
         return self._device
 
     def meet(self, phase: str, message: str) -> list[str]:
-        """See Medium. In a store the dead are only silent, but gloo notices at once that a connection has closed."""
-        if self._is_gloo:
-            self._wait([self._begun(lambda: self._group.barrier())], phase)
-        return self._rendezvous.meet(phase, message)
+        """See Medium. In a store the dead are only silent, but gloo notices at once that a connection has closed; and
+        it is faster."""
+        if not self._is_gloo:
+            return self._rendezvous.meet(phase, message)
+        said = torch.tensor(list(message.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(said)]), phase)]
+        padded = torch.nn.functional.pad(said, (0, max(*sizes, 1) - len(said)))
+        answers = zip(self._all_gather(padded, phase), sizes, strict=True)
+        return [answer[:size].numpy().tobytes().decode() for answer, size in answers]
 
     def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
         """See Medium. It cannot."""
@@ -182,6 +187,12 @@ class ProcessGroupMedium:
         if self._buffers[turn].numel() < num_bytes:
             self._buffers[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers[turn][:num_bytes]
+
+    def _all_gather(self, data: Tensor, phase: str) -> list[Tensor]:
+        """Every end's, with gloo."""
+        gathered = [torch.empty_like(data) for _ in range(self._group.size())]
+        self._wait([self._begun(lambda: self._group.allgather([gathered], [data]))], phase)
+        return gathered
 
     def _broadcast(self, data: Tensor) -> Any:
         options = dist.BroadcastOptions()
