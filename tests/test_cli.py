@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import yaml
@@ -170,16 +171,25 @@ def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, t
 
 
 def test_a_job_in_the_background_goes_on_ignoring_ctrl_c_while_it_is_imported():
-    ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
     script = (
         "import os, signal\nfrom shardwise.controller.signals import interruptible_imports\n"
         "with interruptible_imports():\n    os.kill(os.getpid(), signal.SIGINT)\nprint('on')"
     )
-    whole = [sys.executable, "-c", script]
-    done = subprocess.run(whole, preexec_fn=ignoring, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "on\n")
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            preexec_fn=partial(signal.signal, signal.SIGINT, as_found),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for as_found in (signal.SIG_IGN, signal.SIG_DFL)
+    ]
+    assert [(done.returncode, done.stdout, done.stderr) for done in found] == [
+        (0, "on\n", ""),
+        (130, "", "interrupted\n"),
+    ]
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch, capfd):

@@ -67,6 +67,8 @@ def load_weights(
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
         copied = copied_state(model) if copies else {}
+        if copies and not copied:
+            return 0
         wanted = set((copied if copies else runtime) if only is None else only)
         targets = _Targets(runtime | copied, quantized_weights(model), wanted)
         blocks = checked_blocks(model, runtime, source, fresh)

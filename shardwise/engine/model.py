@@ -179,8 +179,6 @@ def _fill_adapters(
         load_adapter(model, Path(config.adapter_path), require_finite=require_finite)
         return 0
     init_adapters(model, seed)
-    if not config.modules_to_save:
-        return 0
     return load_weights(model, base, fresh=fresh, require_finite=require_finite, copies=True)
 
 

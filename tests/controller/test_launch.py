@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -283,7 +284,9 @@ with stop_signals(asked.append if rank == 0 else pass_on):
 
 @pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all", "all, of a terminal that closes"])
 def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_code(command, tmp_path, to):
-    process = start_launcher([*command(SAVING), "0.3"], tmp_path, grace=20, start_new_session=True)
+    heeded = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests are run under nohup
+    options = {"start_new_session": True, "preexec_fn": heeded}
+    process = start_launcher([*command(SAVING), "0.3"], tmp_path, grace=20, **options)
     number = {"all": signal.SIGINT, "all, of a terminal that closes": signal.SIGHUP}.get(to, signal.SIGTERM)
     if to.startswith("all"):  # by Ctrl-C
         os.killpg(process.pid, number)
