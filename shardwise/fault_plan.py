@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -136,6 +137,7 @@ class FaultPlan:
         self.entered: Counter[str] = Counter()
         self._entered_in_step: Counter[str] = Counter()
         self._step: int | None = None
+        self._counting = threading.Lock()
         self.add(faults)
 
     @classmethod
@@ -167,9 +169,10 @@ class FaultPlan:
         """Counts, and does what is planned."""
         if not self._faults:
             return
-        self.entered[phase] += 1
-        self._entered_in_step[phase] += 1
-        times = {"in_step": self._entered_in_step[phase], "in_all": self.entered[phase]}
+        with self._counting:  # threads write at the same time
+            self.entered[phase] += 1
+            self._entered_in_step[phase] += 1
+            times = {"in_step": self._entered_in_step[phase], "in_all": self.entered[phase]}
         for fault in self._faults:
             if fault.phase == phase and fault.is_due(step=self._step, **times):
                 fault.happen(numbers, os.getpid() if pid is None else pid)

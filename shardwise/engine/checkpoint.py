@@ -5,7 +5,8 @@ Saved are the masters of the trained parameters, the optimizer's states and the 
 are not: they are those of the model folder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,21 +30,30 @@ from shardwise.engine.state_plan import StatePlan
 from shardwise.ops import nonfinite_names
 
 
-@torch.no_grad()
-def save_state(optimizer: ShardedOptimizer, plan: StatePlan, folder: Path) -> None:
+def save_state(
+    optimizer: ShardedOptimizer, plan: StatePlan, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
+) -> None:
     """Collective. Writes what training goes on from; of a shard that several ranks hold, one copy.
 
     Args:
         plan: of the optimizer's tensors.
         folder: on a file system that all ranks see; what is there is overwritten.
+        meanwhile: done while a thread writes this rank's file; may be collective, and must not change the state.
     Raises:
-        ExportError: on every rank, if a rank could not write.
+        ExportError: on every rank, if a rank could not write. Whatever `meanwhile` raises, when the file is written.
     """
     state = StagedState.of(optimizer, plan)
+
+    def write() -> ShardFile | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return state.write(folder)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="state") as thread:
+        writing = thread.submit(write)
+        meanwhile()
     file: ShardFile | None = None
     with raised_on_every_rank(ExportError), named_failures(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = state.write(folder)
+        file = writing.result()
     files = all_gather_json(None if file is None else asdict(file))
     with raised_on_every_rank(ExportError), named_failures(folder):
         if dist.get_rank() == 0:

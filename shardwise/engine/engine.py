@@ -411,12 +411,12 @@ class TrainEngine:
             tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
         return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
-    def save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path, *, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""
         from shardwise.engine.checkpoint import save_state  # its packages are needed by nothing else in the engine
 
         assert self._optimizer is not None, "a frozen engine has no training state"
-        save_state(self._optimizer, self._plan_state(self._optimizer), folder)
+        save_state(self._optimizer, self._plan_state(self._optimizer), folder, meanwhile=meanwhile)
 
     def stage_export(self) -> StagedExport:
         """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What

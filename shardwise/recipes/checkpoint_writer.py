@@ -1,6 +1,7 @@
 """What every rank writes in the background, while its engines train on."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -74,14 +75,20 @@ class CheckpointWriter:
             failures.extend(outcome["error"] for outcome in (made, done) if outcome["error"])
             return done["result"]
 
-        for subfolder, (export, model) in self._exports.items():
-            tokenizer = partial(load_tokenizer, model)
-            attempt(subfolder, partial(export.write, tokenizer=tokenizer, links=self._links))
-        if self._rank == 0:
-            for subfolder, adapter in self._adapters.items():
-                attempt(subfolder, adapter.write)
-        files = {subfolder: attempt(subfolder, state.write) for subfolder, state in self._states.items()}
-        records = {subfolder: None if file is None else asdict(file) for subfolder, file in files.items()}
+        with ThreadPoolExecutor(1, thread_name_prefix="state") as thread:
+            # Who writes no model would wait for those who do.
+            files = {
+                subfolder: thread.submit(attempt, subfolder, state.write) for subfolder, state in self._states.items()
+            }
+            for subfolder, (export, model) in self._exports.items():
+                tokenizer = partial(load_tokenizer, model)
+                attempt(subfolder, partial(export.write, tokenizer=tokenizer, links=self._links))
+            if self._rank == 0:
+                for subfolder, adapter in self._adapters.items():
+                    attempt(subfolder, adapter.write)
+        records = {
+            subfolder: None if file.result() is None else asdict(file.result()) for subfolder, file in files.items()
+        }
         return {"result": records, "error": failures[0] if failures else ""}
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:

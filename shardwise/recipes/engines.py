@@ -96,13 +96,10 @@ class RemoteEngine:
         during a run."""
         self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
 
-    def save(self, folder: str) -> None:
-        """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`."""
-        self.group.call("save_weights", self.role, self.model.model_dump_json(), folder)
-
-    def save_state(self, folder: str) -> None:
-        """Writes what its training goes on from into `folder`."""
-        self.group.call("save_state", self.role, folder)
+    def save(self, folder: str, *, state: str = "") -> None:
+        """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`; what its training goes
+        on from into the folder `state`, if one is named."""
+        self.group.call("save", self.role, self.model.model_dump_json(), folder, state)
 
     def stage(self, subfolder: str) -> None:
         """Begins to copy what `save` would write; the ranks' CheckpointWriters put it into `subfolder` of the next
@@ -110,7 +107,7 @@ class RemoteEngine:
         self.group.call("stage_weights", self.role, self.model.model_dump_json(), subfolder)
 
     def stage_state(self, subfolder: str) -> None:
-        """Likewise what `save_state` would write."""
+        """Likewise what `save` would write into the folder `state`."""
         self.group.call("stage_state", self.role, subfolder)
 
     def load_state(self, folder: str) -> None:
@@ -121,7 +118,7 @@ class RemoteEngine:
         """Goes on from what `save` wrote into `folder`, without the optimizer's states.
 
         Args:
-            state: what `save_state` wrote, of which only the numbers beside the tensors are read.
+            state: what it wrote there, of which only the numbers beside the tensors are read.
         """
         self.group.call("load_without_states", self.role, folder, state)
 

@@ -149,10 +149,8 @@ class Saver:
 
     def _write_live(self, folder: Path) -> None:
         for name, engine in self._engines.items():
-            engine.save(str(folder / name))
-        if self._config.trainer.save_state:
-            for engine in self._engines.values():
-                engine.save_state(str(folder / state_subfolder(engine)))
+            state = str(folder / state_subfolder(engine)) if self._config.trainer.save_state else ""
+            engine.save(str(folder / name), state=state)
 
     def _stage(self, background: WorkerGroup) -> None:
         background.call("clear")

@@ -361,19 +361,23 @@ class Worker:
         """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
         return self._take_device(role, "params", "optimizer").engine.nonfinite_tensors()
 
-    def save_weights(self, role: str, model: str, folder: str) -> None:
-        """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`."""
-        seat = self._take_device(role, "params")
+    def save(self, role: str, model: str, folder: str, state: str = "") -> None:
+        """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`; meanwhile its
+        training state into the folder `state`, if one is named."""
+        seat = self._take_device(role, "params", "optimizer") if state else self._take_device(role, "params")
         assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
-        config, lora = ModelConfig.model_validate_json(model), seat.config.lora
-        if lora is None or lora.save_merged:
-            seat.engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
-        if lora is not None:
-            seat.engine.export_adapter(Path(folder) / "adapter", config.path)
+        engine, lora, config = seat.engine, seat.config.lora, ModelConfig.model_validate_json(model)
 
-    def save_state(self, role: str, folder: str) -> None:
-        """Writes an engine's training state."""
-        self._take_device(role, "params", "optimizer").engine.save_state(Path(folder))
+        def save_weights() -> None:
+            if lora is None or lora.save_merged:
+                engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
+            if lora is not None:
+                engine.export_adapter(Path(folder) / "adapter", config.path)
+
+        if state:
+            engine.save_state(Path(state), meanwhile=save_weights)
+        else:
+            save_weights()
 
     def stage_weights(self, role: str, model: str, subfolder: str) -> None:
         """Begins to copy an engine's weights to host memory, for the CheckpointWriter."""

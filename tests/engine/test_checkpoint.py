@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from sharded_lora import full, needs_integer_shards
 from tiny_models import random_samples, tiny_folder
 
-from shardwise.config import EngineConfig, ModelError, OptimizerConfig
+from shardwise.config import EngineConfig, ExportError, ModelError, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
@@ -298,6 +299,38 @@ def saved_after_a_step(folder, state, engine):
     trained = build(folder, engine, {})
     steps(trained, [0])
     trained.save_state(Path(state))
+
+
+def saved_meanwhile(folder, state):
+    """How much of this rank's file was there at the end of what was done meanwhile; then again, with an error."""
+    trained = build(folder, {}, {})
+    steps(trained, [0])
+    trained.save_state(Path(state) / "before")
+    name = f"rank_{dist.get_rank()}.safetensors"
+    whole = (Path(state) / "before" / name).stat().st_size
+
+    def wait():
+        file, deadline = Path(state) / "after" / name, time.monotonic() + 30
+        while not (file.is_file() and file.stat().st_size == whole):
+            assert time.monotonic() < deadline, f"{file} is written afterwards"
+            time.sleep(0.01)
+        dist.barrier()
+
+    def fail():
+        raise ExportError("the model cannot be written")
+
+    trained.save_state(Path(state) / "after", meanwhile=wait)
+    with pytest.raises(ExportError, match="the model cannot be written"):
+        trained.save_state(Path(state) / "failed", meanwhile=fail)
+    trained.save_state(Path(state) / "failed")
+
+
+def test_a_thread_writes_the_state_while_something_else_is_done(run_ranks, tmp_path):
+    run_ranks(saved_meanwhile, 2, str(tiny_folder("llama", tmp_path / "model")), str(tmp_path))
+    before, *others = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("before", "after", "failed")
+    )
+    assert others == [before, before]
 
 
 def test_a_shard_that_replicas_share_is_written_once(run_ranks, tmp_path):

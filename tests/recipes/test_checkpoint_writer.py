@@ -1,6 +1,7 @@
 """What is staged and written beside training is, byte for byte, what a save at that moment writes."""
 
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shardwise.controller.process_group import Rank, connect
 from shardwise.data import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine.exchange import all_gather_json
+from shardwise.engine.state_files import ShardFile
 from shardwise.recipes.background import Background
 from shardwise.recipes.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.workers import Worker
@@ -42,8 +44,7 @@ class Job:
         self.worker.train(packed.shards[shard], packed.denominators, "policy")
 
     def save(self, folder):
-        self.worker.save_weights("policy", self.model, folder)
-        self.worker.save_state("policy", f"{folder}/{STATE}")
+        self.worker.save("policy", self.model, folder, f"{folder}/{STATE}")
 
     def stage(self):
         """The copies begin late, as they would behind many others: what comes next has to wait for them."""
@@ -140,6 +141,29 @@ def test_a_rank_that_cannot_write_says_so_and_the_next_checkpoint_is_whole(run_r
     assert (out / "good/hf/model.safetensors").is_file()
     assert (out / "good" / STATE / "index.json").is_file()
     assert not (out / "empty").exists()
+
+
+class WaitingExport:
+    """A model whose parts come late: not before the rank has written its state."""
+
+    def write(self, folder, tokenizer, links):
+        deadline = time.monotonic() + 30
+        while not (folder.parent / STATE / "written").is_file():
+            assert time.monotonic() < deadline, "the state is written afterwards"
+            time.sleep(0.01)
+
+
+class MarkedState:
+    def write(self, folder):
+        (folder / "written").touch()
+        return ShardFile(0, "", {})
+
+
+def test_a_state_is_written_while_parts_of_the_model_are_awaited(tmp_path):
+    writer = CheckpointWriter(0, links=None)
+    writer.add_export("policy", "hf", WaitingExport(), ModelConfig(path="m"))
+    writer.add_state("policy", STATE, MarkedState())
+    assert writer.write(str(tmp_path)) == {"result": {STATE: asdict(ShardFile(0, "", {}))}, "error": ""}
 
 
 def test_files_are_hashed_for_the_manifest(run_ranks, tmp_path):

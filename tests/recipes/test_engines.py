@@ -110,10 +110,10 @@ def test_losses_and_saving_are_asked_for_by_role(fake_group, remote):
     group = fake_group(2)
     engine = remote(group, "reward model")
     engine.use_loss("reward_model", BradleyTerry(center_coef=0.5), kl=0.25)
-    engine.save("out/step_1")
+    engine.save("out/step_1", state="out/state")
     assert group.calls == [
         ("use_loss", "reward model", "reward_model", BradleyTerry(center_coef=0.5).model_dump_json(), {"kl": 0.25}),
-        ("save_weights", "reward model", ModelConfig(path="m").model_dump_json(), "out/step_1"),
+        ("save", "reward model", ModelConfig(path="m").model_dump_json(), "out/step_1", "out/state"),
     ]
 
 

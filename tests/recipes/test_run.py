@@ -36,11 +36,11 @@ class Counter:
         self.number = state["number"]
 
 
-def save(_rank, _role, *arguments):
-    """What save_weights and save_state leave."""
-    folder = Path(arguments[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "weights").write_text("w")
+def save(_rank, _role, _model, *folders):
+    """What is left of weights, and of a state."""
+    for folder in filter(None, folders):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "weights").write_text("w")
 
 
 @pytest.fixture
@@ -56,9 +56,7 @@ def run_of(fake_group, remote):
 
 
 def group_of(fake_group, size=1):
-    return fake_group(
-        size, nonfinite_tensors=lambda *_: [], save_weights=save, save_state=save, hash_files=lambda *_: {}
-    )
+    return fake_group(size, nonfinite_tensors=lambda *_: [], save=save, hash_files=lambda *_: {})
 
 
 def steps_saved(run):
@@ -113,8 +111,7 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
         for folder in staged.values()
         for call in (
             ("nonfinite_tensors", "policy"),
-            ("save_weights", "policy", model, folder),
-            ("save_state", "policy", f"{folder}/state/policy"),
+            ("save", "policy", model, folder, f"{folder}/state/policy"),
             ("hash_files", folder),
         )
     ]
@@ -144,12 +141,10 @@ def test_a_checkpoint_holds_every_engine_in_a_folder_of_its_own(tmp_path, fake_g
         list(run.steps())
     for step in (3, 5):
         staged = tmp_path / "checkpoints" / f".step_{step}.tmp"
-        assert [(call[0], call[1], call[-1]) for call in group.calls if call[-1].startswith(str(staged))] == [
-            ("save_weights", "policy", str(staged)),
-            ("save_weights", "critic", str(staged / "critic")),
-            ("save_state", "policy", str(staged / "state" / "policy")),
-            ("save_state", "critic", str(staged / "state" / "critic")),
-            ("hash_files", str(staged), str(staged)),
+        assert [(*call[:2], *call[3:]) for call in group.calls if call[-1].startswith(str(staged))] == [
+            ("save", "policy", str(staged), str(staged / "state" / "policy")),
+            ("save", "critic", str(staged / "critic"), str(staged / "state" / "critic")),
+            ("hash_files", str(staged)),
         ]
 
 
@@ -157,7 +152,7 @@ def test_zero_means_only_at_the_end(tmp_path, fake_group, run_of):
     group = group_of(fake_group)
     with run_of(tmp_path, group) as run:
         assert [step for step in run.steps() if run.should_validate(step)] == [5]
-    assert group.methods == ["nonfinite_tensors", "save_weights", "save_state", "hash_files"]
+    assert group.methods == ["nonfinite_tensors", "save", "hash_files"]
     assert steps_saved(tmp_path) == {"step_5"}
 
 
@@ -219,12 +214,12 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, ru
 
 
 def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_path, fake_group, run_of):
-    def full(_rank, _role, folder):
-        if "step_4" in folder:
+    def full(*arguments):
+        if "step_4" in arguments[-1]:
             raise OSError(28, "No space left on device")
-        save(_rank, _role, folder)
+        save(*arguments)
 
-    group = fake_group(1, nonfinite_tensors=lambda *_: [], save_weights=save, save_state=full, hash_files=lambda *_: {})
+    group = fake_group(1, nonfinite_tensors=lambda *_: [], save=full, hash_files=lambda *_: {})
     with pytest.raises(ExportError, match=r"step_4 cannot be written: .*No space left on device"):
         run_to(run_of(tmp_path, group, save_every_steps=2, save_retries=0), 5)
     assert steps_saved(tmp_path) == {"step_2"}
@@ -292,7 +287,7 @@ def test_a_signal_ends_the_run_after_its_step_with_one_checkpoint(tmp_path, fake
             train()
         assert stopped.value.code == 143
     assert done == list(range(1, stop_at + 1))
-    assert group.methods.count("save_weights") == len(saved)
+    assert group.methods.count("save") == len(saved)
     assert {path.name for path in (tmp_path / "checkpoints").glob("step_*")} == {f"step_{step}" for step in saved}
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

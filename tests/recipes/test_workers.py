@@ -313,7 +313,7 @@ def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_samp
     sequences = [sample.token_ids.tolist() for sample in samples]
     for _ in range(2):
         assert worker.rollout_logprobs(sequences) == kept.rollout_logprobs(sequences)
-        worker.save_weights("policy", ModelConfig(path=str(tmp_path)).model_dump_json(), str(tmp_path / "saved"))
+        worker.save("policy", ModelConfig(path=str(tmp_path)).model_dump_json(), str(tmp_path / "saved"))
         trainer_logprobs(worker, samples, "reference")
         assert worker.generate(REQUESTS) == kept.generate(REQUESTS)
         assert {group[0].policy_version for group in worker.generate(REQUESTS)} == {2}
@@ -539,7 +539,7 @@ def test_saving_writes_the_engine_of_that_role_and_the_others_leave(everyone, tm
     worker = build_everyone(everyone, dict.fromkeys(ROLES, "both"))
     samples = with_values(worker, roll_out(worker))
     train(worker, samples, role)
-    worker.save_weights(role, ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path / "step_1"))
+    worker.save(role, ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path / "step_1"))
     others = {other: bytes_on_device(engine_of(worker, other))[0] for other in ROLES if other != role}
     assert others == dict.fromkeys(others, 0)
     after = torch.cat(trainer_logprobs(worker, samples, role))
@@ -563,7 +563,7 @@ class Tokenizer:
 def test_a_frozen_engine_is_not_saved(everyone, tmp_path):
     worker = build_everyone(everyone, {})
     with pytest.raises(AssertionError, match="reference is not trained"):
-        worker.save_weights("reference", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path))
+        worker.save("reference", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path))
 
 
 def test_a_loss_is_that_of_one_role(everyone):
@@ -693,7 +693,7 @@ def test_a_state_is_saved_and_loaded_while_other_engines_have_the_device(everyon
     for _ in range(2):
         train(worker, samples, "critic")
     worker.sync_weights(1)
-    worker.save_state("critic", str(tmp_path / "critic"))
+    worker.save("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path), str(tmp_path / "critic"))
     worker.sync_weights(2)  # the critic leaves the device again
     other.load_state("critic", str(tmp_path / "critic"))
     other.sync_weights(2)
@@ -711,8 +711,7 @@ def test_a_critic_goes_on_from_its_weights_without_states_while_other_engines_ha
     samples = with_values(worker, roll_out(worker))
     for _ in range(2):
         train(worker, samples, "critic")
-    worker.save_weights("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path))
-    worker.save_state("critic", str(tmp_path / "state"))
+    worker.save("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path), str(tmp_path / "state"))
     (tmp_path / "state" / "rank_0.safetensors").unlink()
     other.sync_weights(1)
     other.load_without_states("critic", str(tmp_path), str(tmp_path / "state"))
