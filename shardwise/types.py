@@ -393,6 +393,11 @@ class MetricValue:
         """The same value with plain floats: the one place where a metric waits for its device."""
         return replace(self, total=float(self.total), count=float(self.count))
 
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether it is a mean of no values, which is not reported."""
+        return self.kind == "mean" and not float(self.count)
+
     def result(self) -> float:
         """The final number; a mean over nothing is 0."""
         if self.kind != "mean":

@@ -343,6 +343,12 @@ class TrainEngine:
             )
         return metrics | routed | self._busy.take()  # the norm has waited for the device already
 
+    def skip_step(self) -> Metrics:
+        """Makes a step that has nothing to train on count for the schedule. Weights and optimizer states stay: momentum
+        and weight decay would move them without a gradient."""
+        assert self._optimizer is not None, "a frozen engine has no optimizer"
+        return self._optimizer.skip_step()
+
     def diagnose(
         self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any
     ) -> Diagnosis:

@@ -127,20 +127,23 @@ class ShardedOptimizer:
             on_fault(norm)
         self.num_steps += 1
         self._require_progress(norm)
-        metrics = {
-            "train/learning_rate": MetricValue.max(self._config.learning_rate * share),
+        metrics = self._learning_rates(share) | {
             "train/nonfinite_fraction": MetricValue.mean(float(not finite), 1),
             "train/nonfinite_loss_fraction": MetricValue.mean(float(num_bad), len(losses)),
         }
         if finite:
             metrics["train/grad_norm"] = MetricValue.mean(norm, 1)
-        for prefix, peak in self._config.module_learning_rates.items():
-            metrics[f"train/learning_rate/{prefix}"] = MetricValue.max(peak * share)
         if self.scaler is not None:
             metrics["train/loss_scale"] = MetricValue.max(scale)
             if not is_fault:
                 self.scaler.update(finite=finite)
         return metrics
+
+    def skip_step(self) -> Metrics:
+        """Counts a step and leaves everything else as it is."""
+        share = schedule_at(self._config, self.num_steps, self._total_steps)
+        self.num_steps += 1
+        return self._learning_rates(share)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
@@ -247,6 +250,12 @@ class ShardedOptimizer:
                 group["lr"].fill_(learning_rate)
             else:
                 group["lr"] = learning_rate
+
+    def _learning_rates(self, share: float) -> Metrics:
+        """As metrics, where the schedule has reached this share of the peak."""
+        peaks = {f"train/learning_rate/{prefix}": peak for prefix, peak in self._config.module_learning_rates.items()}
+        peaks = {"train/learning_rate": self._config.learning_rate} | peaks
+        return {name: MetricValue.max(peak * share) for name, peak in peaks.items()}
 
     def _unscale_and_clip(self, norm: float, scale: float) -> None:
         limit = self._config.max_grad_norm

@@ -18,6 +18,9 @@ from shardwise.recipes.losses import LossKind
 from shardwise.recipes.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
+EMPTY_STEPS = "train/empty_steps"
+"""A metric: how many optimizer steps had no trained token. There is none where all had some."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RemoteEngine:
@@ -76,19 +79,22 @@ class RemoteEngine:
             teacher: whose distributions the loss compares with.
         Returns:
             Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are
-            means over the steps.
+            means over the steps. A step without a trained token changes nothing and is counted in train/empty_steps.
         Raises:
             TrainingError: a token is not what a rollout engine sampled, where one sampled the samples.
         """
         packed = self._pack(samples, keep_together=keep_together)
         require_sampled(samples, packed)
-        roles = self.role, "" if teacher is None else teacher.role
-        metrics = merge_metrics(self.group.scatter("train", packed.shards, packed.denominators, *roles, self.bundle))
-        totals = {
-            "train/loss": metrics["train/loss"].result(),  # the ranks' shares add up to the loss of the step
-            "train/num_tokens": packed.denominators.num_tokens,
-            "train/num_sequences": packed.denominators.num_sequences,
-        }
+        counts = packed.denominators
+        if counts.num_tokens:
+            roles = self.role, "" if teacher is None else teacher.role
+            metrics = merge_metrics(self.group.scatter("train", packed.shards, counts, *roles, self.bundle))
+            # The ranks' shares add up to the loss of the step.
+            metrics["train/loss"] = MetricValue.mean(metrics["train/loss"].result(), 1)
+        else:
+            skipped, *_ = self.group.call("skip_step", self.role)
+            metrics = skipped | {EMPTY_STEPS: MetricValue.sum(1)}
+        totals = {"train/num_tokens": counts.num_tokens, "train/num_sequences": counts.num_sequences}
         return metrics | {name: MetricValue.mean(total, 1) for name, total in totals.items()}
 
     def use_loss(self, kind: LossKind, config: Config, **numbers: float) -> None:

@@ -21,7 +21,7 @@ from shardwise.recipes.advantages import (
     with_selection,
 )
 from shardwise.recipes.custom import CustomFunction
-from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.engines import EMPTY_STEPS, RemoteEngine
 from shardwise.recipes.sampled_tokens import token_metrics
 from shardwise.recipes.sampler import Rollout
 from shardwise.recipes.samples import reward_columns, to_samples
@@ -85,25 +85,27 @@ class Learner:
             replayed = self._replay_metrics(samples, step)
         samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
         metrics |= replayed
-        self._watch_signal(samples)
         samples, corrected = with_rollout_correction(samples, algorithm)
+        self._watch_signal(samples)
         metrics |= corrected | token_metrics(rollout.groups, samples)
         seed = self._config.trainer.seed
         batches = minibatches(samples, algorithm, seed=seed, step=step)
         with spans("train"):
-            first, *others = (
+            updates = [
                 self._update(batch, step, seed=hash((seed, step, number)) % 2**63)
                 for number, batch in enumerate(batches)
-            )
-            metrics |= merge_metrics([first, *map(_without_mismatch, others)])
+            ]
+        num_on_policy = 1 + next((n for n, found in enumerate(updates) if EMPTY_STEPS not in found), 0)
+        metrics |= merge_metrics([*updates[:num_on_policy], *map(_without_mismatch, updates[num_on_policy:])])
         if "rollout/ratio" in metrics:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
     def _watch_signal(self, samples: Sequence[Sample]) -> None:
-        """Says so where rewards have told nothing apart for many steps: nothing is learnt from them."""
+        """Warns where nothing was learnt for many steps: rewards told nothing apart, or no token was left to train."""
         name = self._algorithm.advantage.name
-        is_idle = not any(present(sample.advantages).any() for sample in samples)
+        has_tokens = any(sample.loss_mask.any() for sample in samples)
+        is_idle = not any(present(sample.advantages)[sample.loss_mask].any() for sample in samples)
         # Whitening, values and a discount make advantages of rewards that are all equal.
         is_idle |= name in BATCH_ADVANTAGES and len({sample.reward for sample in samples}) <= 1
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
@@ -111,13 +113,14 @@ class Learner:
             compared = (
                 "of a step" if name in BATCH_ADVANTAGES else "of every group (advantage/zero_variance_fraction = 1)"
             )
-            print(
-                f"warning: no learning signal: for {self._num_idle_steps} steps the rewards have been all equal, "
-                f"{compared}; look at samples.jsonl, at the reward function, and at whether the prompts are far too "
-                "easy or too hard",
-                file=sys.stderr,
-                flush=True,
+            cause = (
+                f"the rewards have been all equal, {compared}; look at samples.jsonl, at the reward function, and at "
+                "whether the prompts are far too easy or too hard"
+                if has_tokens
+                else "nothing could be learnt, and in this one rollout_correction.rejection or failed rewards (masked) "
+                "have left no token; look at rollout/rejected_sequence_fraction and reward/failed"
             )
+            print(f"warning: no learning signal: for {self._num_idle_steps} steps {cause}", file=sys.stderr, flush=True)
 
     def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
         """Adds what this algorithm needs: old logprobs where the policy moves before the last optimizer step on a

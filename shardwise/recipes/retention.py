@@ -4,7 +4,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardwise.config import ConfigError, KeepBestConfig, TrainerConfig
@@ -23,10 +23,11 @@ class Reported:
         self._names: set[str] = set()
         self._has_validated = False
 
-    def add(self, metrics: Mapping[str, float], *, validates: bool) -> None:
-        """Of the next step, and whether it was to be validated."""
+    def add(self, metrics: Mapping[str, float], *, names: Collection[str], validates: bool) -> None:
+        """Of the next step, with the names also of those that had nothing to report; and whether it was to be
+        validated."""
         self.newest = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._names = self._names | metrics.keys()  # a new set: a save beside training may be reading the old one
+        self._names = self._names | set(names)  # a new set: a save beside training may be reading the old one
         self._has_validated |= validates
 
     def require(self, metric: str) -> None:

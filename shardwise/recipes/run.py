@@ -194,7 +194,8 @@ class Run:
         """
         seconds = time.perf_counter() - self._step_start
         metrics, busy = without_busy(metrics)
-        values, slowest = {name: value.result() for name, value in metrics.items()}, stragglers(busy)
+        values = {name: value.result() for name, value in metrics.items() if not value.is_of_nothing}
+        slowest = stragglers(busy)
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
         performance |= self._loaded | dict(incidents or {})
         self._loaded = {}
@@ -203,7 +204,7 @@ class Run:
             performance["save/failures"] = self._saver.num_failures
         with named_failures(self.output_dir):
             self._log.log(step, values, performance)
-        self._reported.add(values, validates=self.should_validate(step))
+        self._reported.add(values, names=metrics.keys(), validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         shown |= slow_rank(slowest, step_seconds=seconds)
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})

@@ -113,12 +113,13 @@ def reward_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> 
     for group in groups:
         kept = [r for r, failed in zip(group.rewards, group.failed, strict=True) if not (mask_failed and failed)]
         by_source.setdefault(group.example.data_source, []).extend(kept)
-    rewards = torch.tensor([r for source in by_source.values() for r in source] or [0.0], dtype=torch.float64)
+    rewards = torch.tensor([r for source in by_source.values() for r in source], dtype=torch.float64)
     metrics: Metrics = {
         "reward/mean": MetricValue.mean(float(rewards.sum()), len(rewards)),
-        "reward/max": MetricValue.max(float(rewards.max())),
         "reward/failed": MetricValue.mean(sum(all_failed), len(all_failed)),
     }
+    if len(rewards):
+        metrics["reward/max"] = MetricValue.max(float(rewards.max()))
     if len(by_source) > 1:
         metrics |= {
             f"reward/mean/{name}": MetricValue.mean(sum(values), len(values)) for name, values in by_source.items()

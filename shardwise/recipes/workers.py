@@ -261,6 +261,10 @@ class Worker:
         keeps = bundle and self._num_bundles < MAX_BUNDLES
         return metrics | seat.engine.optim_step(on_fault=keep if keeps else None)
 
+    def skip_step(self, role: str) -> Metrics:
+        """What an optimizer step without a trained token is: see `TrainEngine.skip_step`."""
+        return self._seats[role].engine.skip_step()
+
     def check_teacher(self, role: str, teacher: str) -> None:
         """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
         self._seats[role].engine.check_teacher(self._seats[teacher].engine)

@@ -183,6 +183,7 @@ def _least_logit(logits: Tensor, settings: Settings) -> Tensor:
     kept &= ordered >= ordered[:, :1] + settings.min_p.log()[:, None]
     probabilities = torch.where(kept, (ordered - ordered[:, :1]).exp(), 0.0)
     likelier = probabilities.cumsum(-1) - probabilities
-    kept &= likelier < (settings.top_p * probabilities.sum(-1))[:, None]
+    nucleus = likelier < (settings.top_p * probabilities.sum(-1))[:, None]
+    kept &= nucleus | (settings.top_p >= 1)[:, None]  # the sum of a large vocabulary is rounded
     last = kept.sum(-1, keepdim=True).clamp(min=1) - 1
     return ordered.gather(1, last)[:, 0]

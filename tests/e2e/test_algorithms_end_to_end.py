@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from runs import granite_folder
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForTokenClassification
 
@@ -173,12 +174,17 @@ def test_rollout_correction_finds_nothing_to_correct_in_the_embedded_engine(rl):
     assert corrected["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-4)
 
 
-def test_rejected_tokens_leave_the_denominators(rl):
-    """No ratio lies above 1.5: everything is rejected, and the step has no token left."""
-    first, _ = rl(**{"algorithm.rollout_correction": {"rejection": {"low": 1.5, "high": 2.0}}})
-    assert first["rollout/rejected_fraction"] == 1
-    assert first["train/num_tokens"] == 0
-    assert first["train/grad_norm"] == 0
+def test_steps_of_which_everything_is_rejected_change_no_weight(rl, assets, tmp_path):
+    """No ratio lies above 1.5. Weight decay alone would move the weights."""
+    nothing = {"algorithm.rollout_correction": {"rejection": {"low": 1.5, "high": 2.0}}, "trainer.weight_decay": 0.5}
+    for row in rl(**nothing):
+        assert row["rollout/rejected_fraction"] == 1
+        assert row["train/num_tokens"] == 0
+        assert row["train/empty_steps"] == 1
+        assert not row.keys() & {"train/grad_norm", "train/loss", "policy/entropy"}
+    saved = load_file(tmp_path / "run/checkpoints/step_2/hf/model.safetensors")
+    for name, weight in load_file(assets.model / "model.safetensors").items():
+        assert torch.equal(saved[name], weight), name
 
 
 def test_the_kl_controller_raises_its_coefficient_above_the_target(rl):

@@ -88,6 +88,21 @@ def test_nonfinite_gradient_changes_nothing_but_the_counts(bad):
     assert torch.equal(model.weight, weight)
 
 
+def test_a_step_that_is_skipped_counts_for_the_schedule_and_changes_nothing_else():
+    """Without a gradient momentum and decay would move the weights."""
+    model = model_with_gradient(3.0, 4.0)
+    optimizer = ShardedOptimizer(
+        model, OptimizerConfig(learning_rate=0.1, lr_schedule="linear", weight_decay=0.1), total_steps=4
+    )
+    optimizer.step()
+    before = {name: tensor.clone() for name, tensor in optimizer.named_tensors().items()}
+    rates = [optimizer.skip_step()["train/learning_rate"].result() for _ in range(2)]
+    assert optimizer.num_steps == 3
+    assert rates == pytest.approx([0.1 * 2 / 3, 0.1 / 3])
+    for name, tensor in optimizer.named_tensors().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_gradients_may_be_missing_in_part_or_altogether():
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False))
     before = [parameter.detach().clone() for parameter in model.parameters()]

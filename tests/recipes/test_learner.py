@@ -61,7 +61,7 @@ class Trained:
 @pytest.fixture
 def learner_of(fake_group, remote):
     def make(settings, *, roles=("policy",), ref_kl=0.0):
-        group = fake_group(1, score=score, train=Trained(ref_kl))
+        group = fake_group(1, score=score, train=Trained(ref_kl), skip_step=lambda *_: {})
         engines = {role: remote(group, role, max_tokens_per_micro_batch=512) for role in roles}
         teachers = {"code": engines.get("teacher 0"), None: engines.get("teacher 1")}
         built = Engines(
@@ -290,8 +290,36 @@ def test_a_rejected_token_is_in_no_denominator(learner_of, rollout):
     assert metrics["rollout/rejected_fraction"] == 1.0
     assert (metrics["train/num_tokens"], metrics["train/num_sequences"]) == (0, 0)
     assert (metrics["tokens/trained"], metrics["tokens/masked"]) == (0, 14)
-    (call,) = calls_of(group, "train")
-    assert call[2].num_tokens == 0
+    assert metrics["train/empty_steps"] == 1
+    assert "train/loss" not in metrics
+    assert calls_of(group, "skip_step") == [("skip_step", "policy")]
+    assert not calls_of(group, "train")
+
+
+def test_an_optimizer_step_without_a_trained_token_is_none_and_the_next_one_is_on_policy(
+    learner_of, make_group, monkeypatch
+):
+    """Metrics of the first minibatch that trains are of the policy that sampled; those of later ones are not."""
+    masking = {"reward": {"functions": "a:b", "on_failure": "mask"}}
+    learner, group = learner_of(config(tree=masking, num_minibatches=3))
+    failed = make_group([0.0, 1.0], failed=[True, True])
+    rollout = Rollout(groups=[failed, make_group([1.0, 0.0]), make_group([1.0, 0.0])], greedy_rewards=None, metrics={})
+    in_order = lambda samples, *_, **__: [samples[:2], samples[2:4], samples[4:]]  # noqa: E731
+    monkeypatch.setattr("shardwise.recipes.learner.minibatches", in_order)
+    found = learner.learn(rollout, 1, Spans())
+    assert [call[0] for call in group.calls if call[0] in ("skip_step", "train")] == ["skip_step", "train", "train"]
+    assert found["train/empty_steps"].result() == 1
+    assert found["train/num_sequences"].result() == pytest.approx(4 / 3)
+    assert found["rollout/ratio"].count == 1
+
+
+def test_f44_steps_of_which_nothing_is_left_to_train_are_reported(learner_of, rollout, capsys):
+    learner, _ = learner_of(config(rollout_correction={"rejection": {"high": 1e-3}}))
+    for step in range(1, 11):
+        learn(learner, rollout, step)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no learning signal: for 10 steps nothing could be learnt" in line
+    assert "rollout_correction.rejection" in line
 
 
 def test_the_policy_waits_while_the_critic_warms_up(learner_of, rollout):

@@ -98,7 +98,7 @@ def test_a_file_system_that_does_not_let_go_is_named_and_the_run_goes_on(tmp_pat
 def test_a_metric_that_the_run_does_not_report_is_an_error_that_names_those_it_does(tmp_path):
     reported = Reported()
     reported.require("reward/maen")  # nothing was reported so far
-    reported.add({"reward/mean": 1.0, "train/loss": float("nan")}, validates=False)
+    reported.add({"reward/mean": 1.0, "train/loss": float("nan")}, names=["reward/mean", "train/loss"], validates=False)
     assert reported.newest == {"reward/mean": 1.0}
     reported.require("train/loss")
     reported.require("val/acuracy")  # the first validation is still to come
@@ -106,8 +106,8 @@ def test_a_metric_that_the_run_does_not_report_is_an_error_that_names_those_it_d
         ConfigError, match=r"keep_best.metric=reward/maen is no metric .*reports reward/mean, train/loss"
     ):
         reported.require("reward/maen")
-    reported.add({"reward/mean": 1.0, "val/accuracy": 0.5}, validates=True)
-    reported.add({"reward/mean": 1.0}, validates=False)
+    reported.add({"reward/mean": 1.0, "val/accuracy": 0.5}, names=["reward/mean", "val/accuracy"], validates=True)
+    reported.add({"reward/mean": 1.0}, names=["reward/mean"], validates=False)
     reported.require("val/accuracy")
     leave(tmp_path, dict.fromkeys((10, 20)))
     rule = BEST | {"metric": "val/acuracy"}

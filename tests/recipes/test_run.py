@@ -124,6 +124,19 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
     assert printed.endswith(f"sft: saved {tmp_path / 'checkpoints' / 'step_5'}\n")
 
 
+def test_a_mean_over_nothing_is_left_out_and_no_unknown_metric(tmp_path, run_of):
+    """A step without one does not say that it was 0, which might be the best of all."""
+    best = {"metric": "reward/mean", "mode": "max"}
+    with run_of(tmp_path, total_steps=2, save_every_steps=1, keep_last=1, keep_best=best) as run:
+        for step in run.steps():
+            reward = MetricValue.mean(0.0, 0) if step == 1 else MetricValue.mean(-3.0, 2)
+            run.report(step, {"reward/mean": reward, "reward/failed": MetricValue.mean(2.0, 2)}, num_tokens=100)
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "reward/failed": 1.0},
+        {"step": 2, "reward/failed": 1.0, "reward/mean": -1.5},
+    ]
+
+
 def test_a_slow_rank_is_told_in_the_line_of_its_step_and_among_the_timings(tmp_path, fake_group, run_of, capsys):
     with run_of(tmp_path, group_of(fake_group)) as run:
         for step in run.steps():

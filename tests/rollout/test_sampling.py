@@ -169,6 +169,18 @@ def test_every_row_has_restrictions_of_its_own_and_rows_without_any_draw_as_befo
     assert int(tokens[0]) in logits[0].topk(2).indices
 
 
+def test_a_row_without_limits_draws_the_whole_tail_beside_rows_with_them():
+    """Of 150,000 equal words and a tail of 1,000 that float32 loses in their sum; the tail has 1.5e-8 of the mass."""
+    logits = torch.zeros(2, 151_000)
+    logits[:, 150_000:] = -13.0
+    rows = [GenerateRequest(uid="a", prompt_ids=[1], max_tokens=1, temperature=1.0, top_k=top_k) for top_k in (0, 5)]
+    draws = torch.full((2,), 1 - 5e-9, dtype=torch.float64)
+    mixed = Settings.of(rows, torch.device("cpu"))
+    tokens, _ = sample(logits.clone(), mixed, draws)
+    alone, _ = sample(logits[:1].clone(), mixed[:1], draws[:1])
+    assert int(tokens[0]) == int(alone[0]) >= 150_000
+
+
 def test_a_tie_at_the_border_is_drawn_as_a_whole():
     logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]]).repeat(3, 1)
     draws = torch.tensor([0.0, 0.49, 0.51], dtype=torch.float64)
