@@ -266,14 +266,17 @@ def matmul_rate(device: torch.device, *, seconds: float) -> float:
 def attempt(
     cell: Cell, extra: Sequence[str], device: torch.device, *, rate: float, memory: float, max_steps: int
 ) -> dict[str, Any]:
-    """The figures of a cell, and what the formulas say; or that it ran out of memory."""
+    """The figures of a cell, and what the formulas say; or that it ran out of memory, or would."""
     shape = QWEN3[cell.model]
     options = [*default_options(shape, cell.num_tokens, memory), *cell.variant, *extra]
+    estimate = shape.estimated_bytes(engine_config(options), cell.num_tokens)
     figures: dict[str, Any] = {
         "options": options,
         "model_teraflop": round(cell.flops / 1e12, 3),
-        "estimated_gib": round(shape.estimated_bytes(engine_config(options), cell.num_tokens) / GIB, 1),
+        "estimated_gib": round(estimate / GIB, 1),
     }
+    if estimate > memory:  # it would cost its time, and fail in the first optimizer step
+        return figures | {"out_of_memory": True}
     num_steps = max(2, min(max_steps, int(CELL_SECONDS / expected_seconds(cell, rate))))
     try:
         measured = run_cell(cell, options, device, num_steps=num_steps)

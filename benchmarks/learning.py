@@ -91,7 +91,7 @@ REINFORCEMENT: dict[str, dict[str, Any]] = {
     },
     "ppo": {
         "algorithm.advantage": {"name": "gae", "lam": 0.95},
-        "critic": {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 5}, "policy_waits_steps": 5},
+        "critic": {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 5}, "critic_warmup_steps": 5},
         **TWO_UPDATES,
     },
 }

@@ -202,7 +202,9 @@ def _stall_limit(options: argparse.Namespace) -> StallLimit:
 @lasting_output()
 def _import_checkpoint(options: argparse.Namespace) -> int:
     if (options.config is None) != (options.recipe is None):
-        raise ConfigError("--config and --recipe go together: the run that will go on, and what it is a run of")
+        raise ConfigError(
+            "--config and --recipe go together: the config of the run to continue, and the command it is for"
+        )
     run = None if options.config is None else RECIPES[options.recipe].load(options.config)
     with heavy_imports():
         from shardwise.recipes.entry import run_import
@@ -256,7 +258,7 @@ def _print(text: str) -> None:
 
 @contextmanager
 def _standard_output() -> Iterator[None]:
-    """Inside it is written to. It may be a pipe that nobody reads to its end, or a full disk."""
+    """Around writes to standard output: a broken pipe ends them silently, a full disk is a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -309,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
                 type=_not_negative,
                 default=0,
                 metavar="N",
-                help="start again so often after a rank died, hung or failed, from the newest checkpoint (default: 0)",
+                help="restarts from the newest checkpoint after a rank died, hung or failed (default: %(default)s)",
             )
         command.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
     quickstart = commands.add_parser(

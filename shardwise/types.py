@@ -1,4 +1,5 @@
-"""The nouns that every folder shares: what flows through a run, and the protocols that siblings meet on.
+"""The data types that every folder shares (prompts, completions, samples, batches, metrics), and the two protocols of
+a weight sync: WeightSender (engine) and WeightReceiver (rollout).
 
 Shape letters: L tokens of one sequence, T tokens of one packed batch, S sequences of one packed batch.
 Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never
@@ -27,7 +28,8 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image that the rank which trains on it has still to read. Either `path` or `data` says where."""
+    """A reference to an image that is not decoded yet; the rank that needs it decodes it. Either `path` or `data` is
+    set."""
 
     name: str
     """For errors: its row, its number in it and its file."""
@@ -72,30 +74,31 @@ class GenerateRequest:
     """
 
     uid: str
-    """Together with `seed`, the completion's index and the tokens' positions it determines the random draws, whatever
-    else is in the batch: a request that goes on behind an earlier one's tokens draws anew."""
+    """Together with `seed`, the completion's index and the token positions it determines the random draws, whatever
+    else is in the batch. A later turn starts at later positions, so it gets fresh draws."""
     prompt_ids: list[int]
     num_completions: int = 1
     max_tokens: int
     temperature: float
     """0 is greedy."""
     top_k: int = 0
-    """So many likeliest tokens may be drawn; 0 sets no limit."""
+    """Sample from the k most likely tokens; 0 disables it."""
     top_p: float = 1.0
-    """The likeliest tokens that hold this share of the probability may be drawn; 1 is all."""
+    """Nucleus sampling: sample from the most likely tokens that together have this probability; 1 disables it."""
     min_p: float = 0.0
-    """Tokens with at least this share of the likeliest one's probability may be drawn; 0 is all."""
+    """Drop tokens less likely than this times the most likely token's probability; 0 disables it."""
     stop: list[str] = field(default_factory=list)
     """A completion ends where its text holds one of these, which it keeps."""
     seed: int = 0
     home: int = 0
-    """Requests of one home begin alike: turns of an episode, completions of a prompt."""
+    """Routing key: requests with the same value share a prompt prefix (the turns of a prompt's episodes) and go to the
+    same engine where engines cache prefixes."""
     first_index: int = 0
     """Of the first completion in its group."""
     begun: list[int] = field(default_factory=list)
-    """Tokens that a single completion has already, which the engine goes on from; `max_tokens` counts the others. The
-    draws are those of a completion that was never interrupted where an engine's belong to positions; else others, which
-    depend on how many these are."""
+    """Tokens of a single completion that were sampled before an interruption; the engine continues after them, and
+    `max_tokens` counts new tokens only. Where an engine draws by position (embedded), the result is that of an
+    uninterrupted completion; else (vLLM) the rest gets another seed."""
     with_experts: bool = False
     """Keep which experts every token goes to."""
     images: Images | None = None
@@ -127,8 +130,8 @@ FinishReason = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What follows a prompt: tokens in, tokens out. A rollout engine samples all of them; where an environment answers
-    the policy, its tokens stand between those of the policy's turns."""
+    """The tokens after a prompt. A rollout engine samples all of them; with an environment, its observation tokens are
+    interleaved with the policy's turns."""
 
     token_ids: list[int]
     """End-of-sequence tokens included."""
@@ -154,16 +157,16 @@ class Completion:
 
     @property
     def versions(self) -> list[int]:
-        """That sampled each token."""
+        """The policy version that sampled each token."""
         return self.token_versions or [self.policy_version] * len(self.token_ids)
 
     @property
     def newest_version(self) -> int:
-        """Among those that sampled a token."""
+        """The newest policy version that sampled a token."""
         return self.token_versions[-1] if self.token_versions else self.policy_version
 
     def then(self, more: Self) -> Self:
-        """This completion with more tokens, which end it as they ended; its turns stay as many."""
+        """This completion extended by the tokens of `more`, with its finish_reason; num_turns is unchanged."""
         versions = self.versions + more.versions
         sampled = [
             flag
@@ -258,7 +261,7 @@ class RolloutGroup:
     """Where there is no score: the reward function raised, hung or returned something else than a number."""
 
     def prompt_ids(self, completion: Completion) -> list[int]:
-        """What one of the completions answers."""
+        """The prompt of one of the completions."""
         return self.example.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
 
 

@@ -340,7 +340,7 @@ class ClippedValueLoss(Choice):
 
     name: Literal["clipped"] = "clipped"
     clip: PositiveFloat | None = 0.5
-    """How far a value may move from that of the rollout before its gradient is cut; null is off."""
+    """How far a value may move from the critic's value before the update until its gradient is cut; null is off."""
 
 
 ValueLoss = Annotated[ClippedValueLoss | Custom, Field(discriminator="name"), named("clipped")]

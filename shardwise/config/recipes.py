@@ -210,8 +210,8 @@ class CriticConfig(Config):
     """Its layout; null takes that of the policy, without its adapters."""
     optimizer: OptimizerConfig = OptimizerConfig.defaults()
     """How it learns."""
-    policy_waits_steps: Annotated[int, Field(ge=0)] = 0
-    """So many steps of the run only the critic learns."""
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Critic warm-up: in the first n steps of the run only the critic is trained."""
     value_loss: ValueLoss = ClippedValueLoss.defaults()
     """The loss of a token's value; a name, {name, parameters}, or an import path."""
 

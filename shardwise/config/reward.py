@@ -139,9 +139,9 @@ class RewardConfig(Config):
     timeout_seconds: PositiveFloat = 30.0
     """A call that takes longer is ended, together with its process."""
     memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] | None = None
-    """So much more memory (address space) than importing the functions took may each of the processes have, and each of
-    those that it starts; a call that wants more fails, as a rule with a MemoryError. null sets no limit: the kernel may
-    then end any process of the machine."""
+    """How much memory (address space) each worker process, and each process it starts, may use beyond what importing
+    the functions took; a call that needs more fails, usually with a MemoryError. null sets no limit: the kernel may
+    then kill any process of the machine."""
     on_failure: Literal["abort", "value", "mask"] = "abort"
     """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, use
     `failure_value` as its score and count it, or leave the completion out of training and of its group's statistics and

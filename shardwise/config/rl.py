@@ -25,12 +25,12 @@ class GenerationConfig(Config):
     """Logits are divided by this, 1e-6 to 1e6, before sampling; rollout and trainer logprobs are of that
     distribution."""
     top_k: Annotated[int, Field(ge=0, le=LARGEST_TOP_K)] = 0
-    """So many likeliest tokens may be drawn; 0 sets no limit. Like top_p and min_p it bounds what is drawn and changes
-    no logprob: those are of the policy at the temperature, in rollout and training alike."""
+    """Sample from the k most likely tokens; 0 disables it. Like top_p and min_p it restricts sampling and changes no
+    logprob: those are of the policy at the temperature, in rollout and training alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The likeliest tokens that hold this share of the probability may be drawn; 1 is all."""
+    """Nucleus sampling: sample from the most likely tokens that together have this probability; 1 disables it."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Tokens with at least this share of the likeliest one's probability may be drawn; 0 is all."""
+    """Drop tokens less likely than this times the most likely token's probability; 0 disables it."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A turn ends where its text holds one of these; the tokens that wrote it stay."""
     stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
@@ -85,11 +85,11 @@ class GenerationConfig(Config):
 
 
 class DynamicSamplingConfig(Config):
-    """Groups that do not differ are dropped, and more prompts sampled until the batch is full."""
+    """DAPO's dynamic sampling: groups whose completions do not differ are replaced until the batch is full."""
 
     by: Literal["reward", "correct"] = "reward"
-    """In what: their rewards, or whether they are correct (reward.correct_at). With a reward for length or format
-    nearly all rewards differ."""
+    """What has to differ within a group: rewards, or correctness (reward.correct_at). With a reward for length or
+    format nearly all rewards differ, so use correct."""
 
     max_rounds: PositiveInt = 10
     """Rounds of sampling for one step; after the last the step trains on what was found, and says how much that is."""
@@ -122,12 +122,12 @@ class RolloutConfig(GenerationConfig):
     placement: Placement = Colocated.defaults()
     """colocated: every rank trains and samples in turn. split: the last ranks only sample."""
     max_staleness: NonNegativeInt = 0
-    """How many updates of the policy may lie between the weights that sampled a completion and those that are trained
-    on it. 0 samples after each step; 1 samples for the next step during this one; more lets sampling run further ahead.
+    """The largest lag, in policy updates, between the weights that sampled a completion and those that are trained on
+    it. 0 samples after each step; 1 samples for the next step during this one; more lets sampling run further ahead.
     Needs placement=split."""
     partial: bool = False
-    """New weights do not wait for completions that are being sampled: those are interrupted, and gone on with under the
-    new weights. Each token carries the version that sampled it; max_staleness bounds the oldest. Needs max_staleness of
+    """Partial rollouts: a weight sync interrupts completions in flight, which continue under the new weights. Each
+    token carries the version that sampled it; max_staleness bounds the oldest. Needs max_staleness of
     1 or more, and not engine=sglang; what is sampled then depends on timing, so a run does not repeat bit for bit."""
 
     @model_validator(mode="after")

@@ -12,8 +12,8 @@ class EngineProcessConfig(Config):
     weights that it served, and is sent its requests again. {} takes the defaults."""
 
     max_restarts: NonNegativeInt = 3
-    """So many times an engine's process may be replaced in a run; after that the run ends with the history of what
-    happened to them."""
+    """How many times an engine's process may be replaced in a run; after that the run ends and reports why each was
+    lost."""
     start_timeout_seconds: PositiveFloat = 900.0
     """How long a process may take until its engine is there."""
     health_timeout_seconds: PositiveFloat = 60.0

@@ -1,4 +1,4 @@
-"""What a job prints, where its terminal, the reader of its pipe or the disk under its log may go before it ends."""
+"""Keeps a job running when its output breaks: a closed terminal, a pipe without a reader, a full disk."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a wish to stop: what becomes of it is decided elsewhere."""
+"""SIGTERM, SIGINT and SIGHUP as requests to stop; callers decide how to stop."""
 
 import os
 import signal

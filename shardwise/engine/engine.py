@@ -213,7 +213,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def lessons(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[Lesson]:
-        """What this language model teaches another one on the same ranks about every micro-batch, without its logits.
+        """For distillation: this teacher's hidden states and output projection for every micro-batch, not its logits.
 
         A step's states wait on the host: scored tokens x hidden size. The output projection is gathered once, and is
         whole on every rank's device until the last lesson is dropped: vocabulary x hidden size x bytes of param_dtype
@@ -398,7 +398,7 @@ class TrainEngine:
         export_folder(self._model.hf_model, tokenizer, path, dtype or self._compute_dtype)
 
     def numbers(self) -> dict[str, Any]:
-        """What a training state holds beside tensors, as JSON can hold it."""
+        """The part of the training state that is not tensors (step counts, loss scale), JSON-serialisable."""
         assert self._optimizer is not None, "a frozen engine has no training state"
         return self._optimizer.numbers()
 
@@ -512,14 +512,14 @@ class TrainEngine:
     def _set_reduction(self, *, is_last: bool) -> None:
         """Reduced each time, gradients are scattered over the shards after every micro-batch; replicas of them are
         summed once, after the last."""
-        # FSDP gathers a unit without a backward pass for it all the same, and drops that only after a last backward;
-        # the next forward would take it for its own, gathered from other shards if reshard_after_forward is a number.
+        # FSDP gathers frozen units for backward too, though none runs, and frees that buffer only after the last
+        # backward. The next forward would use it, gathered from other shards if reshard_after_forward is a number.
         self._root.set_is_last_backward(is_last or self._has_frozen)
         self._root.set_requires_gradient_sync(self._reduces_each or is_last)
         self._root.set_requires_all_reduce(is_last)
 
     def _probe(self, config: EngineConfig | FrozenEngineConfig) -> None:
-        """Two tokens through the whole model: what an option cannot compute shows here, before anything is trained."""
+        """Runs two tokens through the model, so that an option it cannot compute with fails here, before training."""
         batch = TokenBatch(
             input_ids=torch.zeros(2, dtype=torch.int64),
             position_ids=torch.arange(2),

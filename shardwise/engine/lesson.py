@@ -1,4 +1,4 @@
-"""What a teacher says about a micro-batch, and how far a student is from it.
+"""Distillation: a teacher's hidden states and output projection, and the student's divergence from them.
 
 Shapes: n scored tokens of one rank, D hidden size of the student, E of the teacher, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""From a model folder to a sharded model. The order of `build_sharded` is the documentation."""
+"""From a model folder to a sharded model. The order of the steps in `build_unloaded` is the documentation."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -283,7 +283,7 @@ def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: Hea
 def _watch_routers(
     model: PreTrainedModel, config: LayoutConfig, ulysses: Ulysses | None
 ) -> tuple[ExpertLoads, RouterReplay]:
-    """Of a model that is trained; of others nothing is watched."""
+    """Puts hooks on the routers of a trained model; for a frozen one both objects are empty."""
     if not isinstance(config, EngineConfig):
         return ExpertLoads([], aux_loss_coef=0.0, detail="summary", ulysses=None), RouterReplay([])
     coef, detail = config.router_aux_loss_coef, config.router_metrics

@@ -1,4 +1,4 @@
-"""A call that goes on beside its caller."""
+"""A call in a background thread."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a rank does beside the calls of its worker."""
+"""What a rank does while its worker is busy: write checkpoints, interrupt generation."""
 
 import threading
 

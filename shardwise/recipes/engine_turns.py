@@ -1,4 +1,4 @@
-"""Whose turn it is with the rollout engines: sampling's, or new weights'."""
+"""Mutual exclusion of sampling and weight syncs where a sync may interrupt generation (rollout.partial)."""
 
 import threading
 from collections.abc import Callable, Iterator

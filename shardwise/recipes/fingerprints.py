@@ -1,4 +1,4 @@
-"""By what a run knows the files again that it reads and does not keep: its models and its training data."""
+"""Fingerprints of input files that checkpoints do not contain (models, training data), compared at resume."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What one step of reinforcement learning does with a rollout: score it, compare it, learn from it."""
+"""The training half of an RL step: old and reference logprobs, values, advantages, then the optimizer steps."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class Engines:
 
 
 PATIENCE_STEPS = 10
-"""Steps in a row that may teach nothing before somebody is told."""
+"""Consecutive steps without a learning signal after which a warning is printed."""
 
 
 class Learner:
@@ -186,7 +186,7 @@ class Learner:
 
     def _policy_learns(self, step: int) -> bool:
         critic = self._config.critic
-        return critic is None or step > critic.policy_waits_steps
+        return critic is None or step > critic.critic_warmup_steps
 
     def _adapt_kl_coef(self, metrics: Metrics, num_samples: int) -> Metrics:
         """Lets the controller move the weight of the KL term, and tells the policy's loss."""
@@ -236,7 +236,7 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
 
 
 def without_experts(samples: Sequence[Sample]) -> list[Sample]:
-    """For models other than the policy that sampled them: those choose for themselves."""
+    """Without the recorded expert choices: router replay is for the policy alone, other models route for themselves."""
     return [replace(sample, experts=None) for sample in samples]
 
 

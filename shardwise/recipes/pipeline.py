@@ -14,18 +14,19 @@ from shardwise.recipes.sampler import Rollout, Sampler
 
 
 class Pipeline:
-    """Gives training its rollouts, and new weights their turn. A context manager.
+    """Schedules sampling against training and weight syncs. A context manager.
 
-    In turn, the rollouts of a step are sampled when it begins. Ahead, a thread samples them as early as the bound on
-    staleness allows: those of step s may begin once the engines serve version s - 1 - max_staleness. With max_staleness
-    0 or 1, new weights wait for all rollouts that may begin. That leaves one order of events, whatever takes how long,
-    and costs no time, since training needs those rollouts next; so runs repeat bit for bit. With more, new weights wait
-    for rollouts that have begun alone, and what samples a step depends on timing, within the bound. With `turns` they
-    interrupt rollouts that have begun, which go on under them.
+    Colocated (max_staleness=None): the rollouts of a step are sampled when the step begins.
 
-    Training and the thread wait for each other as long as the other one goes on: its calls of ranks, rewards and
-    environments have deadlines of their own, and where it begins nothing new, trainer.stall_timeout_seconds ends the
-    run.
+    On ranks of their own: a thread samples ahead. Step s may begin sampling once the engines serve version
+    s - 1 - max_staleness. What a weight sync waits for:
+        max_staleness 0 or 1: every rollout that may begin. The order of events then does not depend on timing, so runs
+            repeat bit for bit; it costs nothing, because training needs those rollouts next.
+        max_staleness > 1: rollouts that have begun, no others. Which version samples a step depends on timing.
+        with `turns` (rollout.partial): nothing. It interrupts rollouts in flight, which continue under the new weights.
+
+    Neither side has a deadline for the other: calls of ranks, rewards and environments have their own, and
+    trainer.stall_timeout_seconds ends a run in which nothing new begins.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
 
 @contextmanager
 def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> Iterator[None]:
-    """The pipeline's `serving`. Waiting for what is being sampled counts as waiting for rollouts, not for weights."""
+    """`Pipeline.serving`, with the wait for rollouts in flight counted in the span `rollout`, not in `sync`."""
     with ExitStack() as stack:
         with spans("rollout"):
             stack.enter_context(pipeline.serving(step, samples=samples))
@@ -173,10 +173,10 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
-    num_waiting = 0 if config.critic is None else config.critic.policy_waits_steps
+    num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps
     if num_waiting >= total_steps:
         raise ConfigError(
-            f"critic.policy_waits_steps={num_waiting} leaves the policy none of the run's {total_steps} steps; lower "
+            f"critic.critic_warmup_steps={num_waiting} leaves the policy none of the run's {total_steps} steps; lower "
             "it or raise trainer.total_steps"
         )
     policy = build_engine(

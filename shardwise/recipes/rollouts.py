@@ -154,8 +154,8 @@ class Rollouter:
         return groups
 
     def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Every engine takes each size-th request, so that neighbours of one length spread evenly; or those of each
-        size-th home, where engines keep what they have computed of a beginning."""
+        """Deals requests to the engines round-robin, so that neighbours of like length spread evenly; by their `home`
+        where engines cache prefixes."""
         size = self._group.size // self._config.engine.ranks_per_engine
         homes = [
             request.home if self._config.engine.keeps_prefixes else place for place, request in enumerate(requests)
@@ -199,8 +199,8 @@ class Rollouter:
 
 
 def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list[GenerateRequest]:
-    """What goes on with the completions of a request that were interrupted. Those without a token still share their
-    prompt, as far as they are neighbours."""
+    """Requests that continue the interrupted completions of a request. Completions that have no token yet stay together
+    in runs of consecutive indices, so that each run shares one prefill."""
     interrupted = [index for index, one in enumerate(completions) if one.finish_reason == "interrupted"]
     begun = [index for index in interrupted if completions[index].token_ids]
     parts = [

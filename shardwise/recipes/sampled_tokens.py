@@ -1,4 +1,4 @@
-"""Holds what is trained to what was sampled: the same tokens, behind the same tokens, at the same places."""
+"""Checks that trained tokens are the tokens that were sampled, after the same tokens and at the same positions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FATES = ("trained", "masked", "dropped")
 
 
 def with_spans(request: GenerateRequest, completions: Sequence[Completion]) -> list[Completion]:
-    """What an engine has answered to a request, each completion with its proof."""
+    """An engine's completions of a request, each with the SampledSpan that proves its tokens."""
     read = request.prompt_ids + request.begun
     return [
         replace(completion, spans=[_span_of(read, completion.token_ids)] if completion.token_ids else [])

@@ -84,9 +84,9 @@ class Sampler:
         self._config = config
 
     def collect(self, step: int) -> Rollout:
-        """The groups of a step: as many as rollout.num_prompts, or fewer where rollout.dynamic_sampling ran out of
-        rounds. Where no round found a group that teaches something, those of the last. A small late round may fail as a
-        whole: failures are held against all rounds so far."""
+        """The groups of a step: rollout.num_prompts of them, or fewer if rollout.dynamic_sampling ran out of rounds; if
+        no round found a group with a learning signal, those of the last round. reward.max_failure_rate is checked
+        against all rounds so far, because every call of a small late round may fail."""
         rollout = self._config.rollout
         with self._rollouter.counting_failures(rollout.num_prompts * rollout.group_size):  # the first round
             return self._collect(step)

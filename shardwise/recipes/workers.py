@@ -124,8 +124,9 @@ class Worker:
     """One rank's engines, each with a role: policy, critic, reference and so on. Configs arrive as the JSON of their
     pydantic classes, because commands are plain data.
 
-    Methods of engines are collective: the controller calls them on every rank. Whichever engine works has the device;
-    what the others' param_offload and optimizer_offload name has left it, and what its own name and it does not need.
+    Methods of engines are collective: the controller calls them on every rank. While one engine works, the parts named
+    by param_offload and optimizer_offload are off the device: those of all other engines, and its own that it does not
+    need.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Worker:
         Args:
             join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
             writer: of what is staged here.
-            interruption: set in another thread, it lets `generate` return with what it has, until weights have come.
+            interruption: set by another thread: `generate` returns the tokens it has; `pull_weights` clears it.
         """
         self._device = device
         self._writer = writer

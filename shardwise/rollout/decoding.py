@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.rollout.embedded import EmbeddedEngine
 
 _ROWS_PER_SLOT = 8
-"""So many rows have one more that keeps a prompt while its completions begin, as places become free."""
+"""One extra cache row per this many decode rows holds a prefilled prompt until all of its completions have begun."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Prompt:
     """The row of the cache that holds it."""
     num_tokens: int
     ahead: Tensor
-    """[], int64: what the position of a token is ahead of its number."""
+    """[] int64: a token's position id minus its index in the sequence; not 0 after images (M-RoPE)."""
     logits: Tensor
     """[V] of the first token."""
     experts: Tensor | None

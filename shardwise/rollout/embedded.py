@@ -300,7 +300,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _measured(self) -> CacheSize:
-        """By one token, whatever it is: families keep as many heads of as many sizes as they like."""
+        """The cache size, measured by running one token: families differ in the number and sizes of cached heads."""
         _, cache = self._read(torch.zeros(1, 1, dtype=torch.int64, device=self._device))
         return cache.size
 

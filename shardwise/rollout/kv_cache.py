@@ -34,6 +34,8 @@ from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
 CACHED_ATTENTION = "shardwise_cached"
+_SPAN_STEP = 64
+"""Decode steps on a GPU look at a multiple of so many cache places."""
 _CACHE_PARAMETERS = ("cache_params", "past_key_values")
 """What families call the cache that a sequence mixer takes."""
 
@@ -99,7 +101,10 @@ class KVCache:
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
         """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
-        self._positions, self._span, self._masks = positions, span, {}
+        # On a CPU every key costs; on a GPU every new shape does: cuDNN's attention plans anew for each.
+        step = 1 if self._device.type == "cpu" else _SPAN_STEP
+        self._span = min(-(-span // step) * step, self._capacity_tokens)
+        self._positions, self._masks = positions, {}
         self._lengths = positions.int() + 1
         self._rows = torch.arange(len(positions), device=self._device)
         self._layers_seen, self._mixers_seen = [], []

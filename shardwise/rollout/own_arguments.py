@@ -1,4 +1,4 @@
-"""What an engine of others is started with by Shardwise, and may not be given in rollout.engine.args."""
+"""Arguments of vLLM and SGLang that Shardwise sets itself, so rollout.engine.args may not."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -12,8 +12,8 @@ _DROPPED = "rollout.engine.sleep_level=2 dropped the weights, and no weight sync
 
 
 class Readiness:
-    """From the first tensor of a weight sync to its commit nothing may be generated, and nothing at all until a whole
-    sync came after one that was not; nor with weights that sleeping has dropped."""
+    """Blocks generation from the first tensor of a weight sync to its commit, after a failed sync until a complete one,
+    and while the weights that sleeping dropped have not been synced again."""
 
     def __init__(self, name: str, *, sleep_level: Literal[0, 1, 2]) -> None:
         """

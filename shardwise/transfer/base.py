@@ -44,7 +44,8 @@ class SyncReceipt:
 
 @contextmanager
 def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Whatever happens to what is gathered, the other ranks wait for this one in every tensor's collective."""
+    """Drains `weights` on exit, after an error too: every tensor is gathered in a collective in which the other ranks
+    wait for this one."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What carries weights from one end to many, and where the ends of it meet."""
+"""The transport of a weight sync: the protocol of a medium (one sender, many receivers), and their rendezvous."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ MEASUREMENT = -1
 
 
 Place = Callable[[str], Tensor | None]
-"""By a bucket's header, where its data is to lie in the end: [num_bytes] uint8 on the medium's device; None: nowhere in
-particular."""
+"""Maps a bucket's header to the destination of its data, [num_bytes] uint8 on the medium's device; None: no
+preference."""
 
 
 def nowhere(_what: object) -> None:
-    """For whoever knows no place."""
+    """The `Place` of a caller without a destination."""
 
 
 def name_of(rank: int) -> str:

@@ -147,7 +147,7 @@ def load_verified(
 
 
 def _noted(weights: Iterator[_T]) -> Iterator[_T]:
-    """Each tensor when the one after it is being hashed: by then it is in the manifest itself."""
+    """Yields each item once the next has been taken: by then the manifest holds its checksum."""
     before = next(weights, None)
     while before is not None:
         after = next(weights, None)

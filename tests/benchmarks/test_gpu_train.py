@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3ForCausalLM
 
-from benchmarks.gpu_train import Cell, cells, default_options
+from benchmarks.gpu_train import Cell, attempt, cells, default_options
 from benchmarks.limits import QWEN3, ModelShape
 from shardwise.config import EngineConfig
 from shardwise.engine.activations import checkpoint_layers
@@ -102,6 +102,13 @@ def test_options_spend_time_on_memory_only_where_memory_is_short():
     large = default_options(QWEN3["8b"], 65536, memory)
     assert small == ["param_dtype=bfloat16", "master_dtype=float32"]
     assert {"master_dtype=bfloat16", "activation_checkpointing=full", "apply_tiled_mlp=true"} <= set(large)
+
+
+def test_a_cell_that_cannot_fit_is_not_built():
+    """8B with AdamW's float32 states on 79 GiB."""
+    figures = attempt(Cell("8b", 8192, 8192), [], torch.device("cpu"), rate=1e12, memory=79 * 2**30, max_steps=2)
+    assert figures["out_of_memory"]
+    assert figures["estimated_gib"] > 79
 
 
 @pytest.mark.full

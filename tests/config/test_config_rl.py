@@ -54,7 +54,7 @@ from shardwise.config.rollout_correction import MismatchRejection, RatioWeights
         (OverlongConfig, "factor", 0),
         (OverlongConfig, "buffer_tokens", 0),
         (ClippedValueLoss, "clip", 0),
-        (CriticConfig, "policy_waits_steps", -1),
+        (CriticConfig, "critic_warmup_steps", -1),
         (SeqMeanTokenSumNorm, "divisor", 0),
         (AlgorithmConfig, "kl_coef", -0.1),
         (AlgorithmConfig, "kl_in", "both"),

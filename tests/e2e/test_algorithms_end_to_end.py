@@ -50,7 +50,7 @@ def two_ranks(assets, job, tmp_path_factory):
     critic = {
         "engine": {"fsdp_size": 1, "param_offload": True, "optimizer_offload": True, "max_tokens_per_micro_batch": 256},
         "optimizer": {"learning_rate": 0.01},
-        "policy_waits_steps": 1,
+        "critic_warmup_steps": 1,
     }
     extra = {
         "algorithm.advantage": {"name": "gae", "lam": 0.9},

@@ -58,7 +58,7 @@ def rl_options(assets, output_dir) -> list[str]:
 
 
 PPO = [
-    "critic={policy_waits_steps: 1, optimizer: {learning_rate: 0.01}}",
+    "critic={critic_warmup_steps: 1, optimizer: {learning_rate: 0.01}}",
     "algorithm.advantage=gae",
     "algorithm.num_minibatches=2",
     "algorithm.num_epochs=2",

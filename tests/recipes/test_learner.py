@@ -324,7 +324,7 @@ def test_f44_steps_of_which_nothing_is_left_to_train_are_reported(learner_of, ro
 
 def test_the_policy_waits_while_the_critic_warms_up(learner_of, rollout):
     """How far it is from the rollout is measured all the same."""
-    settings = config(tree={"critic": {"policy_waits_steps": 2}}, advantage="gae", num_minibatches=2)
+    settings = config(tree={"critic": {"critic_warmup_steps": 2}}, advantage="gae", num_minibatches=2)
     learner, group = learner_of(settings, roles=("policy", "critic"))
     for step in (1, 2):
         metrics = learn(learner, rollout, step)
@@ -465,7 +465,7 @@ def test_a_fixed_coefficient_stays_and_is_bound_once_outside(learner_of, rollout
 def test_the_coefficient_stays_while_the_policy_waits(learner_of, rollout):
     controller = {"name": "adaptive", "target": 0.1, "horizon": 60}
     settings = config(
-        tree={"critic": {"policy_waits_steps": 1}}, advantage="gae", kl_coef=0.5, kl_controller=controller
+        tree={"critic": {"critic_warmup_steps": 1}}, advantage="gae", kl_coef=0.5, kl_controller=controller
     )
     learner, group = learner_of(settings, roles=("policy", "reference", "critic"), ref_kl=5.0)
     assert learn(learner, rollout)["policy/kl_coef"] == 0.5

@@ -1,4 +1,4 @@
-"""The ratios in README.md are those of the runs whose results are stored."""
+"""The ratios in docs/benchmarks.md are those of the runs whose results are stored; README.md repeats some of them."""
 
 import json
 import re
@@ -33,10 +33,13 @@ ROWS = [
 """Of every line of the table: the stored result, and its ratios in their order."""
 
 
+def section(path: str, title: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
 def measured() -> list[str]:
-    """The middle cells of the table under "Measured", without what stands in parentheses."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    """The middle cells of the table of results, without what stands in parentheses."""
+    lines = [line for line in section("docs/benchmarks.md", "Results").splitlines() if line.startswith("|")][2:]
     return [CPU_RATIO.sub("", line.split(" | ")[1]) for line in lines]
 
 
@@ -51,3 +54,9 @@ def test_figures_are_those_of_the_stored_run(line, row):
     ratios = stored["ratios"] | {f"memory:{key}": ratio for key, ratio in stored["memory_ratios"].items()}
     found = re.findall(r"\d+\.\d+", measured()[line])
     assert found[: len(keys)] == [f"{ratios[key]:.2f}" for key in keys]
+
+
+def test_the_figures_in_the_readme_are_among_them():
+    shown = re.findall(r"\*\*(\d+\.\d+)\*\*", section("README.md", "Measured"))
+    assert len(shown) == 7
+    assert set(shown) <= set(re.findall(r"\d+\.\d+", " ".join(measured())))
