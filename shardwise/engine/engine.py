@@ -275,7 +275,8 @@ class TrainEngine:
             temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
             origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
-            The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss.
+            The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss, on the
+            device: nothing waits for it before `optim_step` does.
         Raises:
             TrainingError: an earlier call ended with an error; what FSDP holds of its gradients would join these.
         """
@@ -304,6 +305,7 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             tokens, scale = self._slice(batch), self._optimizer.loss_scale
+            whole = batch.to(self._device)  # before the device has work that a copy from pageable memory waits for
             watching = self._expert_loads.watching(
                 batch, tokens, num_sequences=denominators.num_sequences, loss_scale=scale
             )
@@ -314,14 +316,14 @@ class TrainEngine:
                     outputs = self._run(tokens, about)
                     self._expert_loads.settle()
                     self._replay.settle()
-                    loss, metrics = loss_fn(outputs, batch.to(self._device), denominators)
+                    loss, metrics = loss_fn(outputs, whole, denominators)
                 with self._busy.phase("backward"):
                     fault_point("backward", loss.data.view(-1))
                     (loss * scale).backward()
             self._losses.append(loss.detach())
             parts.append({**metrics, "train/loss": MetricValue.sum(loss.detach())})
         self._is_accumulating = False
-        return {name: value.host() for name, value in merge_metrics(parts).items()}
+        return merge_metrics(parts)
 
     def optim_step(self, *, on_fault: Callable[[float, list[float]], None] | None = None) -> Metrics:
         """Clips, steps, clears the gradients; skips the update where a gradient or a loss is not finite.

@@ -260,7 +260,8 @@ class Worker:
             self._keep_step(Path(bundle), step, batches, losses, lessons)
 
         keeps = bundle and self._num_bundles < MAX_BUNDLES
-        return metrics | seat.engine.optim_step(on_fault=keep if keeps else None)
+        metrics |= seat.engine.optim_step(on_fault=keep if keeps else None)
+        return {name: value.host() for name, value in metrics.items()}
 
     def skip_step(self, role: str) -> Metrics:
         """What an optimizer step without a trained token is: see `TrainEngine.skip_step`."""
