@@ -27,7 +27,7 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ImageRef:
     """A reference to an image that is not decoded yet; the rank that needs it decodes it. Either `path` or `data` is
     set."""
 
@@ -60,7 +60,7 @@ class Example:
     """The conversation that the prompt renders, for models with another chat template; None for plain text."""
     tools: list[str] | None = None
     """The names of the tools that this prompt offers; None: all there are."""
-    pictures: list[Picture] = field(default_factory=list)
+    image_refs: list[ImageRef] = field(default_factory=list)
     """The images of the prompt, whose tokens are in it."""
     position_ids: Tensor | None = None
     """[3, L] int64, of prompts with images, as a Sample has them."""
@@ -90,12 +90,12 @@ class GenerateRequest:
     stop: list[str] = field(default_factory=list)
     """A completion ends where its text holds one of these, which it keeps."""
     seed: int = 0
-    home: int = 0
+    prefix_key: int = 0
     """Routing key: requests with the same value share a prompt prefix (the turns of a prompt's episodes) and go to the
     same engine where engines cache prefixes."""
     first_index: int = 0
     """Of the first completion in its group."""
-    begun: list[int] = field(default_factory=list)
+    partial_token_ids: list[int] = field(default_factory=list)
     """Tokens of a single completion that were sampled before an interruption; the engine continues after them, and
     `max_tokens` counts new tokens only. Where an engine draws by position (embedded), the result is that of an
     uninterrupted completion; else (vLLM) the rest gets another seed."""
@@ -103,7 +103,7 @@ class GenerateRequest:
     """Keep which experts every token goes to."""
     images: Images | None = None
     """Those of the prompt, which has a token for each part of them."""
-    pictures: list[Picture] = field(default_factory=list)
+    image_refs: list[ImageRef] = field(default_factory=list)
     """Instead of `images`, those that are not read yet; engines want them read."""
 
     @property
@@ -213,7 +213,7 @@ class Sample:
     position_ids: Tensor | None = None
     """[3, L] int64, of sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
     images: Images | None = None
-    pictures: list[Picture] = field(default_factory=list)
+    image_refs: list[ImageRef] = field(default_factory=list)
     """Instead of `images`, those that are not read yet."""
     rollout_logprobs: Tensor | None = None
     """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
@@ -227,7 +227,7 @@ class Sample:
     """[L] float32, of the critic before the first optimizer step on this sample."""
     returns: Tensor | None = None
     """[L] float32, what the critic learns to predict."""
-    weights: Tensor | None = None
+    importance_weights: Tensor | None = None
     """[L] float32, what each token's policy loss is multiplied by to correct for the rollout engine's distribution."""
     selected: Tensor | None = None
     """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
@@ -277,7 +277,7 @@ PER_TOKEN_FIELDS = (
     "advantages",
     "values",
     "returns",
-    "weights",
+    "importance_weights",
     "selected",
     "experts",
 )
@@ -307,7 +307,7 @@ class TokenBatch:
     """Of each sequence: its sample's."""
     images: Images | None = None
     """Those of all sequences, in their order."""
-    pictures: list[Picture] = field(default_factory=list)
+    image_refs: list[ImageRef] = field(default_factory=list)
     """Those of all sequences until all are read. Ranks that share the batch each read their own: then `images` are
     those alone."""
     rewards: Tensor | None = None
@@ -318,7 +318,7 @@ class TokenBatch:
     advantages: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
-    weights: Tensor | None = None
+    importance_weights: Tensor | None = None
     selected: Tensor | None = None
     experts: Tensor | None = None
 

@@ -72,7 +72,7 @@ from shardwise.config.recipes import (
 )
 from shardwise.config.resume import changes_of_state, changes_that_matter, is_among, require_known_keys, without_places
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
-from shardwise.config.rl import LARGEST_TOP_K, GenerationConfig, RolloutConfig
+from shardwise.config.rl import LARGEST_TOP_K, RolloutConfig, SamplingConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
 from shardwise.config.rollout_engine import EmbeddedRollout, EngineProcessConfig, SglangRollout, VllmRollout
 from shardwise.config.temperature import LARGEST_TEMPERATURE, LEAST_TEMPERATURE

@@ -34,7 +34,7 @@ from shardwise.config.preference import (
     RewardModelLoss,
 )
 from shardwise.config.reward import RewardConfig
-from shardwise.config.rl import GenerationConfig, RolloutConfig
+from shardwise.config.rl import RolloutConfig, SamplingConfig
 from shardwise.config.rollout_engine import VllmRollout
 from shardwise.config.trainer import (
     BatchTrainerConfig,
@@ -442,7 +442,7 @@ class EvalConfig(Config):
     model: ModelConfig
     data: EvalDataConfig = EvalDataConfig.defaults()
     engine: ComputeConfig = ComputeConfig.defaults()
-    rollout: GenerationConfig = GenerationConfig.defaults()
+    rollout: SamplingConfig = SamplingConfig.defaults()
     reward: RewardConfig
     eval: EvalSettings = EvalSettings.defaults()
 
@@ -478,7 +478,7 @@ def _started_adapter(what: str) -> str:
     )
 
 
-def _require_environment(reward: RewardConfig | None, rollout: GenerationConfig, data: EvalDataConfig) -> None:
+def _require_environment(reward: RewardConfig | None, rollout: SamplingConfig, data: EvalDataConfig) -> None:
     if reward is not None and reward.reads_environment and rollout.environment is None:
         raise ValueError(
             "reward.functions has an entry of type environment, but there is none; set "
@@ -499,7 +499,7 @@ def _require_environment(reward: RewardConfig | None, rollout: GenerationConfig,
         raise ValueError(f"data.tools_column={data.tools_column} has no effect without rollout.environment.type=tools")
 
 
-def _require_context(rollout: GenerationConfig, data: EvalDataConfig) -> None:
+def _require_context(rollout: SamplingConfig, data: EvalDataConfig) -> None:
     """The rollout engine takes every prompt with its completion."""
     if rollout.engine.context_limit is None:
         return

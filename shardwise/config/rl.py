@@ -16,7 +16,7 @@ LARGEST_TOP_K = 2**31 - 1
 """SGLang keeps it in 32 bits."""
 
 
-class GenerationConfig(Config):
+class SamplingConfig(Config):
     """How completions are sampled."""
 
     engine: RolloutEngineConfig = EmbeddedRollout.defaults()
@@ -95,7 +95,7 @@ class DynamicSamplingConfig(Config):
     """Rounds of sampling for one step; after the last the step trains on what was found, and says how much that is."""
 
 
-class RolloutConfig(GenerationConfig):
+class RolloutConfig(SamplingConfig):
     """How much is sampled from the policy for one step."""
 
     num_prompts: PositiveInt = 8
@@ -132,7 +132,7 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _staleness_needs_ranks(self) -> Self:
-        if self.max_staleness and self.apart is None:
+        if self.max_staleness and self.split is None:
             raise ValueError(
                 f"max_staleness={self.max_staleness} samples while training goes on, which ranks that do both in turn "
                 "cannot; set rollout.placement=split, or max_staleness=0"
@@ -173,7 +173,7 @@ class RolloutConfig(GenerationConfig):
             "engine.process": embedded and self.engine.process is not None,
             "engine.compile_decode=true": isinstance(self.engine, EmbeddedRollout) and self.engine.compile_decode,
             "environment": self.environment is not None,
-            "placement=split": self.apart is not None,
+            "placement=split": self.split is not None,
         }
         for problem, is_present in problems.items():
             if is_present:
@@ -185,12 +185,12 @@ class RolloutConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _engine_can_stand_there(self) -> Self:
-        if self.apart is not None and self.engine.sleep_level:
+        if self.split is not None and self.engine.sleep_level:
             raise ValueError(
                 f"placement=split with engine.sleep_level={self.engine.sleep_level}: ranks that only sample have no "
                 "trainer to give memory to; set engine.sleep_level=0, or placement=colocated"
             )
-        if isinstance(self.engine, VllmRollout) and self.engine.process is None and self.apart is not None:
+        if isinstance(self.engine, VllmRollout) and self.engine.process is None and self.split is not None:
             raise ValueError(
                 "placement=split with engine=vllm: in the process of a rank vLLM forms its groups over all ranks of "
                 "the job, and only some of them would; set rollout.engine.process={}, which gives it one of its own, "
@@ -199,10 +199,10 @@ class RolloutConfig(GenerationConfig):
         return self
 
     @property
-    def apart(self) -> Split | None:
+    def split(self) -> Split | None:
         """The ranks that only sample; None where all ranks train and sample in turn."""
         return self.placement if isinstance(self.placement, Split) else None
 
-    def generation(self) -> GenerationConfig:
+    def generation(self) -> SamplingConfig:
         """The part that a rollout engine needs."""
-        return GenerationConfig(**{name: getattr(self, name) for name in GenerationConfig.model_fields})
+        return SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields})

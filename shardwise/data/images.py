@@ -12,7 +12,7 @@ import torch
 
 from shardwise.config import DataError, ModelError
 from shardwise.data.sources import describe_type, preview
-from shardwise.types import Images, Picture
+from shardwise.types import ImageRef, Images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,7 +75,7 @@ class ImageReader:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
         return cls(processor)
 
-    def open(self, cell: Any, folder: Path, name: str) -> Picture:
+    def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """An image by its size.
 
         Args:
@@ -106,32 +106,32 @@ class ImageReader:
         with _opened(source, name) as image:
             grid = self._grid(*_size(image, name), name)
         if isinstance(source, str):
-            return Picture(name=name, path=source, grid=grid)
-        return Picture(name=name, data=torch.frombuffer(bytearray(source), dtype=torch.uint8), grid=grid)
+            return ImageRef(name=name, path=source, grid=grid)
+        return ImageRef(name=name, data=torch.frombuffer(bytearray(source), dtype=torch.uint8), grid=grid)
 
-    def num_tokens(self, picture: Picture) -> int:
+    def num_tokens(self, image_ref: ImageRef) -> int:
         """That stand for it."""
-        time, height, width = picture.grid
+        time, height, width = image_ref.grid
         count: int = time * height * width // self._processor.merge_size**2
         return count
 
-    def read(self, pictures: Sequence[Picture]) -> Images:
+    def read(self, image_refs: Sequence[ImageRef]) -> Images:
         """At least one.
 
         Raises:
             DataError: one cannot be decoded, or is not there any more; names row and file.
         """
-        with ThreadPoolExecutor(min(_NUM_THREADS, len(pictures))) as threads:
-            found = list(threads.map(self._read, pictures))
+        with ThreadPoolExecutor(min(_NUM_THREADS, len(image_refs))) as threads:
+            found = list(threads.map(self._read, image_refs))
         return Images(
             pixel_values=torch.cat([images.pixel_values for images in found]),
             image_grid_thw=torch.cat([images.image_grid_thw for images in found]),
         )
 
-    def _read(self, picture: Picture) -> Images:
-        found = self._processor(images=[_decoded(picture)], do_convert_rgb=True, return_tensors="pt")
-        if found["image_grid_thw"].tolist() != [picture.grid]:
-            raise DataError(f"{picture.name} has another size than when the rows were read; leave it alone meanwhile")
+    def _read(self, image_ref: ImageRef) -> Images:
+        found = self._processor(images=[_decoded(image_ref)], do_convert_rgb=True, return_tensors="pt")
+        if found["image_grid_thw"].tolist() != [image_ref.grid]:
+            raise DataError(f"{image_ref.name} has another size than when the rows were read; leave it alone meanwhile")
         return Images(pixel_values=found["pixel_values"], image_grid_thw=found["image_grid_thw"])
 
     def _grid(self, width: int, height: int, name: str) -> list[int]:
@@ -229,13 +229,13 @@ def _upright(image: "Image", name: str) -> "Image":
     return image.copy() if turn is None else image.transpose(Transpose[turn])
 
 
-def _decoded(picture: Picture) -> "Image":
+def _decoded(image_ref: ImageRef) -> "Image":
     """As it is looked at."""
-    source = picture.path if picture.data is None else picture.data.numpy().tobytes()
+    source = image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()
     assert source is not None
-    with _opened(source, picture.name) as image:
+    with _opened(source, image_ref.name) as image:
         try:
             image.load()
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{picture.name} is damaged: {error}; replace it or remove the row") from None
-        return _upright(image, picture.name)
+            raise DataError(f"{image_ref.name} is damaged: {error}; replace it or remove the row") from None
+        return _upright(image, image_ref.name)

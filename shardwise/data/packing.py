@@ -157,7 +157,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         sample_index=list(indices),
         uids=[sample.uid for sample in chosen],
         images=_images(chosen),
-        pictures=[picture for sample in chosen for picture in sample.pictures],
+        image_refs=[image_ref for sample in chosen for image_ref in sample.image_refs],
         rewards=torch.tensor([sample.reward for sample in chosen]),
         **per_token,
     )

@@ -31,7 +31,7 @@ from shardwise.data.sources import (
     without_nulls,
 )
 from shardwise.data.vision import Vision, row_images
-from shardwise.types import Example, Picture, Sample
+from shardwise.types import Example, ImageRef, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def supervised_samples(
         num_truncated += (token_ids, loss_mask) != rendered
         sample = make_sample(row.origin, token_ids, loss_mask)
         if vision is not None and seen:
-            sample = replace(sample, pictures=seen, position_ids=vision.position_ids(sample.token_ids, seen))
+            sample = replace(sample, image_refs=seen, position_ids=vision.position_ids(sample.token_ids, seen))
         samples.append(sample)
     return loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
 
@@ -117,7 +117,7 @@ def prompt_examples(
     num_truncated = 0
     for row in rows:
         offered = _offered_tools(config, row, tools)
-        row, pictures = _with_image_words(config, row, config.prompt_column, vision)
+        row, image_refs = _with_image_words(config, row, config.prompt_column, vision)
         prompt_ids = render_prompt(
             tokenizer,
             get_prompt(config, row),
@@ -128,20 +128,20 @@ def prompt_examples(
         )
         words = prompt_ids
         if vision is not None:
-            prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), pictures, row.origin)
+            prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), image_refs, row.origin)
         overlong = len(prompt_ids) > limit
-        if overlong and (config.on_overlong == "error" or (pictures and config.on_overlong == "truncate")):
+        if overlong and (config.on_overlong == "error" or (image_refs and config.on_overlong == "truncate")):
             raise DataError(_overlong(row, "prompt", len(prompt_ids), "data.max_prompt_tokens", limit))
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
         example = _example(config, row, tokenizer, prompt_ids[-limit:])
-        if vision is not None and pictures:
+        if vision is not None and image_refs:
             example = replace(
                 example,
                 prompt=tokenizer.decode(words),
-                pictures=pictures,
-                position_ids=vision.position_ids(torch.tensor(prompt_ids), pictures),
+                image_refs=image_refs,
+                position_ids=vision.position_ids(torch.tensor(prompt_ids), image_refs),
             )
         examples.append(replace(example, tools=offered) if tools else example)
     return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
@@ -207,19 +207,19 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
 
 def _tokenize_supervised(
     config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", vision: Vision | None
-) -> tuple[Rendered, list[Picture]]:
+) -> tuple[Rendered, list[ImageRef]]:
     """The sequence of a row, and its images; their tokens are in it."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
-    row, pictures = _with_image_words(config, row, column, vision)
+    row, image_refs = _with_image_words(config, row, column, vision)
     rendered = _render_supervised(config, row, tokenizer)
     if vision is not None:
-        rendered = vision.expand(*rendered, pictures, row.origin)
-    return rendered, pictures
+        rendered = vision.expand(*rendered, image_refs, row.origin)
+    return rendered, image_refs
 
 
 def _with_image_words(
     config: SupervisedDataConfig | EvalDataConfig, row: Row, column: str, vision: Vision | None
-) -> tuple[Row, list[Picture]]:
+) -> tuple[Row, list[ImageRef]]:
     """The row with what stands for its images in the words of `column`, and the images."""
     if vision is None or not config.apply_chat_template:
         if row_images(row, config.images_column):
@@ -227,8 +227,8 @@ def _with_image_words(
         return row, []
     if not has_column(row, column):
         return row, []
-    words, pictures = vision.take(get_cell(row, column), row, config.images_column)
-    return replace(row, values={**row.values, column: plain_cell(row, column, words)}), pictures
+    words, image_refs = vision.take(get_cell(row, column), row, config.images_column)
+    return replace(row, values={**row.values, column: plain_cell(row, column, words)}), image_refs
 
 
 def _not_shown(config: SupervisedDataConfig | EvalDataConfig, row: Row) -> str:

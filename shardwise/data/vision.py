@@ -12,7 +12,7 @@ from shardwise.config import DataError, ModelError
 from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
-from shardwise.types import Picture
+from shardwise.types import ImageRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ class Vision:
             return None
         return cls(tokenizer, reader, config.image_token_id, model.get_rope_index)
 
-    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[Picture]]:
+    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
         """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
         writes for an image in the place of each.
 
@@ -85,7 +85,7 @@ class Vision:
         return [taking.message(message) for message in messages], taking.finish()
 
     def expand(
-        self, tokens: list[int], loss_mask: list[bool], pictures: Sequence[Picture], origin: str
+        self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
     ) -> tuple[list[int], list[bool]]:
         """The sequence with as many tokens for each image as it takes, none of which is trained.
 
@@ -93,13 +93,13 @@ class Vision:
             DataError: a message writes the image token itself.
         """
         found = tokens.count(self._image_token_id)
-        if found != len(pictures):
+        if found != len(image_refs):
             token = self._tokenizer.decode([self._image_token_id])
             raise DataError(
-                f"{origin}: the text has {found} times {token!r} for {len(pictures)} images, so a message writes it "
+                f"{origin}: the text has {found} times {token!r} for {len(image_refs)} images, so a message writes it "
                 f"itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
             )
-        counts = map(self._reader.num_tokens, pictures)
+        counts = map(self._reader.num_tokens, image_refs)
         expanded: list[int] = []
         mask: list[bool] = []
         for token_id, is_trained in zip(tokens, loss_mask, strict=True):
@@ -109,23 +109,23 @@ class Vision:
             mask += [is_trained and not is_image] * count
         return expanded, mask
 
-    def whole(self, tokens: list[int], pictures: Sequence[Picture]) -> tuple[int, list[Picture]]:
+    def whole(self, tokens: list[int], image_refs: Sequence[ImageRef]) -> tuple[int, list[ImageRef]]:
         """Of a sequence whose end was cut off: how many of its tokens end before an image that was cut in two, and the
         images that are whole."""
         left = tokens.count(self._image_token_id)
-        kept: list[Picture] = []
-        for picture in pictures:
-            count = self._reader.num_tokens(picture)
+        kept: list[ImageRef] = []
+        for image_ref in image_refs:
+            count = self._reader.num_tokens(image_ref)
             if count > left:
                 return len(tokens) - left, kept  # what is left of it stands at the end
-            kept.append(picture)
+            kept.append(image_ref)
             left -= count
         return len(tokens), kept
 
-    def position_ids(self, token_ids: Tensor, pictures: Sequence[Picture]) -> Tensor:
+    def position_ids(self, token_ids: Tensor, image_refs: Sequence[ImageRef]) -> Tensor:
         """[L] -> [3, L]: where each token is in time, height and width, as the model itself counts."""
         kinds = (token_ids == self._image_token_id).int()
-        grids = torch.tensor([picture.grid for picture in pictures])
+        grids = torch.tensor([image_ref.grid for image_ref in image_refs])
         positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
         return positions[:, 0]
 
@@ -134,7 +134,7 @@ class Vision:
         """What stands for a part of an image."""
         return self._image_token_id
 
-    def open(self, cell: Any, folder: Path, name: str) -> Picture:
+    def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """See `ImageReader.open`."""
         return self._reader.open(cell, folder, name)
 
@@ -174,7 +174,7 @@ class _Taking:
         self._row = row
         self._column = images_column
         self._cells = row_images(row, images_column)
-        self._pictures: list[Picture] = []
+        self._image_refs: list[ImageRef] = []
         self._num_from_column = 0
 
     def message(self, message: Any) -> Any:
@@ -190,7 +190,7 @@ class _Taking:
         before, *rest = text.split(PLACEHOLDER)
         return before + "".join(self._next() + words for words in rest)
 
-    def finish(self) -> list[Picture]:
+    def finish(self) -> list[ImageRef]:
         """All of them."""
         if self._num_from_column != len(self._cells):
             raise DataError(
@@ -198,7 +198,7 @@ class _Taking:
                 f"places for {self._num_from_column}: {PLACEHOLDER} in a string, or {{"
                 '"type": "image"} in a list; give as many as there are images'
             )
-        return self._pictures
+        return self._image_refs
 
     def _part(self, part: Any) -> str:
         match part:
@@ -221,8 +221,8 @@ class _Taking:
         return self._add(self._cells[place])
 
     def _add(self, cell: Any) -> str:
-        name = f"{self._row.origin}: image {len(self._pictures) + 1}"
-        self._pictures.append(self._vision.open(cell, self._row.folder, name))
+        name = f"{self._row.origin}: image {len(self._image_refs) + 1}"
+        self._image_refs.append(self._vision.open(cell, self._row.folder, name))
         return self._vision.image_text
 
 

@@ -6,8 +6,8 @@ from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, Part, TrainEngine
 from shardwise.engine.export import StagedExport, fsync_folder, fsync_path, named_failures
 from shardwise.engine.heads import HeadName
-from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.nonfinite import PHASES, Diagnosis, Fault
 from shardwise.engine.staging import Links
+from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs

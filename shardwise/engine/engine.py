@@ -25,7 +25,6 @@ from shardwise.engine.busy import BusyClock
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
-from shardwise.engine.lesson import Divergence, Lesson
 from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ROW_BYTES, ShardedModel, build_sharded, unaligned_expert
@@ -34,6 +33,7 @@ from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_nor
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
+from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
@@ -47,7 +47,7 @@ from shardwise.ops import (
     traced,
     with_release,
 )
-from shardwise.types import Denominators, Metrics, MetricValue, Picture, TokenBatch, TokenOutputs, merge_metrics
+from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
@@ -183,16 +183,16 @@ class TrainEngine:
         with_logprobs: bool = True,
         with_entropy: bool = False,
         with_adapters: bool = True,
-        lessons: Sequence[Lesson] | None = None,
+        teacher_outputs: Sequence[TeacherOutputs] | None = None,
     ) -> list[TokenOutputs]:
         """What the head says about every micro-batch, on the host.
 
         Args:
             with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
-            lessons: of a teacher, one for each micro-batch; the divergence from it is among the outputs.
+            teacher_outputs: of a teacher, one for each micro-batch; the divergence from it is among the outputs.
         """
-        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
+        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
         with nullcontext() if with_adapters else self._adapters_off():
             outputs = [
                 self._forward(batch, about).to(torch.device("cpu"))
@@ -201,10 +201,10 @@ class TrainEngine:
         self._reshard()
         return outputs
 
-    def own_images(self, pictures: Sequence[Picture]) -> range:
+    def own_images(self, image_refs: Sequence[ImageRef]) -> range:
         """Which images of a micro-batch this rank looks at: ranks that share sequences divide them."""
         rank = 0 if self._backend.ulysses is None else self._backend.ulysses.rank
-        return divide_images([math.prod(picture.grid) for picture in pictures], self._ulysses_size())[rank]
+        return divide_images([math.prod(image_ref.grid) for image_ref in image_refs], self._ulysses_size())[rank]
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """Inside it what this rank's modules compute is kept, by the names that they have in transformers."""
@@ -212,11 +212,11 @@ class TrainEngine:
         return traced((plain_name(path), module) for path, module in model.named_modules())
 
     @torch.no_grad()
-    def lessons(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[Lesson]:
+    def teacher_outputs(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[TeacherOutputs]:
         """For distillation: this teacher's hidden states and output projection for every micro-batch, not its logits.
 
         A step's states wait on the host: scored tokens x hidden size. The output projection is gathered once, and is
-        whole on every rank's device until the last lesson is dropped: vocabulary x hidden size x bytes of param_dtype
+        whole on every rank's device until the last of these is dropped: vocabulary x hidden size x bytes of param_dtype
         (1.2 GB for 151,936 x 4,096 in bfloat16). What else this engine has on the device may be offloaded meanwhile.
         """
         head = self._model.head
@@ -226,11 +226,12 @@ class TrainEngine:
         self._reshard()
         projection = gathered(head.projection.weight, self._compute_dtype)
         return [
-            Lesson(states=own, projection=projection, transform=head.transform, divergence=divergence) for own in states
+            TeacherOutputs(states=own, projection=projection, transform=head.transform, divergence=divergence)
+            for own in states
         ]
 
     def check_teacher(self, teacher: Self) -> None:
-        """Asks once, after both are built, whether this model can be given lessons of `teacher`.
+        """Asks once, after both are built, whether this model can learn from the outputs of `teacher`.
 
         Raises:
             ModelError: one of them is no language model, or their vocabularies differ in size.
@@ -264,7 +265,7 @@ class TrainEngine:
         temperature: float = 1.0,
         with_logprobs: bool = True,
         with_entropy: bool = False,
-        lessons: Sequence[Lesson] | None = None,
+        teacher_outputs: Sequence[TeacherOutputs] | None = None,
         origins: Sequence[Origin] | None = None,
     ) -> Metrics:
         """Accumulates the gradient of one optimizer step, reduced over ranks as engine.reduce_gradients says.
@@ -272,7 +273,7 @@ class TrainEngine:
         A batch without samples still runs forward and backward: every rank must enter every collective.
 
         Args:
-            temperature, with_logprobs, with_entropy, lessons: as for `forward`; outputs.divergence has a gradient.
+            temperature, with_logprobs, with_entropy, teacher_outputs: as for `forward`; the divergence has a gradient.
             origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss, on the
@@ -286,7 +287,7 @@ class TrainEngine:
                 "an earlier forward_backward of this engine ended with an error, and what it left of gradients would "
                 "be added to others; build the engine again, from its last checkpoint"
             )
-        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, lessons)
+        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
         if origins is None:
             origins = [(dist.get_rank(), index) for index in range(len(batches))]
         return self._accumulate(batches, wanted, origins, loss_fn, denominators)
@@ -604,9 +605,11 @@ def _wanted(
     temperature: float,
     with_logprobs: bool,
     with_entropy: bool,
-    lessons: Sequence[Lesson] | None,
+    teacher_outputs: Sequence[TeacherOutputs] | None,
 ) -> list[Wanted]:
     """Of every micro-batch."""
     assert with_logprobs or not with_entropy, "entropy comes with the logprobs"
     common = Wanted(temperature=temperature, logprobs=with_logprobs, entropy=with_entropy)
-    return [common] * num_batches if lessons is None else [replace(common, lesson=lesson) for lesson in lessons]
+    return (
+        [common] * num_batches if teacher_outputs is None else [replace(common, teacher=one) for one in teacher_outputs]
+    )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.engine.lesson import Lesson
 from shardwise.engine.logprobs import selected_logprobs
+from shardwise.engine.teacher_outputs import TeacherOutputs
 from shardwise.engine.token_slice import ScoredTokens
 from shardwise.ops import LogitTransform
 
@@ -35,13 +35,13 @@ class Wanted:
     """What a language model is asked about its scored tokens. A value head has one answer and reads none of it."""
 
     temperature: float = 1.0
-    """Of logprobs and entropy; a lesson has one of its own."""
+    """Of logprobs and entropy; the divergence has one of its own."""
     logprobs: bool = True
     entropy: bool = False
     """With the logprobs only."""
     states: bool = False
     """The hidden states themselves: what a teacher gives."""
-    lesson: Lesson | None = None
+    teacher: TeacherOutputs | None = None
     """What a student's divergence is measured from. In here, FSDP does not cast it to the student's dtype."""
 
 
@@ -72,8 +72,8 @@ class LogprobHead(nn.Module):
             )
             if wanted.entropy:
                 found["entropy"] = entropy
-        if wanted.lesson is not None:
-            found["divergence"] = wanted.lesson.divergence_of(scored, weight, self.transform)
+        if wanted.teacher is not None:
+            found["divergence"] = wanted.teacher.divergence_of(scored, weight, self.transform)
         if wanted.states:
             found["states"] = scored
         return found

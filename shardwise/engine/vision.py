@@ -111,7 +111,7 @@ class VisionTower:
             )
         assert batch.images is not None, "images that nobody has read"
         pixels, grids = batch.images.pixel_values, batch.images.image_grid_thw
-        if not batch.pictures:
+        if not batch.image_refs:
             pixels, grids = pixels[patches.start : patches.stop], grids[own.start : own.stop]
         assert (len(pixels), len(grids)) == (len(patches), len(own)), "the images of another rank"
         return Images(
@@ -136,8 +136,8 @@ def divide_images(num_patches: Sequence[int], num_ranks: int) -> list[range]:
 
 def _num_patches(batch: TokenBatch) -> list[int]:
     """Of each image of the pack, whoever has read it."""
-    if batch.pictures:
-        return [math.prod(picture.grid) for picture in batch.pictures]
+    if batch.image_refs:
+        return [math.prod(image_ref.grid) for image_ref in batch.image_refs]
     counts: list[int] = [] if batch.images is None else batch.images.image_grid_thw.prod(1).tolist()
     return counts
 

@@ -204,7 +204,7 @@ def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) 
         weights = _weights(correction.weights, old, rollout, loss_mask)
     if correction.rejection is not None:
         kept = _kept(correction.rejection, old, rollout, loss_mask)
-    corrected = _with_rows(_with_rows(samples, "weights", weights), "loss_mask", kept)
+    corrected = _with_rows(_with_rows(samples, "importance_weights", weights), "loss_mask", kept)
     high = correction.weights.high if isinstance(correction.weights, RatioWeights) else math.inf
     return corrected, apart | correction_metrics(weights, kept, loss_mask, high=high)
 

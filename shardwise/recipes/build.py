@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, EmbeddedRollout, GenerationConfig, ModelConfig, ModelError
+from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.model_config import read_model_config
@@ -30,7 +30,7 @@ class OpenedModel:
     vision: Vision | None
     """How it is shown images; None for one that sees none."""
 
-    def vision_in(self, rollout: GenerationConfig) -> Vision | None:
+    def vision_in(self, rollout: SamplingConfig) -> Vision | None:
         """What shows images to the model where it also samples; None where that is not known how."""
         can_show = isinstance(rollout.engine, EmbeddedRollout) and rollout.environment is None
         return self.vision if can_show else None

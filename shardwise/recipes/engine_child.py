@@ -1,6 +1,6 @@
 """The main of a rollout engine's own process.
 
-    {"model": a ModelConfig, "rollout": a GenerationConfig, "dtype": "bfloat16", "device": "cuda", "lora": null}
+    {"model": a ModelConfig, "rollout": a SamplingConfig, "dtype": "bfloat16", "device": "cuda", "lora": null}
 
 This comes on standard input, the rest as `serving.serve` says. The device is the first that the process sees.
 """
@@ -13,9 +13,9 @@ from shardwise.recipes.heavy_imports import heavy_imports
 with heavy_imports():
     import torch
 
-    from shardwise.config import GenerationConfig, LoraConfig, ModelConfig
+    from shardwise.config import LoraConfig, ModelConfig, SamplingConfig
     from shardwise.engine import take_device
-    from shardwise.recipes.quiet import quiet_libraries
+    from shardwise.recipes.library_logging import quiet_libraries
     from shardwise.recipes.rollout_engines import build_here
     from shardwise.rollout import RolloutEngine, serve
 
@@ -33,7 +33,7 @@ def main(*descriptors: int) -> None:
         device = torch.device("cpu") if setup["device"] == "cpu" else take_device(0)
         return build_here(
             ModelConfig.model_validate(setup["model"]),
-            GenerationConfig.model_validate(setup["rollout"]),
+            SamplingConfig.model_validate(setup["rollout"]),
             dtype=getattr(torch, setup["dtype"]),
             device=device,
             lora=None if setup["lora"] is None else LoraConfig.model_validate(setup["lora"]),

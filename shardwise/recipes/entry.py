@@ -43,10 +43,10 @@ from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export
 from shardwise.recipes.import_checkpoint import import_checkpoint
+from shardwise.recipes.library_logging import quiet_libraries
 from shardwise.recipes.parity import EngineName, parity
 from shardwise.recipes.preference import train as train_preference
 from shardwise.recipes.quickstart import quickstart
-from shardwise.recipes.quiet import quiet_libraries
 from shardwise.recipes.replay import replay
 from shardwise.recipes.reward_model import train as train_reward_model
 from shardwise.recipes.rl import train as train_rl
@@ -82,7 +82,7 @@ def run_recipe(config: RecipeConfig) -> int:
         return start(output_dir=config.eval.output_dir, stall=limit)
     trainer = config.trainer
     return start(
-        apart=config.rollout.apart if isinstance(config, RLConfig) else None,
+        split=config.rollout.split if isinstance(config, RLConfig) else None,
         faults=trainer.faults,
         output_dir=trainer.output_dir,
         stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
@@ -160,7 +160,7 @@ def run_rank(
     recipe: Callable[[RankGroup], None],
     *,
     timeout_seconds: int,
-    apart: Split | None = None,
+    split: Split | None = None,
     faults: Sequence[str] = (),
     output_dir: str | None = None,
     stall: StallLimit | None = None,
@@ -169,7 +169,7 @@ def run_rank(
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
     Args:
-        apart: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
+        split: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
         faults: to rehearse, beside those of the environment variable.
         output_dir: where a job without our launcher leaves what every rank did when one of them hung.
         stall: how long rank 0 may take to go on; None: as long as it wants.
@@ -187,7 +187,7 @@ def run_rank(
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
-            num_together = _num_together(rank, apart)
+            num_together = _num_together(rank, split)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
             reports = None if output_dir is None else Path(output_dir) / REPORTS
@@ -210,9 +210,9 @@ def run_rank(
             links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
             beside = BackgroundWorker(rank.rank, links)
             join = None
-            if apart is not None:
-                assert output_dir is not None  # of training, as `apart` is
-                join = _medium_of(rank, apart, store, device, run=output_dir, timeout_seconds=timeout_seconds)
+            if split is not None:
+                assert output_dir is not None  # of training, as `split` is
+                join = _medium_of(rank, split, store, device, run=output_dir, timeout_seconds=timeout_seconds)
             worker = Worker(device, join_medium=join, writer=beside, interruption=beside.interruption)
             if rank.rank == 0:
                 background = RankGroup(
@@ -271,9 +271,9 @@ def _begin_plan(faults: Sequence[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _num_together(rank: Rank, apart: Split | None) -> int:
+def _num_together(rank: Rank, split: Split | None) -> int:
     """The ranks of the default process group. Raises ConfigError: there would be none."""
-    num_apart = 0 if apart is None else apart.num_ranks
+    num_apart = 0 if split is None else split.num_ranks
     if num_apart >= rank.world_size:
         raise ConfigError(
             f"rollout.placement.num_ranks={num_apart} leaves none of the job's {rank.world_size} ranks to train; start "
@@ -283,26 +283,26 @@ def _num_together(rank: Rank, apart: Split | None) -> int:
 
 
 def _medium_of(
-    rank: Rank, apart: Split, store: dist.Store, device: torch.device, *, run: str, timeout_seconds: int
+    rank: Rank, split: Split, store: dist.Store, device: torch.device, *, run: str, timeout_seconds: int
 ) -> Callable[[], Medium] | None:
     """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
-    num_together = rank.world_size - apart.num_ranks
+    num_together = rank.world_size - split.num_ranks
     if 0 < rank.rank < num_together:
         return None
     join: Callable[..., Medium]
-    match apart.medium:
+    match split.medium:
         case "process_group":
             join = partial(ProcessGroupMedium.join, backend="gloo" if device.type == "cpu" else "nccl", device=device)
         case "shared_memory":
             join = SharedMemoryMedium.join
         case "disk":
-            assert apart.folder is not None  # as the config says
-            join = partial(DiskMedium.join, folder=apart.folder, run=os.path.realpath(run))
+            assert split.folder is not None  # as the config says
+            join = partial(DiskMedium.join, folder=split.folder, run=os.path.realpath(run))
     return partial(
         join,
         dist.PrefixStore("weights", store),
         0 if rank.rank == 0 else rank.rank - num_together + 1,
-        1 + apart.num_ranks,
+        1 + split.num_ranks,
         # Shorter than a collective: the trainers that wait for rank 0 must not be the first to give up.
         timeout=timedelta(seconds=timeout_seconds / 2),
     )

@@ -175,8 +175,8 @@ def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
         # With one optimizer step per rollout batch the policy is the one that sampled: the ratio is 1, not a constant.
         old_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         losses, metrics = token_losses_of(outputs.logprobs, old_logprobs, batch)
-        if batch.weights is not None:
-            losses = losses * batch.weights
+        if batch.importance_weights is not None:
+            losses = losses * batch.importance_weights
         if not config.needs_old_logprobs:  # else they were compared before the first optimizer step
             metrics |= mismatch_metrics(outputs.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)

@@ -14,8 +14,8 @@ from shardwise.config import (
     ConfigError,
     EmbeddedRollout,
     FrozenEngineConfig,
-    GenerationConfig,
     ModelConfig,
+    SamplingConfig,
     VllmRollout,
 )
 from shardwise.config.engine import DtypeName
@@ -124,7 +124,7 @@ def parity(
     ]
     num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it draws one after what it scores
     model.require_context("the prompt + --max-tokens", num_tokens)
-    generation = GenerationConfig(
+    generation = SamplingConfig(
         engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(model, num_tokens),
         max_concurrent_sequences=1,
     )

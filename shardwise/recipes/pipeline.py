@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from shardwise.config import TrainingError
 from shardwise.data import PromptStream
-from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.sampler import Rollout, Sampler
+from shardwise.recipes.sync_gate import SyncGate
 
 
 class Pipeline:
@@ -23,7 +23,7 @@ class Pipeline:
         max_staleness 0 or 1: every rollout that may begin. The order of events then does not depend on timing, so runs
             repeat bit for bit; it costs nothing, because training needs those rollouts next.
         max_staleness > 1: rollouts that have begun, no others. Which version samples a step depends on timing.
-        with `turns` (rollout.partial): nothing. It interrupts rollouts in flight, which continue under the new weights.
+        with `sync_gate` (rollout.partial): nothing. Rollouts in flight are interrupted and go on under the new weights.
 
     Neither side has a deadline for the other: calls of ranks, rewards and environments have their own, and
     trainer.stall_timeout_seconds ends a run in which nothing new begins.
@@ -36,18 +36,18 @@ class Pipeline:
         *,
         total_steps: int,
         max_staleness: int | None = None,
-        turns: EngineTurns | None = None,
+        sync_gate: SyncGate | None = None,
     ) -> None:
         """
         Args:
             max_staleness: versions of the policy; None samples in turn.
-            turns: those of the sampler, where new weights interrupt it.
+            sync_gate: the sampler's, where new weights interrupt it.
         """
         self._sampler = sampler
         self._stream = stream
         self._total_steps = total_steps
         self._max_staleness = max_staleness
-        self._turns = turns
+        self._sync_gate = sync_gate
         self._changed = threading.Condition()
         # What follows is read and written under the condition.
         self._ready: deque[Rollout] = deque()
@@ -100,7 +100,7 @@ class Pipeline:
         """Whether the engines should serve new weights now: always, unless they are busy, cannot be interrupted, and
         training has what to go on with."""
         with self._changed:
-            return self._turns is not None or not (self._is_sampling and self._ready)
+            return self._sync_gate is not None or not (self._is_sampling and self._ready)
 
     @contextmanager
     def serving(self, version: int, *, samples: bool) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Pipeline:
         Args:
             samples: the body samples too, and waits until rollouts that have begun are whole.
         """
-        with self._at_rest() if samples or self._turns is None else self._turns.weights():
+        with self._at_rest() if samples or self._sync_gate is None else self._sync_gate.weights():
             yield
             with self._changed:
                 self._version = version
@@ -136,7 +136,7 @@ class Pipeline:
     def _at_rest(self) -> Iterator[None]:
         """Nothing begins in its body."""
         with self._changed:
-            is_ordered = self._max_staleness in (0, 1) and self._turns is None
+            is_ordered = self._max_staleness in (0, 1) and self._sync_gate is None
             self._is_held = self._max_staleness is not None and not is_ordered
             self._wait_for(lambda: self._failure is None and not self._is_sampling and not self._may_begin())
         try:

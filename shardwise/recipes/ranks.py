@@ -25,10 +25,10 @@ class Ranks:
     @classmethod
     def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
         """Divides the ranks of a job as rollout.placement says."""
-        apart, supervises = config.rollout.apart, config.rollout.engine.process is not None
-        if apart is None:
+        split, supervises = config.rollout.split, config.rollout.engine.process is not None
+        if split is None:
             return cls(group, group, supervises=supervises)
-        num_trainers = group.size - apart.num_ranks
+        num_trainers = group.size - split.num_ranks
         return cls(
             group.part(
                 0,
@@ -39,12 +39,12 @@ class Ranks:
             group.part(
                 num_trainers,
                 group.size,
-                timeout_seconds=apart.timeout_seconds,
+                timeout_seconds=split.timeout_seconds,
                 timeout_key="rollout.placement.timeout_seconds",
             ),
-            sends_delta=apart.delta,
+            sends_delta=split.delta,
             supervises=supervises,
-            shares_memory=apart.medium == "shared_memory" and apart.num_ranks == 1,
+            shares_memory=split.medium == "shared_memory" and split.num_ranks == 1,
         )
 
     @property

@@ -67,9 +67,9 @@ def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.devic
     engine = source.build(device, optimizer=OptimizerConfig(), require_finite=False)  # it makes no update
     engine.load_numbers(bundle.step.numbers)
     tokens = [batch.tokens for batch in batches]
-    teacher, lessons = bundle.teacher_source(), None
+    teacher, teacher_outputs = bundle.teacher_source(), None
     if teacher is not None and loss.divergence is not None:
-        lessons = teacher.build(device, require_finite=False).lessons(tokens, loss.divergence)
+        teacher_outputs = teacher.build(device, require_finite=False).teacher_outputs(tokens, loss.divergence)
     return engine.diagnose(
         tokens,
         loss.function,
@@ -77,7 +77,7 @@ def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.devic
         temperature=source.temperature,
         with_logprobs=loss.with_logprobs,
         with_entropy=loss.with_entropy,
-        lessons=lessons,
+        teacher_outputs=teacher_outputs,
         origins=[(batch.rank, batch.index) for batch in batches],
     )
 

@@ -10,7 +10,6 @@ from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
-from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.engines import build_engine
 from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
@@ -24,6 +23,7 @@ from shardwise.recipes.sampled_tokens import TokenAccount
 from shardwise.recipes.sampler import Sampler
 from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
 from shardwise.recipes.sync import WeightSync
+from shardwise.recipes.sync_gate import SyncGate
 from shardwise.rewards import make_rewards
 from shardwise.types import Example, MetricValue
 
@@ -51,9 +51,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     ranks.build_rollout(model.config, config)
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
-    turns: EngineTurns | None = None
-    if config.rollout.partial and config.rollout.apart is not None:
-        turns = EngineTurns(ranks.interrupt_sampling, timeout_seconds=config.rollout.apart.timeout_seconds)
+    sync_gate: SyncGate | None = None
+    if config.rollout.partial and config.rollout.split is not None:
+        sync_gate = SyncGate(ranks.interrupt_sampling, timeout_seconds=config.rollout.split.timeout_seconds)
     counts = {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
@@ -63,14 +63,14 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             config.rollout,
             rewards,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            turns=turns,
+            sync_gate=sync_gate,
         ) as rollouter,
         Pipeline(
             Sampler(rollouter, stream, examples.rows, config),
             stream,
             total_steps=total_steps,
             max_staleness=config.rollout.max_staleness if ranks.are_split else None,
-            turns=turns,
+            sync_gate=sync_gate,
         ) as pipeline,
         Run(
             "rl",

@@ -1,4 +1,4 @@
-"""Builds what samples completions, as a GenerationConfig says."""
+"""Builds what samples completions, as a SamplingConfig says."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from shardwise.config import (
     EmbeddedRollout,
     EngineProcessConfig,
-    GenerationConfig,
     LoraConfig,
     ModelConfig,
+    SamplingConfig,
     SglangRollout,
     VllmRollout,
 )
@@ -34,7 +34,7 @@ from shardwise.rollout import (
 
 def build_rollout(
     model: ModelConfig,
-    config: GenerationConfig,
+    config: SamplingConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -53,7 +53,7 @@ def build_rollout(
 
 def build_here(
     model: ModelConfig,
-    config: GenerationConfig,
+    config: SamplingConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -103,7 +103,7 @@ def _attaching(lora: LoraConfig) -> Callable[[PreTrainedModel], dict[str, str]]:
 
 def _supervised(
     model: ModelConfig,
-    config: GenerationConfig,
+    config: SamplingConfig,
     process: EngineProcessConfig,
     *,
     dtype: torch.dtype,

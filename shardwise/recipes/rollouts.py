@@ -12,17 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import (
     AgentEnvironment,
     CustomEnvironment,
-    GenerationConfig,
     RewardConfig,
+    SamplingConfig,
     ToolsEnvironment,
     TrainingError,
 )
 from shardwise.controller.base import WorkerGroup
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.agents import Agents
-from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.environment import load_agent, load_environment
 from shardwise.recipes.episodes import Episode, Episodes
+from shardwise.recipes.sync_gate import SyncGate
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
 
@@ -34,17 +34,17 @@ class Rollouter:
         self,
         group: WorkerGroup,
         tokenizer: PreTrainedTokenizerBase,
-        config: GenerationConfig,
+        config: SamplingConfig,
         rewards: Rewards | CustomRewards | None,
         *,
         max_prompt_tokens: int,
-        turns: EngineTurns | None = None,
+        sync_gate: SyncGate | None = None,
     ) -> None:
         """
         Args:
             rewards: None judges nothing; every reward is 0.
             max_prompt_tokens: of the prompts that agents write.
-            turns: new weights may come between two calls of the engines, and interrupt them; None: nothing interrupts.
+            sync_gate: lets new weights in between two calls of the engines, or into one; None: nothing interrupts.
         Raises:
             ConfigError: rollout.environment cannot be used.
         """
@@ -52,7 +52,7 @@ class Rollouter:
         self._tokenizer = tokenizer
         self._config = config
         self._rewards = rewards
-        self._turns = turns
+        self._sync_gate = sync_gate
         self.num_sampled_tokens = 0
         """That engines have sampled so far, in all calls."""
         self._episodes: Episodes | Agents | None = None
@@ -99,9 +99,9 @@ class Rollouter:
                 min_p=self._config.min_p,
                 stop=self._config.stop,
                 seed=seed,
-                home=index,
+                prefix_key=index,
                 with_experts=with_experts,
-                pictures=example.pictures,
+                image_refs=example.image_refs,
             )
             for index, example in enumerate(examples)
         ]
@@ -154,14 +154,15 @@ class Rollouter:
         return groups
 
     def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Deals requests to the engines round-robin, so that neighbours of like length spread evenly; by their `home`
-        where engines cache prefixes."""
+        """Deals requests to the engines round-robin, so that neighbours of like length spread evenly; by their
+        `prefix_key` where engines cache prefixes."""
         size = self._group.size // self._config.engine.ranks_per_engine
-        homes = [
-            request.home if self._config.engine.keeps_prefixes else place for place, request in enumerate(requests)
+        keys = [
+            request.prefix_key if self._config.engine.keeps_prefixes else place
+            for place, request in enumerate(requests)
         ]
-        places = [[place for place, home in enumerate(homes) if home % size == engine] for engine in range(size)]
-        with nullcontext() if self._turns is None else self._turns.sampling():
+        places = [[place for place, key in enumerate(keys) if key % size == engine] for engine in range(size)]
+        with nullcontext() if self._sync_gate is None else self._sync_gate.sampling():
             shards = self._group.scatter("generate", [[requests[place] for place in shard] for shard in places])
         found = {
             place: group
@@ -208,7 +209,7 @@ def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list
             request,
             num_completions=1,
             first_index=index,
-            begun=completions[index].token_ids,
+            partial_token_ids=completions[index].token_ids,
             max_tokens=request.max_tokens - len(completions[index].token_ids),
         )
         for index in begun

@@ -33,7 +33,7 @@ class TrainingRows:
     def held_out_parts(self) -> Iterator[list[Sample]]:
         """The held-out samples: as many at a time as a step has where one has images, whose pixels are not kept."""
         assert self.held_out is not None
-        has_images = any(sample.pictures for sample in self.held_out)
+        has_images = any(sample.image_refs for sample in self.held_out)
         size = self.loader.batch_size * self.samples_per_row if has_images else len(self.held_out)
         return (self.held_out[start : start + size] for start in range(0, len(self.held_out), size))
 

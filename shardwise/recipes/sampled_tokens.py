@@ -19,7 +19,7 @@ FATES = ("trained", "masked", "dropped")
 
 def with_spans(request: GenerateRequest, completions: Sequence[Completion]) -> list[Completion]:
     """An engine's completions of a request, each with the SampledSpan that proves its tokens."""
-    read = request.prompt_ids + request.begun
+    read = request.prompt_ids + request.partial_token_ids
     return [
         replace(completion, spans=[_span_of(read, completion.token_ids)] if completion.token_ids else [])
         for completion in completions

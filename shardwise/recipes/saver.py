@@ -18,7 +18,7 @@ from shardwise.recipes.manifest import write_manifest
 from shardwise.recipes.resume import STATE, write_run
 from shardwise.recipes.retention import Reported, after_saving
 from shardwise.recipes.save_checks import check_before_saving
-from shardwise.recipes.save_policy import SavePolicy
+from shardwise.recipes.save_retries import SaveRetries
 from shardwise.recipes.saving import new_checkpoint
 
 
@@ -53,7 +53,7 @@ class Saver:
         self._reported = reported
         self._files = files
         self._begun_from = begun_from
-        self._policy = SavePolicy(config.trainer)
+        self._retries = SaveRetries(config.trainer)
         self._pending: Background[None] | None = None
         self.newest: Path | None = None
         """The checkpoint that was published last."""
@@ -64,7 +64,7 @@ class Saver:
     @property
     def num_failures(self) -> int:
         """Checkpoints that could not be saved so far."""
-        return self._policy.num_failures
+        return self._retries.num_failures
 
     def save(self, step: int, parts: Mapping[str, Any]) -> None:
         """Returns when the engines may train on.
@@ -80,7 +80,7 @@ class Saver:
         metrics = self._reported.newest
         background = self._group.background if self._config.trainer.async_save else None
         if background is None:
-            with self._policy.tolerate():
+            with self._retries.tolerate():
                 self._publish(step, parts, metrics, None)
         else:
             self._stage(background)
@@ -98,7 +98,7 @@ class Saver:
         if pending is None:
             return
         deadline = self._config.trainer.save_timeout_seconds
-        with self._policy.tolerate():
+        with self._retries.tolerate():
             if not pending.wait(deadline):
                 kept = "none was saved since this start" if self.newest is None else f"the last one is {self.newest}"
                 raise RankSilentError(
@@ -110,13 +110,13 @@ class Saver:
     def finish(self) -> None:
         """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""
         self.wait()
-        self._policy.require_last_saved()
+        self._retries.require_last_saved()
 
     def _publish(
         self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
     ) -> None:
-        self._policy.retry(step, partial(self._write, step, parts, metrics, background))
-        self._policy.note_saved()
+        self._retries.retry(step, partial(self._write, step, parts, metrics, background))
+        self._retries.note_saved()
         self.newest = step_folder(self._run, step)
         self.seconds = time.perf_counter() - self._started
         after_saving(self._run, step, self._config.trainer, self._reported)

@@ -16,16 +16,24 @@ from shardwise.config import (
     EngineConfig,
     ExportError,
     FrozenEngineConfig,
-    GenerationConfig,
     LoraConfig,
     ModelConfig,
     ModelError,
     OptimizerConfig,
+    SamplingConfig,
     UserError,
 )
 from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
-from shardwise.engine import HeadName, Lesson, Part, TrainEngine, convert_folder, named_failures, raised_on_every_rank
+from shardwise.engine import (
+    HeadName,
+    Part,
+    TeacherOutputs,
+    TrainEngine,
+    convert_folder,
+    named_failures,
+    raised_on_every_rank,
+)
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
 from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
@@ -93,12 +101,12 @@ class Seat:
         if self.reader is None:
             return batches
         with raised_on_every_rank(DataError):
-            return [self._read(self.reader, batch, whole) if batch.pictures else batch for batch in batches]
+            return [self._read(self.reader, batch, whole) if batch.image_refs else batch for batch in batches]
 
     def _read(self, reader: ImageReader, batch: TokenBatch, whole: bool) -> TokenBatch:
-        own = range(len(batch.pictures)) if whole else self.engine.own_images(batch.pictures)
-        images = reader.read(batch.pictures[own.start : own.stop]) if own else None
-        return replace(batch, images=images, pictures=[] if len(own) == len(batch.pictures) else batch.pictures)
+        own = range(len(batch.image_refs)) if whole else self.engine.own_images(batch.image_refs)
+        images = reader.read(batch.image_refs[own.start : own.stop]) if own else None
+        return replace(batch, images=images, image_refs=[] if len(own) == len(batch.image_refs) else batch.image_refs)
 
     @property
     def parts_to_offload(self) -> list[Part]:
@@ -202,7 +210,7 @@ class Worker:
     def build_rollout(
         self, model: str, rollout: str, param_dtype: str, lora: str = "", shares_memory: bool = False
     ) -> None:
-        """Builds this rank's rollout engine from the model folder, as a GenerationConfig says.
+        """Builds this rank's rollout engine from the model folder, as a SamplingConfig says.
 
         Args:
             lora: a LoraConfig: the engine takes an adapter alone.
@@ -212,7 +220,7 @@ class Worker:
         self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
         self._rollout = build_rollout(
             ModelConfig.model_validate_json(model),
-            GenerationConfig.model_validate_json(rollout),
+            SamplingConfig.model_validate_json(rollout),
             dtype=getattr(torch, param_dtype),
             device=self._device,
             lora=LoraConfig.model_validate_json(lora) if lora else None,
@@ -239,12 +247,12 @@ class Worker:
             bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
         """
         batches = self._seats[role].read(batches)
-        lessons = self._lessons(batches, role, teacher) if teacher else None
+        teacher_outputs = self._teacher_outputs(batches, role, teacher) if teacher else None
         seat = self._take_device(role, "params", "optimizer")
         if role == POLICY:
             self._synced_version = None
         metrics = seat.engine.forward_backward(
-            batches, seat.loss.function, denominators, **seat.options, lessons=lessons
+            batches, seat.loss.function, denominators, **seat.options, teacher_outputs=teacher_outputs
         )
 
         def keep(grad_norm: float, losses: list[float]) -> None:
@@ -257,7 +265,7 @@ class Worker:
                 denominators=denominators,
                 grad_norm=grad_norm,
             )
-            self._keep_step(Path(bundle), step, batches, losses, lessons)
+            self._keep_step(Path(bundle), step, batches, losses, teacher_outputs)
 
         keeps = bundle and self._num_bundles < MAX_BUNDLES
         metrics |= seat.engine.optim_step(on_fault=keep if keeps else None)
@@ -273,9 +281,9 @@ class Worker:
 
     def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
         """[T] of every micro-batch: how far an engine is from its teacher, in nats."""
-        lessons = self._lessons(batches, role, teacher)
+        teacher_outputs = self._teacher_outputs(batches, role, teacher)
         seat = self._take_device(role, "params")
-        outputs = seat.engine.forward(batches, with_logprobs=False, lessons=lessons)
+        outputs = seat.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
         return [out.divergence for out in outputs if out.divergence is not None]
 
     def score(
@@ -304,10 +312,10 @@ class Worker:
 
     def _seen(self, request: GenerateRequest) -> GenerateRequest:
         """With its images read."""
-        if not request.pictures:
+        if not request.image_refs:
             return request
         assert self._rollout_reader is not None, f"{request.uid}: nothing here reads images"
-        return replace(request, images=self._rollout_reader.read(request.pictures), pictures=[])
+        return replace(request, images=self._rollout_reader.read(request.image_refs), image_refs=[])
 
     def take_restarts(self) -> int:
         """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
@@ -451,7 +459,7 @@ class Worker:
         step: SkippedStep,
         batches: list[TokenBatch],
         losses: list[float],
-        lessons: list[Lesson] | None,
+        teacher_outputs: list[TeacherOutputs] | None,
     ) -> None:
         """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Where
         that cannot be written the run goes on all the same. An error of the pass itself ends it, as one in training
@@ -459,7 +467,9 @@ class Worker:
         self._num_bundles += 1
         seat = self._seats[step.role]
         batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
-        found = seat.engine.diagnose(batches, seat.loss.function, step.denominators, **seat.options, lessons=lessons)
+        found = seat.engine.diagnose(
+            batches, seat.loss.function, step.denominators, **seat.options, teacher_outputs=teacher_outputs
+        )
         try:
             path, step = write_bundle(folder, seat.engine, step, batches, losses=losses, faults=found.faults)
             said = f"{step.summary}; it is kept, and `shardwise replay {path}` runs it again"
@@ -483,10 +493,10 @@ class Worker:
     def _sender(self, seat: Seat) -> WeightSender:
         return AdapterSender(seat.engine) if self._syncs_adapter_only else seat.engine
 
-    def _lessons(self, batches: list[TokenBatch], role: str, teacher: str) -> list[Lesson]:
+    def _teacher_outputs(self, batches: list[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
         divergence = self._seats[role].loss.divergence
         assert divergence is not None, f"{role} has no loss that learns from a teacher"
-        return self._take_device(teacher, "params").engine.lessons(batches, divergence)
+        return self._take_device(teacher, "params").engine.teacher_outputs(batches, divergence)
 
     def _bring_weights(self, version: int) -> SyncReceipt:
         assert self._rollout is not None

@@ -135,7 +135,7 @@ class Decoding:
         admitted = [self._waiting.popleft() for _ in range(min(len(self._waiting), len(self._free_slots)))]
         slots = [self._free_slots.pop() for _ in admitted]
         of_prompts = [self._requests[index] for index in admitted]
-        prompts = [torch.tensor(request.prompt_ids + request.begun) for request in of_prompts]
+        prompts = [torch.tensor(request.prompt_ids + request.partial_token_ids) for request in of_prompts]
         device = self._engine.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -214,7 +214,11 @@ class Decoding:
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            said = request.begun + row.token_ids if request.begun and request.stop else row.token_ids
+            said = (
+                request.partial_token_ids + row.token_ids
+                if request.partial_token_ids and request.stop
+                else row.token_ids
+            )
             stop = self._engine.is_stopped(said, request.stop)
             if stop or len(row.token_ids) == request.max_tokens:
                 finished[slot] = "stop" if stop else "length"
@@ -262,7 +266,7 @@ def _require_room(
 
 def _num_given(request: GenerateRequest) -> int:
     """Tokens that new ones follow."""
-    return len(request.prompt_ids) + len(request.begun)
+    return len(request.prompt_ids) + len(request.partial_token_ids)
 
 
 def longest(requests: Sequence[GenerateRequest]) -> int:

@@ -41,7 +41,7 @@ class RequestLimits:
                 raise DataError(f"sequence {place} to score: {fault}")
 
     def _fault(self, request: GenerateRequest) -> str | None:
-        given = request.prompt_ids + request.begun if request.prompt_ids else []
+        given = request.prompt_ids + request.partial_token_ids if request.prompt_ids else []
         both = f"a prompt of {len(given)} tokens and its max_tokens={request.max_tokens}"
         return (
             self._fault_of_tokens(given, "its prompt")

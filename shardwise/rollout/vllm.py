@@ -227,7 +227,7 @@ class VllmEngine:
         self._limits.require(requests)
         for request in requests:
             self._require_possible(request)
-        prompts = [r.prompt_ids + r.begun for r in requests for _ in range(r.num_completions)]
+        prompts = [r.prompt_ids + r.partial_token_ids for r in requests for _ in range(r.num_completions)]
         params = [self._sampling(r, r.first_index + index) for r in requests for index in range(r.num_completions)]
         request_of = [place for place, r in enumerate(requests) for _ in range(r.num_completions)]
         num_missing = [request.num_completions for request in requests]
@@ -370,10 +370,10 @@ class VllmEngine:
             finish_reason=_FINISH_REASONS[completion.finish_reason],
             policy_version=self._readiness.version,
         )
-        if not (request.begun and request.stop):
+        if not (request.partial_token_ids and request.stop):
             return found
         # vLLM looks for stop strings in what it has sampled for this request alone.
-        count = first_stop_across(request.begun, found.token_ids, request.stop, self._decode)
+        count = first_stop_across(request.partial_token_ids, found.token_ids, request.stop, self._decode)
         if count is None:
             return found
         return replace(found, token_ids=found.token_ids[:count], logprobs=found.logprobs[:count], finish_reason="stop")
@@ -589,7 +589,7 @@ def _executor(ranks_per_engine: int) -> str:
 def _seed(request: GenerateRequest, index: int) -> int:
     """vLLM's generators begin with a request: the place of its first token tells its draws from those of a request
     before it, which an interruption or a turn of an environment's has ended."""
-    start = len(request.prompt_ids) + len(request.begun)
+    start = len(request.prompt_ids) + len(request.partial_token_ids)
     return stream_key(request.seed, f"{request.uid} from token {start}", index) & _SEED_BITS
 
 

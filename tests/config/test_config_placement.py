@@ -13,8 +13,8 @@ def test_the_name_alone_stands_for_the_defaults_and_keys_alone_mean_split():
     assert rollout().placement == rollout(placement="colocated").placement == Colocated()
     assert rollout(placement="split").placement == Split(num_ranks=1)
     assert rollout(placement={"num_ranks": 2}).placement == Split(num_ranks=2)
-    assert rollout(placement={"num_ranks": 2}).apart == Split(num_ranks=2)
-    assert rollout().apart is None
+    assert rollout(placement={"num_ranks": 2}).split == Split(num_ranks=2)
+    assert rollout().split is None
 
 
 def test_staleness_needs_ranks_that_only_sample():
@@ -68,7 +68,7 @@ def test_an_override_adds_a_key_to_what_the_file_names_alone(tmp_path):
 
 
 def test_a_folder_goes_with_the_disk():
-    assert rollout(placement={"num_ranks": 1, "medium": "disk", "folder": "/shared"}).apart.folder == Path("/shared")
+    assert rollout(placement={"num_ranks": 1, "medium": "disk", "folder": "/shared"}).split.folder == Path("/shared")
     with pytest.raises(ConfigError, match=r"medium=disk needs `folder`: one that rank 0 and the ranks"):
         rollout(placement={"medium": "disk"})
     with pytest.raises(ConfigError, match=r"folder=/shared would change nothing with medium=process_group; set"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.config import GenerationConfig, ModelConfig, SglangRollout, VllmRollout
+from shardwise.config import ModelConfig, SamplingConfig, SglangRollout, VllmRollout
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine, RolloutEngine, SglangEngine, VllmEngine
@@ -155,7 +155,7 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
     def build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options):
         inside, *_ = kind.split()
         engine = {"type": inside, "process": {}} | ({"args": VLLM_ARGS} if inside == "vllm" else {})
-        config = GenerationConfig(
+        config = SamplingConfig(
             engine=engine,
             max_concurrent_sequences=max_rows,
             temperature=temperature,

@@ -341,6 +341,6 @@ def test_a_stop_string_that_begins_before_an_interruption_ends_what_goes_on(not_
     (request,) = requests([prompt_ids[row]], stop=["never there", stop])
     for begun in (start + 1, start + 2, start - 1):
         ids = plain[row][:begun]
-        ((found,),) = engine.generate([replace(request, begun=ids, max_tokens=12 - begun)])
+        ((found,),) = engine.generate([replace(request, partial_token_ids=ids, max_tokens=12 - begun)])
         assert (ids + found.token_ids, found.finish_reason) == (plain[row][: start + 3], "stop")
         assert len(found.logprobs) == len(found.token_ids)

@@ -89,7 +89,9 @@ def load(vision, tokenizer, tmp_path):
         loaded = supervised_samples(
             SupervisedDataConfig(**settings), [str(path)], tokenizer, max_rows=None, vision=vision
         )
-        read = [replace(one, images=vision._reader.read(one.pictures)) if one.pictures else one for one in loaded.rows]
+        read = [
+            replace(one, images=vision._reader.read(one.image_refs)) if one.image_refs else one for one in loaded.rows
+        ]
         return read, loaded
 
     return load_rows
@@ -246,9 +248,9 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
     length = len(shown.prompt_ids)
     assert shown.prompt_ids == expected.token_ids[:length].tolist()
     assert torch.equal(shown.position_ids, expected.position_ids[:, :length])
-    assert [one.grid for one in shown.pictures] == [one.grid for one in expected.pictures]
+    assert [one.grid for one in shown.image_refs] == [one.grid for one in expected.image_refs]
     assert shown.prompt.count(tokenizer.decode([PAD])) == 1
-    assert (plain.pictures, plain.position_ids) == ([], None)
+    assert (plain.image_refs, plain.position_ids) == ([], None)
     group = RolloutGroup(
         example=shown,
         completions=[
@@ -267,7 +269,7 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
     (sample,) = to_samples([group])
     assert torch.equal(sample.token_ids, expected.token_ids)
     assert torch.equal(sample.position_ids, expected.position_ids)
-    assert sample.pictures == shown.pictures
+    assert sample.image_refs == shown.image_refs
 
 
 def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path):

@@ -168,14 +168,16 @@ def distill_cell(student_folder, teacher_folder, own, divergence):
         step = pack(samples, num_shards=dist.get_world_size() // own.num_sharing, max_tokens=CAP)
         batches = step.shards[dist.get_rank() // own.num_sharing]
         teacher.onload("params")
-        lessons = teacher.lessons(batches, divergence)
+        teacher_outputs = teacher.teacher_outputs(batches, divergence)
         if can_leave:
             teacher.offload("params")
-        evaluated = [out.divergence for out in student.forward(batches, with_logprobs=False, lessons=lessons)]
+        evaluated = [
+            out.divergence for out in student.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
+        ]
         shards = [None] * dist.get_world_size()
         dist.all_gather_object(shards, evaluated)
         metrics = student.forward_backward(
-            batches, distill_loss(cross_entropy_coef=COEF), step.denominators, lessons=lessons
+            batches, distill_loss(cross_entropy_coef=COEF), step.denominators, teacher_outputs=teacher_outputs
         )
         gradients = {
             plain_name(name): p.grad.to_local().clone() for name, p in student._model.hf_model.named_parameters()
@@ -243,11 +245,11 @@ def learn(student_folder, teacher_folder, options):
     before = dict(teacher.named_weights(torch.float32))
     step = pack(samples_of(LONG), num_shards=dist.get_world_size(), max_tokens=CAP)
     batches = step.shards[dist.get_rank()]
-    lessons = teacher.lessons(batches, Divergence(kind="reverse_kl"))
+    teacher_outputs = teacher.teacher_outputs(batches, Divergence(kind="reverse_kl"))
     divergences = []
     for _ in range(25):
         metrics = student.forward_backward(
-            batches, distill_loss(), step.denominators, lessons=lessons, with_logprobs=False
+            batches, distill_loss(), step.denominators, teacher_outputs=teacher_outputs, with_logprobs=False
         )
         assert metrics["train/loss"].total == pytest.approx(
             metrics["train/divergence"].total / step.denominators.num_tokens
@@ -268,7 +270,7 @@ def learn(student_folder, teacher_folder, options):
     ids=["full", "lora", "bfloat16", "wrapped projection"],
 )
 def test_a_student_learns_its_teacher(run_ranks, pairs, options):
-    """Lessons of a teacher that does not change serve every step."""
+    """The outputs of a teacher that does not change serve every step."""
     *_, folder, teacher_folder = pairs["llama from gemma2"]
     (first, kept), (second, _) = run_ranks(learn, 2, folder, teacher_folder, options)
     assert first[-1] + second[-1] < 0.5 * (first[0] + second[0])
@@ -326,9 +328,9 @@ def self_divergence(folder):
         Path(folder), EngineConfig(param_dtype="bfloat16"), device=CPU, optimizer=OptimizerConfig()
     )
     batches = pack(samples_of(SHORT), num_shards=2, max_tokens=CAP).shards[dist.get_rank()]
-    lessons = engine.lessons(batches, Divergence())
-    assert lessons[0].projection.dtype == torch.bfloat16
-    return max(float(out.divergence.abs().max()) for out in engine.forward(batches, lessons=lessons))
+    teacher_outputs = engine.teacher_outputs(batches, Divergence())
+    assert teacher_outputs[0].projection.dtype == torch.bfloat16
+    return max(float(out.divergence.abs().max()) for out in engine.forward(batches, teacher_outputs=teacher_outputs))
 
 
 def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, options):
@@ -340,9 +342,9 @@ def shapes_of_a_step(student_folder, teacher_folder, sample, chunk_elements, opt
         teacher = TrainEngine.build(Path(teacher_folder), FrozenEngineConfig(**options), device=CPU)
         step = pack([sample], num_shards=1, max_tokens=len(sample.token_ids))
         with TensorShapes() as made:
-            lessons = teacher.lessons(step.shards[0], Divergence(kind="jensen_shannon"))
+            teacher_outputs = teacher.teacher_outputs(step.shards[0], Divergence(kind="jensen_shannon"))
             student.forward_backward(
-                step.shards[0], distill_loss(), step.denominators, lessons=lessons, with_logprobs=False
+                step.shards[0], distill_loss(), step.denominators, teacher_outputs=teacher_outputs, with_logprobs=False
             )
         return made.shapes
     finally:

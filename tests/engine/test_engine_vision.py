@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.engine.vision import VisionTower, divide_images
-from shardwise.types import Images, Picture, TokenBatch
+from shardwise.types import ImageRef, Images, TokenBatch
 
 CPU = torch.device("cpu")
 IMAGE = 9
@@ -17,7 +17,7 @@ GRIDS = [[1, 2, 6], [1, 2, 10]]
 PIXELS = torch.arange(32 * 3.0).view(32, 3)
 
 
-def batch(grids=GRIDS, *, pictures=(), pixels=PIXELS) -> TokenBatch:
+def batch(grids=GRIDS, *, image_refs=(), pixels=PIXELS) -> TokenBatch:
     return TokenBatch(
         input_ids=torch.zeros(1, dtype=torch.int64),
         position_ids=torch.zeros(1, dtype=torch.int64),
@@ -25,7 +25,7 @@ def batch(grids=GRIDS, *, pictures=(), pixels=PIXELS) -> TokenBatch:
         loss_mask=torch.zeros(1, dtype=torch.bool),
         sample_index=[],
         images=Images(pixel_values=pixels, image_grid_thw=torch.tensor(grids)) if grids else None,
-        pictures=list(pictures),
+        image_refs=list(image_refs),
     )
 
 
@@ -82,9 +82,9 @@ def test_what_ranks_send_is_what_the_others_receive(num_ranks):
 
 
 def test_a_rank_that_has_read_its_own_images_shares_as_with_all_of_them():
-    pictures = [Picture(name="?", path="?", grid=grid) for grid in GRIDS]
+    image_refs = [ImageRef(name="?", path="?", grid=grid) for grid in GRIDS]
     for rank, own in enumerate([slice(0, 12), slice(12, 32)]):
-        given = batch([GRIDS[rank]], pictures=pictures, pixels=PIXELS[own])
+        given = batch([GRIDS[rank]], image_refs=image_refs, pixels=PIXELS[own])
         found, expected = (TOWER.share(one, [4, 4], rank=rank, device=CPU) for one in (given, batch()))
         assert torch.equal(found.images.pixel_values, expected.images.pixel_values)
         assert torch.equal(found.images.image_grid_thw, expected.images.image_grid_thw)
@@ -93,8 +93,8 @@ def test_a_rank_that_has_read_its_own_images_shares_as_with_all_of_them():
 
 def test_a_rank_without_an_image_of_its_own_looks_at_a_black_one():
     """Its tokens may need features of another rank's image all the same."""
-    pictures = [Picture(name="?", path="?", grid=GRIDS[0])]
-    for given in (batch(GRIDS[:1], pixels=PIXELS[:12]), batch([], pictures=pictures)):
+    image_refs = [ImageRef(name="?", path="?", grid=GRIDS[0])]
+    for given in (batch(GRIDS[:1], pixels=PIXELS[:12]), batch([], image_refs=image_refs)):
         share = TOWER.share(given, [2, 1], rank=0, device=CPU)
         assert torch.equal(share.images.pixel_values, torch.zeros(4, 3))
         assert share.images.image_grid_thw.tolist() == [[1, 2, 2]]
@@ -105,6 +105,6 @@ def test_a_rank_without_an_image_of_its_own_looks_at_a_black_one():
 
 
 def test_images_that_nobody_has_read_are_an_error():
-    pictures = [Picture(name="?", path="?", grid=grid) for grid in GRIDS]
+    image_refs = [ImageRef(name="?", path="?", grid=grid) for grid in GRIDS]
     with pytest.raises(AssertionError, match="images that nobody has read"):
-        TOWER.share(batch([], pictures=pictures), [4, 4], rank=1, device=CPU)
+        TOWER.share(batch([], image_refs=image_refs), [4, 4], rank=1, device=CPU)

@@ -115,7 +115,7 @@ def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one
 
 
 def test_ranks_that_only_sample_need_others_that_train(capsys):
-    assert run_rank(lambda group: None, timeout_seconds=7, apart=Split()) == 2
+    assert run_rank(lambda group: None, timeout_seconds=7, split=Split()) == 2
     assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
 
 

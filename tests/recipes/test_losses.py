@@ -172,7 +172,7 @@ def empty_batch(*names) -> TokenBatch:
     )
 
 
-POLICY_FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs", "weights")
+POLICY_FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs", "importance_weights")
 COVARIANCE = ("clip_cov", "kl_cov")
 
 
@@ -284,7 +284,7 @@ def test_weights_multiply_the_policy_loss_and_not_the_kl_term(kl_in):
     weights = np.array([9, 9, 0.5, 2.0, 9, 0.0, 1.5, 9, 9])
     fields = {"advantages": ADVANTAGES, "old_logprobs": OLD, "rollout_logprobs": ROLLOUT, "ref_logprobs": REF}
     config = AlgorithmConfig(policy_loss={"clip_low": 0.1, "clip_high": 0.3}, num_epochs=2, kl_coef=0.7, kl_in=kl_in)
-    loss, _ = policy_loss(config, kl_coef=0.7)(outputs(), batch(**fields, weights=weights), DENOMINATORS)
+    loss, _ = policy_loss(config, kl_coef=0.7)(outputs(), batch(**fields, importance_weights=weights), DENOMINATORS)
     expected = sum(
         weights[t] * clipped(t, OLD, 0.1, 0.3, 3.0) + (0.7 * k3(LOGPROBS[t], REF[t]) if kl_in == "loss" else 0.0)
         for t in np.flatnonzero(MASK)

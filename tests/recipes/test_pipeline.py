@@ -6,9 +6,9 @@ import pytest
 
 from shardwise.config import ModelError, PromptDataConfig, TrainingError
 from shardwise.data import PromptStream
-from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.pipeline import Pipeline
 from shardwise.recipes.sampler import Rollout
+from shardwise.recipes.sync_gate import SyncGate
 from shardwise.types import Completion, Example, MetricValue, RolloutGroup
 
 EXAMPLES = [Example(uid=f"row {n}", prompt_ids=[n], prompt=str(n), data_source="", ground_truth=n) for n in range(5)]
@@ -222,12 +222,12 @@ class InterruptedEngines(Engines):
     def __init__(self, stream):
         super().__init__(stream)
         self.interrupted = threading.Event()
-        self.turns = EngineTurns(self.interrupted.set, timeout_seconds=20)
+        self.sync_gate = SyncGate(self.interrupted.set, timeout_seconds=20)
 
     def collect(self, step):
         begun = self.version
         while step > 1 and self.version == begun and begun < 5:
-            with self.turns.sampling():
+            with self.sync_gate.sampling():
                 version = self.version
                 self.interrupted.wait(0.01)
                 assert self.version == version, "the weights changed inside a call"
@@ -240,7 +240,7 @@ def test_with_turns_new_weights_do_not_wait_for_rollouts_that_have_begun(max_sta
     stream = new_stream()
     engines = InterruptedEngines(stream)
     staleness = []
-    with Pipeline(engines, stream, total_steps=6, max_staleness=max_staleness, turns=engines.turns) as pipeline:
+    with Pipeline(engines, stream, total_steps=6, max_staleness=max_staleness, sync_gate=engines.sync_gate) as pipeline:
         pipeline.start(1)
         for step in range(1, 7):
             assert pipeline.takes_weights()

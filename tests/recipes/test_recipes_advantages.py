@@ -496,11 +496,11 @@ def test_weights_are_policy_over_rollout_probability(make_group, level, mode, lo
             inside = mode == "truncate" or 0.5 <= ratio <= 1.5
             expected.append(min(ratio, 1.5) if mode == "truncate" else ratio * inside)
             bounded.append(ratio > 1.5)
-    weights = np.concatenate([s.weights[s.loss_mask].numpy() for s in found])
+    weights = np.concatenate([s.importance_weights[s.loss_mask].numpy() for s in found])
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
     assert 0 < sum(bounded) < len(bounded), "the bound is part of the test"
     assert [s.loss_mask.tolist() for s in found] == [s.loss_mask.tolist() for s in samples]
-    assert all(s.weights.shape == s.token_ids.shape for s in found)
+    assert all(s.importance_weights.shape == s.token_ids.shape for s in found)
     assert metrics["rollout/weight"].result() == pytest.approx(np.mean(expected), rel=1e-5)
     if mode == "truncate":
         assert metrics["rollout/weight_truncated_fraction"].result() == pytest.approx(np.mean(bounded))
@@ -519,7 +519,7 @@ def test_weights_and_rejection_of_ones_own_correct_as_the_built_in_ones(make_gro
         rejection={"name": "custom", "function": own("within"), "parameters": bounds},
     )
     expected, others = corrected(samples, weights={"high": 1.5}, rejection=bounds)
-    assert as_lists(found, "weights", "loss_mask") == as_lists(expected, "weights", "loss_mask")
+    assert as_lists(found, "importance_weights", "loss_mask") == as_lists(expected, "importance_weights", "loss_mask")
     assert 0 < metrics["rollout/rejected_fraction"].result() < 1
     bounded = "rollout/weight_truncated_fraction"
     assert others.pop(bounded).result() > metrics.pop(bounded).result() == 0  # its bound is not known
@@ -553,7 +553,7 @@ def test_rejected_tokens_leave_the_loss_and_keep_weight_one(make_group):
         ratios = (before.old_logprobs - before.rollout_logprobs).exp()
         expected = before.loss_mask & (ratios >= 0.6) & (ratios <= 1.6)
         assert after.loss_mask.tolist() == expected.tolist()
-        assert after.weights[before.loss_mask].tolist() == [1.0] * int(before.loss_mask.sum())
+        assert after.importance_weights[before.loss_mask].tolist() == [1.0] * int(before.loss_mask.sum())
         num_kept, num_trained = num_kept + int(expected.sum()), num_trained + int(before.loss_mask.sum())
     assert 0 < num_kept < num_trained
     assert metrics["rollout/rejected_fraction"].result() == pytest.approx(1 - num_kept / num_trained)

@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 import torch
 
-from shardwise.config import ConfigError, GenerationConfig, ModelConfig
+from shardwise.config import ConfigError, ModelConfig, SamplingConfig
 from shardwise.data import load_tokenizer
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine
@@ -17,7 +17,7 @@ def test_an_embedded_engine_samples_as_its_config_says(model_folder):
     request = GenerateRequest(uid="a", prompt_ids=[5, 9], num_completions=3, max_tokens=12, temperature=1.0, seed=3)
 
     def sample(**keys):
-        engine = build_rollout(model, GenerationConfig(**keys), dtype=torch.float64, device=CPU)
+        engine = build_rollout(model, SamplingConfig(**keys), dtype=torch.float64, device=CPU)
         assert isinstance(engine, EmbeddedEngine)
         assert {tensor.dtype for _, tensor in engine.served_weights()} == {torch.float64}
         return engine, engine.generate([request])[0]
@@ -31,7 +31,7 @@ def test_an_embedded_engine_samples_as_its_config_says(model_folder):
     assert ended[0].token_ids == first[:2]
     assert ended[0].finish_reason == "stop"
     text = load_tokenizer(model).decode(first[2:3])
-    stopping = GenerationConfig(stop=[text])
+    stopping = SamplingConfig(stop=[text])
     (found,) = build_rollout(model, stopping, dtype=torch.float64, device=CPU).generate(
         [GenerateRequest(uid="a", prompt_ids=[5, 9], max_tokens=12, temperature=1.0, seed=3, stop=[text])]
     )[0]
@@ -43,12 +43,12 @@ def test_an_embedded_engine_samples_as_its_config_says(model_folder):
 def test_vllm_that_is_not_installed_is_refused(model_folder):
     with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: vLLM cannot be imported"):
         build_rollout(
-            ModelConfig(path=str(model_folder)), GenerationConfig(engine="vllm"), dtype=torch.float32, device=CPU
+            ModelConfig(path=str(model_folder)), SamplingConfig(engine="vllm"), dtype=torch.float32, device=CPU
         )
 
 
 def test_sglang_is_refused_where_there_is_no_accelerator(model_folder):
     with pytest.raises(ConfigError, match=r"rollout\.engine=sglang needs an accelerator"):
         build_rollout(
-            ModelConfig(path=str(model_folder)), GenerationConfig(engine="sglang"), dtype=torch.float32, device=CPU
+            ModelConfig(path=str(model_folder)), SamplingConfig(engine="sglang"), dtype=torch.float32, device=CPU
         )

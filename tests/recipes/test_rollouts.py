@@ -9,8 +9,8 @@ from tiny_models import reference_logprobs, tiny_folder
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import RewardConfig, RolloutConfig, TrainingError
-from shardwise.recipes.engine_turns import EngineTurns
 from shardwise.recipes.rollouts import Rollouter, is_correct
+from shardwise.recipes.sync_gate import SyncGate
 from shardwise.rewards import RewardResult
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Completion, Example, GenerateRequest
@@ -106,12 +106,13 @@ def test_ranks_that_are_one_engine_are_asked_the_same_together(fake_group):
     group = fake_group(4, generate=answer)
     rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None, max_prompt_tokens=9)
     requests = [
-        GenerateRequest(uid=str(home), prompt_ids=[home], max_tokens=9, temperature=1.0, home=home) for home in range(5)
+        GenerateRequest(uid=str(key), prompt_ids=[key], max_tokens=9, temperature=1.0, prefix_key=key)
+        for key in range(5)
     ]
     found = rollouter._generate(requests)
     assert [group[0].token_ids[0] for group in found] == [0, 1, 2, 3, 4]
     ((_, shards),) = group.calls
-    assert [[request.home for request in shard] for shard in shards] == [[0, 2, 4], [1, 3]]
+    assert [[request.prefix_key for request in shard] for shard in shards] == [[0, 2, 4], [1, 3]]
 
 
 def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group):
@@ -120,13 +121,13 @@ def test_turns_of_an_episode_go_to_the_rank_that_knows_its_beginning(fake_group)
         group = fake_group(3, generate=answer)
         rollouter = Rollouter(group, Digits(), RolloutConfig(engine=engine), None, max_prompt_tokens=9)
         requests = [
-            GenerateRequest(uid=str(home), prompt_ids=[home], max_tokens=9, temperature=1.0, home=home)
-            for home in (0, 2, 3, 5)
+            GenerateRequest(uid=str(key), prompt_ids=[key], max_tokens=9, temperature=1.0, prefix_key=key)
+            for key in (0, 2, 3, 5)
         ]
         found = rollouter._generate(requests)
         assert [group[0].token_ids[0] for group in found] == [0, 2, 3, 5]
         ((_, shards),) = group.calls
-        assert [[request.home for request in shard] for shard in shards] == expected
+        assert [[request.prefix_key for request in shard] for shard in shards] == expected
 
 
 def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
@@ -217,8 +218,8 @@ class Letters:
 def sampled(fake_group, ranks, *, stop=()):
     """Five prompts, four completions each, of up to 15 tokens."""
     config = RolloutConfig(max_response_tokens=15, stop=list(stop))
-    group, turns = fake_group(2, generate=ranks.generate), EngineTurns(lambda: None, timeout_seconds=20)
-    rollouter = Rollouter(group, Letters(), config, None, max_prompt_tokens=9, turns=turns)
+    group, sync_gate = fake_group(2, generate=ranks.generate), SyncGate(lambda: None, timeout_seconds=20)
+    rollouter = Rollouter(group, Letters(), config, None, max_prompt_tokens=9, sync_gate=sync_gate)
     examples = [
         Example(uid=f"row {p}", prompt_ids=list(range(10, 10 + p)), prompt="", data_source="s", ground_truth="")
         for p in (4, 9, 2, 7, 5)

@@ -19,9 +19,11 @@ from shardwise.types import Completion, Example, GenerateRequest, MetricValue, R
 PROMPT = [7, 8, 9]
 
 
-def call(read, sampled, *, reason="stop", begun=()) -> Completion:
+def call(read, sampled, *, reason="stop", partial_token_ids=()) -> Completion:
     """What an engine answers."""
-    request = GenerateRequest(uid="a", prompt_ids=list(read), begun=list(begun), max_tokens=9, temperature=1.0)
+    request = GenerateRequest(
+        uid="a", prompt_ids=list(read), partial_token_ids=list(partial_token_ids), max_tokens=9, temperature=1.0
+    )
     answer = Completion(token_ids=list(sampled), logprobs=[-1.0] * len(sampled), finish_reason=reason, policy_version=2)
     (found,) = with_spans(request, [answer])
     return found
@@ -30,7 +32,7 @@ def call(read, sampled, *, reason="stop", begun=()) -> Completion:
 def episode() -> Completion:
     """Two turns of 3 and 2 tokens with an answer of 2 between them; new weights came in the first one."""
     begun = call(PROMPT, [21, 22], reason="interrupted")
-    turn = begun.then(call(PROMPT, [23], begun=[21, 22]))
+    turn = begun.then(call(PROMPT, [23], partial_token_ids=[21, 22]))
     answered = with_observation(with_turn(empty_completion(), turn), [31, 32])
     return with_turn(answered, call(PROMPT + answered.token_ids, [24, 25]))
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_vision_model
 from transformers import Qwen2VLImageProcessorPil
 from vision_samples import vision_samples
 
-from shardwise.config import EngineConfig, GenerationConfig, ModelConfig
+from shardwise.config import EngineConfig, ModelConfig, SamplingConfig
 from shardwise.data import pack
 from shardwise.data.images import ImageReader
 from shardwise.data.synthetic import train_tokenizer
@@ -32,17 +32,17 @@ def folder(tmp_path_factory):
     return path
 
 
-def as_pictures(sample: Sample, folder) -> Sample:
+def as_image_refs(sample: Sample, folder) -> Sample:
     """The sample with files of random images, as large as those that it has."""
     if sample.images is None:
         return sample
     reader = ImageReader.load(folder)
-    pictures = []
+    image_refs = []
     for number, (_, height, width) in enumerate(sample.images.image_grid_thw.tolist()):
         file = io.BytesIO()
         Image.effect_noise((4 * width, 4 * height), 60 + number).convert("RGB").save(file, "PNG")
-        pictures.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
-    return replace(sample, images=None, pictures=pictures)
+        image_refs.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
+    return replace(sample, images=None, image_refs=image_refs)
 
 
 def scored(folder: str, shards) -> list[torch.Tensor]:
@@ -53,12 +53,12 @@ def scored(folder: str, shards) -> list[torch.Tensor]:
 
 
 def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
-    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     shards = pack(samples, num_shards=2, max_tokens=40).shards
     assert all(batch.images is None for shard in shards for batch in shard)
     reader = ImageReader.load(folder)
     read = [
-        [replace(b, images=reader.read(b.pictures), pictures=[]) if b.pictures else b for b in shard]
+        [replace(b, images=reader.read(b.image_refs), image_refs=[]) if b.image_refs else b for b in shard]
         for shard in shards
     ]
     found, expected = run_ranks(scored, 2, str(folder), shards), run_ranks(scored, 2, str(folder), read)
@@ -68,9 +68,9 @@ def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
 class WatchedReader(ImageReader):
     """Keeps the names of what it decodes."""
 
-    def read(self, pictures):
-        self.names = [*getattr(self, "names", []), *(picture.name for picture in pictures)]
-        return super().read(pictures)
+    def read(self, image_refs):
+        self.names = [*getattr(self, "names", []), *(image_ref.name for image_ref in image_refs)]
+        return super().read(image_refs)
 
 
 def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
@@ -84,14 +84,14 @@ def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
 
 
 def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):
-    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     shards = pack(samples, num_shards=1, max_tokens=256).shards
     (expected,) = run_ranks(scored, 1, str(folder), shards)
     ranks = run_ranks(shared, 2, str(folder), shards)
     for found, _ in ranks:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert all(names for _, names in ranks)
-    assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].pictures]
+    assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].image_refs]
 
 
 def skipped(folder: str, step, bundle: str) -> None:
@@ -102,12 +102,12 @@ def skipped(folder: str, step, bundle: str) -> None:
 
 
 def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, tmp_path):
-    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     step = pack(samples, num_shards=1, max_tokens=256)
     run_ranks(skipped, 2, str(folder), step, str(tmp_path / "step_1"))
     (written,) = run_ranks(read_bundle, 1, str(tmp_path / "step_1"))
     (batch,) = step.shards[0]
-    expected = ImageReader.load(folder).read(batch.pictures)
+    expected = ImageReader.load(folder).read(batch.image_refs)
     assert torch.equal(written.images.pixel_values, expected.pixel_values)
     assert torch.equal(written.images.image_grid_thw, expected.image_grid_thw)
 
@@ -121,7 +121,7 @@ def read_bundle(path: str) -> TokenBatch:
 def test_what_is_sampled_depends_on_the_images_as_training_does(run_ranks, folder, engine):
     """A rank reads the images of the requests that it gets, for an engine in a process of its own too; the logprobs
     that it samples with are those that it trains with."""
-    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     options = {"type": "embedded", "process": {}} if engine == "process" else engine
     (found,) = run_ranks(sampled_and_scored, 1, str(folder), samples, options)
     for sampled, trained in found:
@@ -132,14 +132,14 @@ def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple
     worker = Worker(torch.device("cpu"))
     model = ModelConfig(path=folder).model_dump_json()
     worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
-    worker.build_rollout(model, GenerationConfig(engine=engine).model_dump_json(), "float32")
+    worker.build_rollout(model, SamplingConfig(engine=engine).model_dump_json(), "float32")
     requests = [
         GenerateRequest(
             uid=sample.uid,
             prompt_ids=sample.token_ids.tolist(),
             max_tokens=5,
             temperature=1.0,
-            pictures=sample.pictures,
+            image_refs=sample.image_refs,
         )
         for sample in samples
     ]
@@ -151,7 +151,7 @@ def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple
                 prompt="?",
                 data_source="a",
                 ground_truth="",
-                pictures=sample.pictures,
+                image_refs=sample.image_refs,
                 position_ids=sample.position_ids,
             ),
             completions=completions,
@@ -171,14 +171,14 @@ def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple
 
 
 def test_an_image_that_one_rank_cannot_read_is_an_error_on_both(run_ranks, folder):
-    samples = [as_pictures(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     shards = pack(samples, num_shards=2, max_tokens=40).shards
-    broken = next(batch for batch in shards[1] if batch.pictures)
-    picture = broken.pictures[0]
-    broken.pictures[0] = replace(picture, data=picture.data[: len(picture.data) // 2])
+    broken = next(batch for batch in shards[1] if batch.image_refs)
+    image_ref = broken.image_refs[0]
+    broken.image_refs[0] = replace(image_ref, data=image_ref.data[: len(image_ref.data) // 2])
     with pytest.raises(RankError) as error:
         run_ranks(scored, 2, str(folder), shards)
-    assert str(error.value).count(f"DataError: rank 1: {picture.name} is damaged: ") == 2
+    assert str(error.value).count(f"DataError: rank 1: {image_ref.name} is damaged: ") == 2
 
 
 def test_a_bundle_keeps_the_images_of_a_micro_batch():

@@ -20,10 +20,10 @@ from shardwise.config import (
     CriticConfig,
     DistillationConfig,
     EngineConfig,
-    GenerationConfig,
     ModelConfig,
     ModelError,
     OptimizerConfig,
+    SamplingConfig,
     TrainingError,
 )
 from shardwise.controller.process_group import Rank, process_group
@@ -83,7 +83,7 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, 
     build_one(worker, "reference", path, layout.frozen(), temperature=temperature)
     worker.build_rollout(
         ModelConfig(path=str(path)).model_dump_json(),
-        GenerationConfig(max_concurrent_sequences=5, engine=engine).model_dump_json(),
+        SamplingConfig(max_concurrent_sequences=5, engine=engine).model_dump_json(),
         param_dtype,
         "" if layout.lora is None else layout.lora.model_dump_json(),
     )
@@ -123,9 +123,9 @@ def roll_out(worker: Worker) -> list[Sample]:
 
 def test_what_a_rank_samples_carries_where_it_is_and_what_it_followed(tmp_path):
     worker = build("llama", tmp_path)
-    going_on = replace(REQUESTS[1], num_completions=1, begun=[7, 8])
+    going_on = replace(REQUESTS[1], num_completions=1, partial_token_ids=[7, 8])
     for request, group in zip([*REQUESTS, going_on], worker.generate([*REQUESTS, going_on]), strict=True):
-        read = request.prompt_ids + request.begun
+        read = request.prompt_ids + request.partial_token_ids
         for completion in group:
             whole = read + completion.token_ids
             digest = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(whole)}q", *whole))
@@ -407,7 +407,7 @@ def build_everyone(folder, offload: dict[str, str]) -> Worker:
         )
     worker.build_rollout(
         ModelConfig(path=str(folder)).model_dump_json(),
-        GenerationConfig(max_concurrent_sequences=5).model_dump_json(),
+        SamplingConfig(max_concurrent_sequences=5).model_dump_json(),
         "float32",
     )
     algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2)
@@ -640,7 +640,7 @@ def test_a_student_learns_from_its_teacher_one_after_the_other_on_the_device(eve
     there = []
     for role in ("student", "teacher"):
         engine = engine_of(worker, role)
-        for name in ("lessons", "forward_backward"):
+        for name in ("teacher_outputs", "forward_backward"):
             original = getattr(engine, name)
 
             def run(*args, original=original, role=role, **kwargs):

@@ -128,7 +128,7 @@ def test_a_completion_goes_on_where_it_was_interrupted(folder, samples):
     asked = [asking(sample, temperature=1.0) for sample in samples]
     expected = engine.generate(asked)
     going_on = [
-        replace(request, begun=group[0].token_ids[:2], max_tokens=MAX_TOKENS - 2)
+        replace(request, partial_token_ids=group[0].token_ids[:2], max_tokens=MAX_TOKENS - 2)
         for request, group in zip(asked, expected, strict=True)
         if len(group[0].token_ids) > 2
     ]

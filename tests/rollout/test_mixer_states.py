@@ -41,7 +41,7 @@ def requests(num_completions=3, lengths=(9, 5, 1, 5)):
 
 def require_logprobs_of(model, request, completion):
     """A state that grows token by token rounds otherwise than one of whole chunks."""
-    prompt = torch.tensor(request.prompt_ids + request.begun)
+    prompt = torch.tensor(request.prompt_ids + request.partial_token_ids)
     whole = torch.cat([prompt, torch.tensor(completion.token_ids)])
     expected = eager_logprobs(model, whole)[len(prompt) - 1 :]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=5e-5, rtol=0)
@@ -70,9 +70,9 @@ def test_a_completion_that_was_interrupted_goes_on_from_what_it_has(saved):
     engine = open_engine(folder)
     (request, *_) = requests(num_completions=1)
     (whole,) = engine.generate([request])[0]
-    begun = replace(request, begun=whole.token_ids[:3], max_tokens=MAX_TOKENS - 3)
+    begun = replace(request, partial_token_ids=whole.token_ids[:3], max_tokens=MAX_TOKENS - 3)
     (rest,) = engine.generate([begun])[0]
-    assert begun.begun + rest.token_ids == whole.token_ids
+    assert begun.partial_token_ids + rest.token_ids == whole.token_ids
     require_logprobs_of(model, begun, rest)
 
 

@@ -13,7 +13,7 @@ FITS = GenerateRequest(uid="step 1/0/a.jsonl:7", prompt_ids=[0, 9, 4], max_token
 
 
 def test_what_fits_to_the_last_token_is_let_through():
-    LIMITS.require([FITS, replace(FITS, begun=[9, 9], max_tokens=3)])
+    LIMITS.require([FITS, replace(FITS, partial_token_ids=[9, 9], max_tokens=3)])
     replace(LIMITS, context_tokens=None).require([replace(FITS, max_tokens=10**9)])
     edges = {"top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.999}
     LIMITS.require([replace(FITS, temperature=temperature, **edges) for temperature in (0, 1e-6, 1, 1e6)])
@@ -24,11 +24,11 @@ def test_what_fits_to_the_last_token_is_let_through():
     ("fault", "reason"),
     [
         ({"prompt_ids": []}, "its prompt has no token; give it at least one"),
-        ({"prompt_ids": [], "begun": [4]}, "its prompt has no token"),
+        ({"prompt_ids": [], "partial_token_ids": [4]}, "its prompt has no token"),
         ({"max_tokens": 0}, "max_tokens=0; a completion has at least 1"),
         ({"prompt_ids": [1, 10]}, "token 1 of its prompt is 10, but .* begins at 0 and ends at 9; use the model's own"),
         ({"prompt_ids": [1, -1, 10]}, "token 1 of its prompt is -1, but"),
-        ({"begun": [10], "max_tokens": 1}, "token 3 of its prompt is 10, but"),
+        ({"partial_token_ids": [10], "max_tokens": 1}, "token 3 of its prompt is 10, but"),
         ({"max_tokens": 6}, "a prompt of 3 tokens and its max_tokens=6 are 9, more than the 8 of max_position_embeddi"),
         ({"num_completions": -1}, "num_completions=-1; give 0 or more"),
         ({"temperature": -1.0}, r"temperature=-1\.0; give 1e-06 to 1e\+06, or 0 for the likeliest token"),
@@ -44,7 +44,10 @@ def test_what_fits_to_the_last_token_is_let_through():
         ({"min_p": -0.1}, r"min_p=-0\.1; give"),
         ({"min_p": math.nan}, "min_p=nan; give"),
         ({"stop": ["a", ""]}, r"stop=\['a', ''\]; every text holds an empty string; leave it out"),
-        ({"begun": [1]}, "a prompt of 4 tokens and its max_tokens=5 are 9, more than the 8 of max_position_embeddings"),
+        (
+            {"partial_token_ids": [1]},
+            "a prompt of 4 tokens and its max_tokens=5 are 9, more than the 8 of max_position_embeddings",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_name_of_its_request(fault, reason):

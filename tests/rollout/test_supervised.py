@@ -16,7 +16,7 @@ import torch
 from forgetful_engine import ForgetfulEngine
 
 from shardwise import fault_plan
-from shardwise.config import ConfigError, EngineLostError, EngineProcessConfig, GenerationConfig, ModelConfig
+from shardwise.config import ConfigError, EngineLostError, EngineProcessConfig, ModelConfig, SamplingConfig
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rollout_engines import build_rollout
 from shardwise.recipes.rollouts import rest_of
@@ -41,7 +41,7 @@ def open_engine(model_folders):
     opened = []
 
     def build(process=None):
-        config = GenerationConfig(engine={"process": process}, max_concurrent_sequences=16)
+        config = SamplingConfig(engine={"process": process}, max_concurrent_sequences=16)
         opened.append(
             build_rollout(ModelConfig(path=str(model_folders["llama"])), config, dtype=torch.float32, device=CPU)
         )
@@ -346,7 +346,7 @@ def test_f08_a_process_that_never_gets_there_is_no_endless_loop(model_folders):
 
 def test_f08_a_model_that_cannot_be_loaded_is_no_reason_to_restart(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    config = GenerationConfig(engine={"process": {}})
+    config = SamplingConfig(engine={"process": {}})
     with pytest.raises(Exception, match=r"config\.json is not a model config: ") as caught:
         build_rollout(ModelConfig(path=str(tmp_path)), config, dtype=torch.float32, device=CPU)
     assert type(caught.value).__name__ == "ModelError"

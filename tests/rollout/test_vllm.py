@@ -16,10 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from shardwise.config import (
     ConfigError,
     DataError,
-    GenerationConfig,
     LoraConfig,
     ModelConfig,
     ModelError,
+    SamplingConfig,
     TrainingError,
     VllmRollout,
 )
@@ -209,7 +209,7 @@ def test_what_goes_on_is_drawn_from_another_seed_than_what_it_follows(folder, en
     is equal, within 5 standard deviations."""
     num_draws = 400
     whole = [request(uid=f"{i}", prompt_ids=[6], max_tokens=1) for i in range(num_draws)]
-    rest = [replace(one, begun=[6]) for one in whole]
+    rest = [replace(one, partial_token_ids=[6]) for one in whole]
     first, again, other = ([group[0].token_ids for group in engine.generate(wanted)] for wanted in (whole, whole, rest))
     assert first == again
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -287,7 +287,7 @@ def test_an_engine_that_does_not_sleep_stays_awake(folder):
 
 def open_supervised(folder, **args) -> SupervisedEngine:
     engine = {"type": "vllm", "process": {"max_restarts": 2}, "args": ARGS | args}
-    config = GenerationConfig(engine=engine, max_concurrent_sequences=4)
+    config = SamplingConfig(engine=engine, max_concurrent_sequences=4)
     return build_rollout(ModelConfig(path=str(folder)), config, dtype=torch.float32, device=CPU)
 
 
@@ -334,7 +334,7 @@ SEQUENCES = [[5, 6, 7, 8, 40, 3], [9, 9, 11], [*range(20, 44), 11]]
 
 
 def open_with_adapter(folder, lora, *, process=None) -> VllmEngine | SupervisedEngine:
-    config = GenerationConfig(
+    config = SamplingConfig(
         engine={"type": "vllm", "args": ARGS, "process": process}, max_concurrent_sequences=4, stop=[]
     )
     return build_rollout(ModelConfig(path=str(folder)), config, dtype=torch.float32, device=CPU, lora=lora)

@@ -27,9 +27,9 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TeacherOutputs:
     """A teacher's distributions for the scored tokens of one micro-batch, as what they are computed from: n x E numbers
-    and a projection that every lesson of a step shares, instead of n x V logits."""
+    and a projection that all micro-batches of a step share, instead of n x V logits."""
 
     states: Tensor
     """[n, E] in the teacher's compute dtype, on the host: of the tokens that this rank scores, in their order."""
@@ -41,7 +41,7 @@ class Lesson:
 
     def divergence_of(self, states: Tensor, projection: Tensor, transform: LogitTransform) -> Tensor:
         """Of a student's states [n, D], output projection [V, D] and transform: [n] float32, nats."""
-        assert len(states) == len(self.states), f"{len(states)} scored tokens, a lesson of {len(self.states)}"
+        assert len(states) == len(self.states), f"{len(states)} scored tokens, teacher outputs of {len(self.states)}"
         return vocabulary_divergence(
             states,
             projection,

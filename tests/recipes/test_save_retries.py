@@ -3,7 +3,7 @@ import time
 import pytest
 
 from shardwise.config import ExportError, NotFiniteError, TrainerConfig
-from shardwise.recipes.save_policy import SavePolicy
+from shardwise.recipes.save_retries import SaveRetries
 
 
 class Disk:
@@ -22,8 +22,8 @@ FULL = ExportError("/disk cannot be written: No space left on device")
 NOT_FINITE = NotFiniteError("w holds NaN")
 
 
-def policy(**keys) -> SavePolicy:
-    return SavePolicy(TrainerConfig.parse(keys, origin="test"))
+def retries(**keys) -> SaveRetries:
+    return SaveRetries(TrainerConfig.parse(keys, origin="test"))
 
 
 def save(saving, disk):
@@ -40,7 +40,7 @@ def pauses(monkeypatch):
 
 
 def test_a_save_is_tried_again_and_each_pause_is_longer(pauses, capsys):
-    disk, saving = Disk(FULL, FULL, FULL), policy(save_retries=3)
+    disk, saving = Disk(FULL, FULL, FULL), retries(save_retries=3)
     save(saving, disk)
     assert (disk.num_attempts, pauses, saving.num_failures) == (4, [1.0, 2.0, 4.0], 0)
     assert capsys.readouterr().err.count("No space left on device. Trying again") == 3
@@ -51,12 +51,12 @@ def test_a_save_is_tried_again_and_each_pause_is_longer(pauses, capsys):
 def test_stop_raises_what_the_last_attempt_did_and_tries_no_nan_twice(pauses, failure, num_attempts):
     disk = Disk(*[failure] * 9)
     with pytest.raises(type(failure), match=f"^the checkpoint of step 4 was not saved: {failure}$"):
-        save(policy(), disk)
+        save(retries(), disk)
     assert disk.num_attempts == num_attempts
 
 
 def test_continue_counts_the_failure_and_a_later_save_makes_up_for_it(capsys):
-    disk, saving = Disk(FULL, NOT_FINITE), policy(on_save_error="continue", save_retries=0)
+    disk, saving = Disk(FULL, NOT_FINITE), retries(on_save_error="continue", save_retries=0)
     for number, expected in ((1, "No space left"), (2, "w holds NaN")):
         save(saving, disk)
         assert saving.num_failures == number
@@ -76,5 +76,5 @@ def test_continue_counts_the_failure_and_a_later_save_makes_up_for_it(capsys):
 def test_other_errors_are_no_matter_of_a_disk():
     disk = Disk(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        save(policy(on_save_error="continue"), disk)
+        save(retries(on_save_error="continue"), disk)
     assert disk.num_attempts == 1

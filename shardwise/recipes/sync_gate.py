@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.controller.base import RankSilentError
 
 
-class EngineTurns:
+class SyncGate:
     """Lets new weights in between two calls of the engines, and interrupts the one that goes on."""
 
     def __init__(self, interrupt: Callable[[], Any], *, timeout_seconds: float) -> None:

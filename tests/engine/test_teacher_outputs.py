@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.engine.lesson import Divergence, Lesson
+from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.ops import LogitTransform
 
 TEACHER, STUDENT = LogitTransform(softcap=3.0), LogitTransform(scale=0.5)
@@ -21,7 +21,7 @@ def test_each_side_goes_through_its_own_projection_and_transform(kind, temperatu
     own, projection = torch.randn(5, 8, generator=generator), torch.randn(17, 8, generator=generator)
     states, words = torch.randn(5, 4, generator=generator), torch.randn(17, 4, generator=generator)
     divergence = Divergence(kind=kind, beta=0.3, temperature=temperature)
-    lesson = Lesson(states=states, projection=words, transform=TEACHER, divergence=divergence)
+    outputs = TeacherOutputs(states=states, projection=words, transform=TEACHER, divergence=divergence)
     teacher, student = (
         log_softmax(states, words, TEACHER, temperature),
         log_softmax(own, projection, STUDENT, temperature),
@@ -34,11 +34,13 @@ def test_each_side_goes_through_its_own_projection_and_transform(kind, temperatu
         case _:
             mixture = (0.3 * teacher.exp() + 0.7 * student.exp()).log()
             expected = (0.3 * teacher.exp() * (teacher - mixture) + 0.7 * student.exp() * (student - mixture)).sum(1)
-    found = lesson.divergence_of(own, projection, STUDENT)
+    found = outputs.divergence_of(own, projection, STUDENT)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_lesson_of_other_tokens_is_a_bug():
-    lesson = Lesson(states=torch.zeros(3, 4), projection=torch.zeros(17, 4), transform=TEACHER, divergence=Divergence())
-    with pytest.raises(AssertionError, match="2 scored tokens, a lesson of 3"):
-        lesson.divergence_of(torch.zeros(2, 8), torch.zeros(17, 8), STUDENT)
+def test_outputs_for_other_tokens_are_a_bug():
+    outputs = TeacherOutputs(
+        states=torch.zeros(3, 4), projection=torch.zeros(17, 4), transform=TEACHER, divergence=Divergence()
+    )
+    with pytest.raises(AssertionError, match="2 scored tokens, teacher outputs of 3"):
+        outputs.divergence_of(torch.zeros(2, 8), torch.zeros(17, 8), STUDENT)

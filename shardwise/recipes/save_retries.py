@@ -11,7 +11,7 @@ _PAUSE_SECONDS = 1.0
 """Before the first retry; doubled before each of the next."""
 
 
-class SavePolicy:
+class SaveRetries:
     """Tries a save again, then ends the run or lets it go on without the checkpoint."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
