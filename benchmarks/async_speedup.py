@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from benchmarks.harness import paired_ratios, report
 from shardwise.config import PromptDataConfig
 from shardwise.data import PromptStream
-from shardwise.recipes.pipeline import Pipeline
-from shardwise.recipes.sampler import Rollout
+from shardwise.recipes.sampling.pipeline import Pipeline
+from shardwise.recipes.sampling.sampler import Rollout
 from shardwise.types import Completion, Example, RolloutGroup
 
 EXAMPLE = Example(uid="row", prompt_ids=[1], prompt="", data_source="", ground_truth=None)

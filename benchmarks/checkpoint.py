@@ -50,13 +50,13 @@ from shardwise.data.synthetic import arithmetic_problems, build_model_folder, tr
 from shardwise.engine.checkpoint import verify_files
 from shardwise.engine.shards import local_shard
 from shardwise.engine.state_files import StateIndex
-from shardwise.recipes.checkpoint_writer import CheckpointWriter
-from shardwise.recipes.checkpoints import step_folder
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpointing.checkpoints import step_folder
+from shardwise.recipes.checkpointing.retention import Reported
+from shardwise.recipes.checkpointing.saver import Saver
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.quickstart import rl_config
-from shardwise.recipes.retention import Reported
-from shardwise.recipes.saver import Saver
-from shardwise.recipes.workers import Worker
+from shardwise.recipes.rank.workers import Worker
 from shardwise.types import Sample
 
 T = TypeVar("T")

@@ -14,14 +14,14 @@ from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import Spans
 from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
+from shardwise.recipes.rank.workers import Worker
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.rl import build_engines
-from shardwise.recipes.rollouts import Rollouter
-from shardwise.recipes.sampled_tokens import with_spans
-from shardwise.recipes.sampler import Sampler
-from shardwise.recipes.samples import reward_metrics, rollout_metrics
+from shardwise.recipes.sampling.rollouts import Rollouter
+from shardwise.recipes.sampling.sampled_tokens import with_spans
+from shardwise.recipes.sampling.sampler import Sampler
+from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics
 from shardwise.recipes.sync import WeightSync
-from shardwise.recipes.workers import Worker
 from shardwise.rewards import make_rewards
 from shardwise.types import Completion, GenerateRequest
 

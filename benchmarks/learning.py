@@ -26,7 +26,7 @@ from benchmarks.harness import RESULTS, report
 from benchmarks.learning_page import results_page
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
 from shardwise.data.synthetic import PreferenceFiles, preference_problems
-from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.quickstart import rl_config, sft_config
 
 NUM_HELD_OUT = 512

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.data import pack
 from shardwise.ops import plain_name
-from shardwise.recipes.workers import Worker
+from shardwise.recipes.rank.workers import Worker
 from shardwise.types import Sample
 
 DOWN = "model.layers.1.mlp.down_proj"

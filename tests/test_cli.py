@@ -13,7 +13,7 @@ from shardwise.__main__ import main as command
 from shardwise.cli import RECIPES, main
 from shardwise.config import RLConfig, SFTConfig, key_paths
 from shardwise.controller.failures import Failure
-from shardwise.recipes.writer_lock import writer_lock
+from shardwise.recipes.checkpointing.writer_lock import writer_lock
 
 SFT = ["model.path=m", "data.train_files=t.jsonl"]
 

@@ -10,8 +10,8 @@ from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.ops import rotary_limit
-from shardwise.recipes.checkpoints import latest_hf_folder
-from shardwise.recipes.manifest import verify_weights
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.manifest import verify_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
+from shardwise.recipes.checkpointing.saving import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.recipes.losses import Loss, LossKind, make_loss
-from shardwise.recipes.manifest import hash_share, verify_share, write_manifest
-from shardwise.recipes.saving import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.types import Denominators, Images, TokenBatch
 
 MAX_BUNDLES = 3

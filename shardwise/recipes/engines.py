@@ -15,7 +15,7 @@ from shardwise.engine import HeadName, ParallelDims
 from shardwise.engine.precision import emulated_dtype
 from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.losses import LossKind
-from shardwise.recipes.sampled_tokens import require_sampled
+from shardwise.recipes.sampling.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 EMPTY_STEPS = "train/empty_steps"

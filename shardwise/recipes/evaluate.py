@@ -11,10 +11,10 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
-from shardwise.recipes.environment import require_tool_tags, tool_schemas
+from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.reward_engines import build_reward_engines
-from shardwise.recipes.rollouts import Rollouter, is_correct
-from shardwise.recipes.writer_lock import writer_lock
+from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
+from shardwise.recipes.sampling.rollouts import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 

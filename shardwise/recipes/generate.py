@@ -10,7 +10,7 @@ from shardwise.config import ConfigError, ModelConfig
 from shardwise.data import render_prompt
 from shardwise.engine import take_device
 from shardwise.recipes.build import open_model
-from shardwise.recipes.library_logging import quiet_libraries
+from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 

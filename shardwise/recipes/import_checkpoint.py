@@ -16,12 +16,12 @@ from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
 from shardwise.model_config import read_model_config
-from shardwise.recipes.checkpoints import step_folder
+from shardwise.recipes.checkpointing.checkpoints import step_folder
+from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.resume import STATE, write_run
+from shardwise.recipes.checkpointing.saving import new_checkpoint
 from shardwise.recipes.export import named_dtype, require_empty, require_named, written
-from shardwise.recipes.manifest import write_manifest
-from shardwise.recipes.resume import STATE, write_run
-from shardwise.recipes.saving import new_checkpoint
-from shardwise.recipes.workers import POLICY
+from shardwise.recipes.rank.workers import POLICY
 
 TITLE = "import-checkpoint"
 

@@ -22,9 +22,9 @@ from shardwise.recipes.advantages import (
 )
 from shardwise.recipes.custom import CustomFunction
 from shardwise.recipes.engines import EMPTY_STEPS, RemoteEngine
-from shardwise.recipes.sampled_tokens import token_metrics
-from shardwise.recipes.sampler import Rollout
-from shardwise.recipes.samples import reward_columns, to_samples
+from shardwise.recipes.sampling.sampled_tokens import token_metrics
+from shardwise.recipes.sampling.sampler import Rollout
+from shardwise.recipes.sampling.samples import reward_columns, to_samples
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 

@@ -24,7 +24,7 @@ from shardwise.engine import TrainEngine
 from shardwise.model_config import read_model_config
 from shardwise.ops import ModuleTrace, Place
 from shardwise.recipes.build import OpenedModel, open_model
-from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import RolloutEngine
 from shardwise.types import GenerateRequest, Sample

@@ -7,11 +7,11 @@ import torch
 from shardwise.config import ConfigError, EvalConfig, RecipeConfig, RLConfig, SglangRollout
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import check_files
+from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
+from shardwise.recipes.checkpointing.manifest import verify_weights
+from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.custom import require_callable
-from shardwise.recipes.environment import check_environment
-from shardwise.recipes.fingerprints import require_base_of_adapter
-from shardwise.recipes.manifest import verify_weights
-from shardwise.recipes.resume import find_start
+from shardwise.recipes.sampling.environment import check_environment
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang
 

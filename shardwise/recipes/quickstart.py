@@ -7,7 +7,7 @@ from shardwise.config import ConfigError, EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
 from shardwise.observability import print_table, write_json_atomic
-from shardwise.recipes.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft

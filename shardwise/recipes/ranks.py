@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from shardwise.config import ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.recipes.background import Background
+from shardwise.recipes.rank.background import Background
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,19 @@ from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine
-from shardwise.recipes.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
-from shardwise.recipes.pipeline import Pipeline
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
-from shardwise.recipes.rollouts import Rollouter
 from shardwise.recipes.run import Run
-from shardwise.recipes.sampled_tokens import TokenAccount
-from shardwise.recipes.sampler import Sampler
-from shardwise.recipes.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
+from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
+from shardwise.recipes.sampling.pipeline import Pipeline
+from shardwise.recipes.sampling.rollouts import Rollouter
+from shardwise.recipes.sampling.sampled_tokens import TokenAccount
+from shardwise.recipes.sampling.sampler import Sampler
+from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
+from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.recipes.sync import WeightSync
-from shardwise.recipes.sync_gate import SyncGate
 from shardwise.rewards import make_rewards
 from shardwise.types import Example, MetricValue
 

@@ -13,17 +13,17 @@ from shardwise.controller.failures import is_lost_peer
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.engine import named_failures
 from shardwise.observability import METRICS, Progress, RunLog, SampleLog, Spans, move_aside
-from shardwise.recipes.checkpoints import CHECKPOINTS, step_folders, write_latest
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders, write_latest
+from shardwise.recipes.checkpointing.fingerprints import fingerprints
+from shardwise.recipes.checkpointing.manifest import Manifest
+from shardwise.recipes.checkpointing.resume import find_start
+from shardwise.recipes.checkpointing.retention import Reported
+from shardwise.recipes.checkpointing.saver import Saver, state_subfolder
+from shardwise.recipes.checkpointing.saving import NONFINITE, remove_leftovers
+from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.fingerprints import fingerprints
-from shardwise.recipes.manifest import Manifest
-from shardwise.recipes.resume import find_start
-from shardwise.recipes.retention import Reported
-from shardwise.recipes.saver import Saver, state_subfolder
-from shardwise.recipes.saving import NONFINITE, remove_leftovers
 from shardwise.recipes.stopping import Stopping
 from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
-from shardwise.recipes.writer_lock import writer_lock
 from shardwise.types import Metrics
 
 SHOWN_METRICS = ("reward/mean", "val/accuracy", "train/loss", "val/loss", "val/divergence")

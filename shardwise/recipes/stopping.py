@@ -12,7 +12,7 @@ from shardwise.config import TrainerConfig
 from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
 from shardwise.controller.launch import is_launched, seconds_since_start
 from shardwise.controller.signals import SecondSignal, stop_signals
-from shardwise.recipes.checkpoints import step_folders
+from shardwise.recipes.checkpointing.checkpoints import step_folders
 
 _LOOK_SECONDS = 1.0
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from shardwise.config import ModelConfig, SamplingConfig, SglangRollout, VllmRollout
 from shardwise.data.synthetic import train_tokenizer
-from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine, RolloutEngine, SglangEngine, VllmEngine
 
 EOS = 3

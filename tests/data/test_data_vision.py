@@ -17,7 +17,7 @@ from shardwise.data import Vision
 from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
-from shardwise.recipes.samples import to_samples
+from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, RolloutGroup
 
 WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]

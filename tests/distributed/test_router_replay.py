@@ -15,7 +15,7 @@ from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.ops import routers_of
 from shardwise.recipes.losses import sft_loss
-from shardwise.recipes.samples import to_samples
+from shardwise.recipes.sampling.samples import to_samples
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup
 

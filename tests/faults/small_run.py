@@ -13,10 +13,10 @@ from tiny_models import random_samples
 from shardwise.config import EngineConfig, SFTConfig, UserError
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect
-from shardwise.recipes.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.engines import build_engine
+from shardwise.recipes.rank.workers import Worker
 from shardwise.recipes.run import Run
-from shardwise.recipes.workers import Worker
 
 
 class Position:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from small_run import config_of, run_steps
 
 from shardwise.config import UserError
-from shardwise.recipes.manifest import verify_share
-from shardwise.recipes.resume import find_start
-from shardwise.recipes.writer_lock import writer_lock
+from shardwise.recipes.checkpointing.manifest import verify_share
+from shardwise.recipes.checkpointing.resume import find_start
+from shardwise.recipes.checkpointing.writer_lock import writer_lock
 
 NEWEST = Path("checkpoints", "step_4")
 

@@ -9,7 +9,7 @@ from ranks import RankError, RankPool
 from small_run import run_steps
 
 from shardwise.fault_plan import VARIABLE, plan
-from shardwise.recipes.checkpoints import step_folders
+from shardwise.recipes.checkpointing.checkpoints import step_folders
 
 STEPS, EVERY = 120, 2
 WITHOUT_END = 10**6

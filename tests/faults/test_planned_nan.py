@@ -18,9 +18,9 @@ from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect
 from shardwise.fault_plan import begin_plan, plan
 from shardwise.recipes.bundles import Bundle
-from shardwise.recipes.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.rank.workers import Worker
 from shardwise.recipes.rl import train as train_rl
-from shardwise.recipes.workers import Worker
 
 CPU = torch.device("cpu")
 

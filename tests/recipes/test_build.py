@@ -6,7 +6,7 @@ import pytest
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.build import open_companion, open_model
-from shardwise.recipes.manifest import hash_share, write_manifest
+from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 
 
 def edit(path, **values):

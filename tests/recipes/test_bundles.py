@@ -12,7 +12,7 @@ from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.bundles import BUNDLE, Bundle
-from shardwise.recipes.manifest import hash_share, write_manifest
+from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from itertools import combinations
 import pytest
 
 from shardwise.config import ConfigError, EvalConfig, RewardConfig
+from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.evaluate import by_source, evaluate, greedy_accuracy, majority_is_correct, pass_at_k, summarize
-from shardwise.recipes.writer_lock import writer_lock
 
 REWARD = RewardConfig(functions="a:b")
 

@@ -12,8 +12,8 @@ from shardwise.algorithms import adaptive_kl_coef
 from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig, TrainingError
 from shardwise.observability import Spans
 from shardwise.recipes.learner import Engines, Learner, minibatches, reward_columns
-from shardwise.recipes.sampler import Rollout
-from shardwise.recipes.samples import to_samples
+from shardwise.recipes.sampling.sampler import Rollout
+from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import MetricValue
 
 OFFSETS = {"policy": 0.5, "reference": 0.25, "critic": 0.125, "teacher 0": 0.75, "teacher 1": 0.875}

@@ -14,10 +14,10 @@ from shardwise.config import (
     RLConfig,
     SFTConfig,
 )
+from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
+from shardwise.recipes.checkpointing.resume import write_run
 from shardwise.recipes.custom import ARGUMENTS
-from shardwise.recipes.manifest import hash_share, write_manifest
 from shardwise.recipes.preflight import check_inputs
-from shardwise.recipes.resume import write_run
 
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
 

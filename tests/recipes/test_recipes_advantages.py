@@ -19,7 +19,7 @@ from shardwise.recipes.advantages import (
     with_rollout_correction,
     with_selection,
 )
-from shardwise.recipes.samples import to_samples
+from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Sample
 
 

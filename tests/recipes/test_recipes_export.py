@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shardwise.cli import main
 from shardwise.config import ConfigError, ModelError
+from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.export import export
-from shardwise.recipes.manifest import hash_share, write_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
-"""A rollout engine's own process, as shardwise.recipes.engine_child, whose engine never gets done with the row "stuck",
-and prints before it begins."""
+"""A rollout engine's own process, as shardwise.recipes.rank.engine_child, whose engine never gets done with the row
+"stuck", and prints before it begins."""
 
 import json
 import sys
 import time
 from pathlib import Path
 
-from shardwise.recipes.heavy_imports import heavy_imports
+from shardwise.recipes.rank.heavy_imports import heavy_imports
 
 with heavy_imports():
     import torch

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.config import AgentEnvironment, ConfigError
 from shardwise.data import train_tokenizer
-from shardwise.recipes.agents import Agents
-from shardwise.recipes.environment import load_agent
+from shardwise.recipes.sampling.agents import Agents
+from shardwise.recipes.sampling.environment import load_agent
 from shardwise.types import Completion, Example, GenerateRequest
 
 TASKSET = """

@@ -23,7 +23,7 @@ from shardwise.config import (
     TrainingError,
     VllmRollout,
 )
-from shardwise.recipes.rollout_engines import build_rollout
+from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine, SupervisedEngine, VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local
 from shardwise.types import GenerateRequest, Images

@@ -13,7 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from shardwise.recipes.heavy_imports import heavy_imports
+from shardwise.recipes.rank.heavy_imports import heavy_imports
 
 with heavy_imports():
     import torch

@@ -1,0 +1,185 @@
+"""manifest.json: every file of a checkpoint with its size and hash, of weights dtype, shape and hash of each tensor. It
+is written last, so a checkpoint that has one is whole."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+from shardwise.config import ModelError
+from shardwise.engine import raised_on_every_rank
+from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
+from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpointing.checkpoints import is_checkpoint
+
+MANIFEST = "manifest.json"
+WEIGHTS = "hf"
+"""In a checkpoint: the folder that Hugging Face loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What it says beside sizes and hashes."""
+
+    files: frozenset[str]
+    """Their paths in the checkpoint, without shards of training states."""
+    metrics: dict[str, float]
+    """Of the step after which it was saved: those that are finite."""
+    all_finite: bool
+    """Whether weights and states were looked through for NaN and infinities, and held none."""
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """Raises ModelError: there is none, or it is damaged."""
+        content = read_sealed_json(checkpoint / MANIFEST)
+        return cls(frozenset(content["files"]), content["metrics"], content["all_finite"])
+
+    @classmethod
+    def find(cls, checkpoint: Path) -> Self | None:
+        """None where there is none, or a damaged one."""
+        try:
+            return cls.read(checkpoint)
+        except ModelError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """What a safetensors file of weights is known by: what is in it, and the hashes of a ShardFile.
+
+    Example: `WeightsFile(72, "5d41402abc4b2a76", {"norm.weight": "b9719d911017c592"}, {"norm.weight": "bfloat16 [4]"})`
+    """
+
+    num_bytes: int
+    header_xxh3: str
+    tensor_xxh3: dict[str, str]
+    tensors: dict[str, str]
+    """By name, dtype and shape."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
+        with closing(SafetensorsReader(path)) as file:
+            tensors = described(file)
+        return cls(**asdict(ShardFile.of(path)), tensors=tensors)
+
+    def check(self, path: Path) -> None:
+        """Reads all of it. Raises ModelError: missing, cut or changed, or with other tensors; names the tensor."""
+        ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path, tensors=self.tensors)
+
+
+def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
+
+    Shards of a training state are left out: the index beside them holds dtypes, shapes and hashes of their tensors.
+    Raises OSError, ModelError: a file cannot be read.
+    """
+    return {name: asdict(_record_of(checkpoint / name)) for name in own_share(_files(checkpoint))}
+
+
+def write_manifest(
+    checkpoint: Path,
+    shares: Sequence[dict[str, dict[str, Any]]],
+    *,
+    step: int,
+    meshes: Mapping[str, Mapping[str, int]] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    all_finite: bool = False,
+) -> None:
+    """Written last, under an id that no other save has. Raises OSError.
+
+    Args:
+        shares: what `hash_share` gave on every rank.
+        meshes: by engine, how many ranks each axis of its mesh had.
+        metrics: of the step; finite.
+        all_finite: whether weights and states were looked through for NaN and infinities, and hold none.
+    """
+    files = {name: record for share in shares for name, record in share.items()}
+    content = {
+        "save_id": uuid4().hex,
+        "step": step,
+        "num_ranks": len(shares),
+        "meshes": {name: dict(mesh) for name, mesh in (meshes or {}).items()},
+        "all_finite": all_finite,
+        "metrics": dict(metrics or {}),
+        "files": files,
+    }
+    write_sealed_json(checkpoint / MANIFEST, content)
+
+
+def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
+    """Collective. Reads this rank's share of the files.
+
+    Args:
+        shards_of: the training states whose shards are among them, by the names of their folders; None: all.
+    Raises:
+        ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
+    """
+    with raised_on_every_rank(ModelError):
+        checks = _checks(checkpoint, shards_of)
+        for name in own_share(checks):
+            checks[name](checkpoint / name)
+
+
+def verify_weights(folder: Path) -> None:
+    """Reads the weight files of a folder in a checkpoint, such as hf/, adapter/ or critic/hf/. Of one that is in none
+    nothing is known, nor of one that was copied out of it, where people change what they like.
+
+    Raises:
+        ModelError: the manifest is damaged, or a file is not what was written; names it, and the tensor.
+    """
+    within = folder.resolve()
+    checkpoint = next((one for one in within.parents if is_checkpoint(one) and (one / MANIFEST).is_file()), None)
+    if checkpoint is None:
+        return
+    try:
+        for name, record in read_sealed_json(checkpoint / MANIFEST)["files"].items():
+            if (checkpoint / name).parent == within and Path(name).suffix == ".safetensors":
+                _record_from(record).check(checkpoint / name)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; take another checkpoint, or a copy of {folder} in another place, which is taken as it is"
+        ) from None
+
+
+def has_whole_weights(checkpoint: Path) -> bool:
+    """Whether its hf/ is what was written, whatever became of the training state. Reads all of it."""
+    try:
+        files = read_sealed_json(checkpoint / MANIFEST)["files"]
+        weights = {name: record for name, record in files.items() if Path(name).parts[0] == WEIGHTS}
+        for name, record in weights.items():
+            _record_from(record).check(checkpoint / name)
+    except ModelError:
+        return False
+    return bool(weights)
+
+
+def _checks(checkpoint: Path, shards_of: Collection[str] | None) -> dict[str, Callable[[Path], None]]:
+    """How each file is compared with what was written, by its path in the checkpoint."""
+    files = read_sealed_json(checkpoint / MANIFEST)["files"]
+    checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
+    states = [Path(name).parent for name in files if Path(name).name == INDEX]
+    for folder in [state for state in states if shards_of is None or state.name in shards_of]:
+        index = StateIndex.read(checkpoint / folder)
+        checks |= {(folder / shard).as_posix(): index.check for shard in index.files}
+    return checks
+
+
+def _record_of(path: Path) -> FileRecord | WeightsFile:
+    return WeightsFile.of(path) if path.suffix == ".safetensors" else FileRecord.of(path)
+
+
+def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile | WeightsFile:
+    """Manifests of earlier versions have a ShardFile of weights, or a FileRecord of every file."""
+    if "tensors" in tree:
+        return WeightsFile(**tree)
+    return ShardFile(**tree) if "tensor_xxh3" in tree else FileRecord(**tree)
+
+
+def _files(checkpoint: Path) -> list[str]:
+    left_out = set(shard_files(checkpoint))
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path not in left_out]
+    return [path.relative_to(checkpoint).as_posix() for path in files]

@@ -1,0 +1,270 @@
+"""Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.config import (
+    ConfigError,
+    ModelError,
+    TrainingConfig,
+    changes_of_state,
+    changes_that_matter,
+    is_among,
+    require_known_keys,
+    without_places,
+)
+from shardwise.engine.state_files import INDEX
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders
+from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, fingerprints
+from shardwise.recipes.checkpointing.manifest import MANIFEST, WEIGHTS, Manifest, has_whole_weights
+
+STATE = "state"
+"""In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
+RUN = "run.json"
+_RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
+_ITS_WEIGHTS = "from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    step: int
+    """Done already."""
+    parts: dict[str, Any] | None
+    """What the parts of the recipe keep between steps, by their names; None in an imported checkpoint: they begin."""
+    in_place: bool
+    """Whether it is one of the run's own output folder, whose files are then continued."""
+    damage: list[str] = field(default_factory=list, compare=False)
+    """What is wrong with the newer ones that were passed over, the newest first."""
+    begun_from: str | None = None
+    """The path in trainer.resume that the run in this folder began from, if it did."""
+    lost_states: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What is wrong with training states, by their folders in STATE, of which trainer.resume_fallback leaves out what
+    is not in the weights."""
+
+
+class Verify(Protocol):
+    """Reads a checkpoint."""
+
+    def __call__(self, checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
+        """Raises ModelError: a file is damaged. `shards_of` names the training states whose shards are read, by their
+        folders in STATE; None: all of them."""
+        ...
+
+
+def unverified(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
+    """Takes every file for whole."""
+
+
+def find_start(
+    config: TrainingConfig,
+    *,
+    files: Fingerprints | None = None,
+    verify: Verify = unverified,
+) -> Start | None:
+    """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
+    checkpoint of its own, so that the same command goes on.
+
+    Args:
+        files: what the run reads; None looks at it here, if there is a checkpoint.
+        verify: without it only manifest.json and run.json are looked at.
+    Raises:
+        ConfigError: there is no such checkpoint, or it was trained with another config, model or data; names the keys.
+            ModelError: it is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
+    """
+    trainer = config.trainer
+    require_known_keys(trainer.resume_allow, config)
+    if trainer.resume == "never":
+        return None
+    own, takes_weights = Path(trainer.output_dir), trainer.resume_fallback == "weights"
+    named = None if trainer.resume == "auto" else os.path.realpath(trainer.resume)
+    candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
+    falls_back = trainer.resume_fallback != "fail"
+    found = _newest(candidates, verify, falls_back=falls_back, takes_weights=takes_weights)
+    if found is None and named is not None:
+        found = _named(Path(trainer.resume), verify, takes_weights=takes_weights)
+    if found is None:
+        return None
+    content = read_sealed_json(found.checkpoint / STATE / RUN)
+    _require_same(found.checkpoint, content, config, files)
+    return Start(
+        found.checkpoint,
+        content["step"],
+        content["parts"],
+        in_place=os.path.realpath(found.checkpoint.parent) == os.path.realpath(own / CHECKPOINTS),
+        damage=found.passed_over,
+        begun_from=content.get("begun_from") if named is None else named,
+        lost_states=found.lost_states,
+    )
+
+
+def _begun_from(checkpoint: Path) -> str | None:
+    """What the run that saved it began from; None where that cannot be read."""
+    try:
+        path: str | None = read_sealed_json(checkpoint / STATE / RUN).get("begun_from")
+    except ModelError:
+        return None
+    return path
+
+
+def write_run(
+    checkpoint: Path,
+    config: TrainingConfig,
+    *,
+    step: int,
+    parts: dict[str, Any] | None,
+    files: Fingerprints,
+    begun_from: str | None = None,
+) -> None:
+    """Writes what `find_start` reads.
+
+    Args:
+        files: what the run reads; nothing where it has not begun.
+        begun_from: as in Start.
+    Raises:
+        OSError
+    """
+    (checkpoint / STATE).mkdir(exist_ok=True)
+    content = {
+        "recipe": _recipe(config),
+        "step": step,
+        "config": config.model_dump(mode="json"),
+        "parts": parts,
+        "files": files,
+        "begun_from": begun_from,
+    }
+    write_sealed_json(checkpoint / STATE / RUN, content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    checkpoint: Path
+    passed_over: list[str]
+    lost_states: Mapping[str, str]
+    """These two as in Start."""
+
+
+def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, takes_weights: bool) -> _Found | None:
+    """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where no
+    folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
+    damage: list[str] = []
+    for folder in folders:
+        try:
+            if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
+                continue
+            read_sealed_json(folder / STATE / RUN)
+            return _Found(folder, damage, _lost_states(folder, verify, may_be_lost=takes_weights))
+        except ModelError as error:
+            if not falls_back:
+                weights = f", or go on {_ITS_WEIGHTS}" if _is_whole_without_shards(folder, verify) else ""
+                raise ModelError(f"{error}; {_RESTORE}{weights}") from None
+            damage.append(str(error))
+    if damage:
+        raise ModelError(
+            f"{'; '.join(damage)}. No checkpoint to go on from is whole: restore one from a copy, or start anew with "
+            f"trainer.resume=never, which moves what is there aside{_without_states(folders, verify)}"
+        )
+    return None
+
+
+def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> dict[str, str]:
+    """Raises ModelError: the checkpoint is damaged, and not only in what may be lost."""
+    lost = {}
+    try:
+        verify(folder)
+    except ModelError:
+        if not may_be_lost:
+            raise
+        verify(folder, shards_of=[])
+        for state in sorted(path.parent.name for path in (folder / STATE).glob(f"*/{INDEX}")):
+            try:
+                verify(folder, shards_of=[state])
+            except ModelError as error:
+                lost[state] = str(error)
+    return lost
+
+
+def _without_states(folders: Collection[Path], verify: Verify) -> str:
+    """For the error of a run of which no checkpoint is whole: what else there is to go on from, if anything."""
+    if any(_is_whole_without_shards(folder, verify) for folder in folders):
+        return f", or go on {_ITS_WEIGHTS}"
+    weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
+    if weights is None:
+        return ""
+    return (
+        f", or begin a run without the optimizer's states: model.path={weights}, which is whole, with another "
+        "trainer.output_dir"
+    )
+
+
+def _is_whole_without_shards(folder: Path, verify: Verify) -> bool:
+    try:
+        Manifest.read(folder)
+        read_sealed_json(folder / STATE / RUN)
+        verify(folder, shards_of=[])
+    except ModelError:
+        return False
+    return True
+
+
+def _named(path: Path, verify: Verify, *, takes_weights: bool) -> _Found:
+    folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
+    found = _newest(folders, verify, falls_back=False, takes_weights=takes_weights)
+    if found is None:
+        raise ConfigError(
+            f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor the "
+            "folder of a run that has one; give such a path, auto or never"
+        )
+    return found
+
+
+def _require_same(
+    checkpoint: Path, content: dict[str, Any], config: TrainingConfig, files: Fingerprints | None
+) -> None:
+    anew = "or start a new run with trainer.resume=never, which moves what is in trainer.output_dir aside"
+    if content["recipe"] != _recipe(config):
+        raise ConfigError(
+            f"{checkpoint} is of a run of another recipe ({content['recipe']}, this is {_recipe(config)}); give "
+            f"another trainer.output_dir, {anew}"
+        )
+    allowed, before = config.trainer.resume_allow, content.get("files", {})
+    if before and files is None:
+        files = fingerprints(config)
+    moved = {key for key in before if files and files.get(key) == before[key]}
+    changes = changes_that_matter(content["config"], config, allowed=[*allowed, *map(without_places, moved)])
+    if changes:
+        listed = ", ".join(f"{key} was {before!r} and is {now!r}" for key, (before, now) in changes.items())
+        remedy = f"set it back, allow it with trainer.resume_allow=[{_allowing(changes)}]"
+        if others := changes_of_state(changes):
+            remedy = (
+                f"its training state does not fit another {_allowing(others)}: set it back{_without_state(checkpoint)}"
+            )
+        raise ConfigError(f"{checkpoint} was trained with another config: {listed}; {remedy}, {anew}")
+    changed = {key: name for key, name in changed_files(before, files or {}).items() if not is_among(key, allowed)}
+    if changed:
+        listed = " and ".join(f"those of {key} ({name})" for key, name in changed.items())
+        raise ConfigError(
+            f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
+            f"trainer.resume_allow=[{_allowing(changed)}], {anew}"
+        )
+
+
+def _without_state(checkpoint: Path) -> str:
+    weights = checkpoint / WEIGHTS
+    if not weights.is_dir():
+        return ""
+    return f", begin a run from its weights (model.path={weights} with another trainer.output_dir)"
+
+
+def _allowing(keys: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(map(without_places, keys)))
+
+
+def _recipe(config: TrainingConfig) -> str:
+    return type(config).__name__.removesuffix("Config")

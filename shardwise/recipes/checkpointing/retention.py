@@ -1,0 +1,96 @@
+"""Which checkpoints of a run stay."""
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from shardwise.config import ConfigError, KeepBestConfig, TrainerConfig
+from shardwise.fault_plan import fault_point
+from shardwise.recipes.checkpointing.checkpoints import step_folders, write_latest
+from shardwise.recipes.checkpointing.manifest import Manifest
+from shardwise.recipes.checkpointing.saving import staging_folder
+
+
+class Reported:
+    """The metrics of a run, as far as they decide which checkpoint is the best."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+        """Of the last step: those that are finite."""
+        self._names: set[str] = set()
+        self._has_validated = False
+
+    def add(self, metrics: Mapping[str, float], *, names: Collection[str], validates: bool) -> None:
+        """Of the next step, with the names also of those that had nothing to report; and whether it was to be
+        validated."""
+        self.newest = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._names = self._names | set(names)  # a new set: a save beside training may be reading the old one
+        self._has_validated |= validates
+
+    def require(self, metric: str) -> None:
+        """Raises ConfigError: the run does not report it. Those of validation (val/...) have time until the first."""
+        if metric in self._names or not self._names or (metric.startswith("val/") and not self._has_validated):
+            return
+        raise ConfigError(
+            f"trainer.keep_best.metric={metric} is no metric of this run, which reports "
+            f"{', '.join(sorted(self._names))}; name one of these (those of val/ need data.validation_files). The "
+            "checkpoint is saved, and the same command with another metric goes on from it"
+        )
+
+
+def after_saving(run: Path, step: int, trainer: TrainerConfig, reported: Reported) -> None:
+    """Points `latest` at the new checkpoint and removes those that need not stay. Where a file system does not let it,
+    it says so; the checkpoint is there, and the next save tries again.
+
+    Raises:
+        ConfigError: the metric of trainer.keep_best is never reported; nothing is removed.
+    """
+    if trainer.keep_best is not None:
+        reported.require(trainer.keep_best.metric)
+    try:
+        write_latest(run, step)
+    except OSError as error:
+        print(f"warning: {run} has no `latest` that names step {step}: {error}", file=sys.stderr, flush=True)
+    try:
+        remove_old(run, trainer)
+    except OSError as error:
+        print(f"warning: older checkpoints in {run} were not removed: {error}", file=sys.stderr, flush=True)
+
+
+def remove_old(run: Path, trainer: TrainerConfig) -> None:
+    """Removes the whole checkpoints of a run that the config does not keep. Raises OSError.
+
+    Each is renamed first: a process that dies meanwhile leaves what `remove_leftovers` takes away, and no half of one.
+    """
+    folders = step_folders(run)
+    found = {step: Manifest.find(folder) for step, folder in folders.items()}
+    manifests = {step: manifest for step, manifest in found.items() if manifest is not None}
+    for step in manifests.keys() - kept_steps(manifests, trainer):
+        hidden = staging_folder(folders[step])
+        os.replace(folders[step], hidden)
+        fault_point("prune")
+        shutil.rmtree(hidden)
+
+
+def kept_steps(manifests: Mapping[int, Manifest], trainer: TrainerConfig) -> set[int]:
+    """Of the steps of whole checkpoints those that stay. The newest always does, and the newest finite one."""
+    newest_first = sorted(manifests, reverse=True)
+    if trainer.keep_last == 0:
+        return set(newest_first)
+    kept = set(newest_first[: trainer.keep_last])
+    kept |= {step for step in newest_first if trainer.keep_every_steps and step % trainer.keep_every_steps == 0}
+    kept |= set([step for step in newest_first if manifests[step].all_finite][:1])
+    best = None if trainer.keep_best is None else best_step(manifests, trainer.keep_best)
+    return kept if best is None else kept | {best}
+
+
+def best_step(manifests: Mapping[int, Manifest], rule: KeepBestConfig) -> int | None:
+    """The earliest of those whose metric is the best; None where none has it."""
+    values = {
+        step: manifest.metrics[rule.metric] for step, manifest in manifests.items() if rule.metric in manifest.metrics
+    }
+    sign = -1 if rule.mode == "max" else 1
+    return min(values, key=lambda step: (sign * values[step], step), default=None)

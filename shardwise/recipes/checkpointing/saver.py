@@ -1,0 +1,184 @@
+"""Saves the checkpoints of a run: at once, or in the background while training goes on."""
+
+import time
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import ExportError, TrainingConfig
+from shardwise.controller.base import RankSilentError, WorkerGroup
+from shardwise.recipes.checkpointing.checkpoints import step_folder
+from shardwise.recipes.checkpointing.fingerprints import Fingerprints
+from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.resume import STATE, write_run
+from shardwise.recipes.checkpointing.retention import Reported, after_saving
+from shardwise.recipes.checkpointing.save_checks import check_before_saving
+from shardwise.recipes.checkpointing.save_retries import SaveRetries
+from shardwise.recipes.checkpointing.saving import new_checkpoint
+from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.rank.background import Background
+
+
+class Saver:
+    """With trainer.async_save, training goes on while every rank copies its shards to host memory, and waits for that
+    before it changes them; checking, writing, hashing and publishing go on beside it. One save at a time.
+
+    A save that fails is tried again, then raised, or told and counted where trainer.on_save_error=continue.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: TrainingConfig,
+        engines: Mapping[str, RemoteEngine],
+        reported: Reported,
+        *,
+        files: Fingerprints,
+        begun_from: str | None = None,
+    ) -> None:
+        """
+        Args:
+            run: its output folder.
+            engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+            reported: the metrics of the run so far.
+            files: what the run reads.
+            begun_from: the checkpoint that trainer.resume named when the run began, if it did.
+        """
+        self._run = run
+        self._config = config
+        self._engines = engines
+        self._reported = reported
+        self._files = files
+        self._begun_from = begun_from
+        self._retries = SaveRetries(config.trainer)
+        self._pending: Background[None] | None = None
+        self.newest: Path | None = None
+        """The checkpoint that was published last."""
+        self.seconds: float | None = None
+        """How long that took, from the beginning of the save."""
+        self._started = 0.0
+
+    @property
+    def num_failures(self) -> int:
+        """Checkpoints that could not be saved so far."""
+        return self._retries.num_failures
+
+    def save(self, step: int, parts: Mapping[str, Any]) -> None:
+        """Returns when the engines may train on.
+
+        Args:
+            parts: what the parts of the recipe keep between steps, by their names.
+        Raises:
+            ExportError, NotFiniteError: this save failed, or the one before it that went on in the background.
+            ConfigError: as `after_saving`.
+        """
+        self.wait()
+        self._started = time.perf_counter()
+        metrics = self._reported.newest
+        background = self._group.background if self._config.trainer.async_save else None
+        if background is None:
+            with self._retries.tolerate():
+                self._publish(step, parts, metrics, None)
+        else:
+            self._stage(background)
+            self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
+
+    def check(self) -> None:
+        """Raises what ended a save in the background, or RankSilentError where it is late."""
+        pending, deadline = self._pending, self._config.trainer.save_timeout_seconds
+        if pending is not None and (pending.is_done or pending.seconds > deadline):
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for: the save in the background. Unblocked by: trainer.save_timeout_seconds. Raises as `check`."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        deadline = self._config.trainer.save_timeout_seconds
+        with self._retries.tolerate():
+            if not pending.wait(deadline):
+                kept = "none was saved since this start" if self.newest is None else f"the last one is {self.newest}"
+                raise RankSilentError(
+                    f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
+                    f"file system of {self._run} hangs or is slower than that; checkpoints that are whole stay: {kept}"
+                )
+            pending.result()
+
+    def finish(self) -> None:
+        """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""
+        self.wait()
+        self._retries.require_last_saved()
+
+    def _publish(
+        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
+    ) -> None:
+        self._retries.retry(step, partial(self._write, step, parts, metrics, background))
+        self._retries.note_saved()
+        self.newest = step_folder(self._run, step)
+        self.seconds = time.perf_counter() - self._started
+        after_saving(self._run, step, self._config.trainer, self._reported)
+
+    def _write(
+        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
+    ) -> None:
+        holders = self._group if background is None else background
+        check_before_saving(self._run, self._engines.values(), self._config.trainer, holders)
+        with new_checkpoint(self._run, step) as folder:
+            if background is None:
+                self._write_live(folder)
+            else:
+                _write_staged(folder, background)
+            if self._config.trainer.save_state:
+                write_run(
+                    folder,
+                    self._config,
+                    step=step,
+                    parts=dict(parts),
+                    files=self._files,
+                    begun_from=self._begun_from,
+                )
+            if background is None:
+                shares = self._group.call("hash_files", str(folder))
+            else:
+                shares = _results(background, "hash_files", str(folder))
+            meshes = {engine.role: asdict(engine.mesh) for engine in self._engines.values()}
+            write_manifest(folder, shares, step=step, meshes=meshes, metrics=metrics, all_finite=True)
+
+    def _write_live(self, folder: Path) -> None:
+        for name, engine in self._engines.items():
+            state = str(folder / state_subfolder(engine)) if self._config.trainer.save_state else ""
+            engine.save(str(folder / name), state=state)
+
+    def _stage(self, background: WorkerGroup) -> None:
+        background.call("clear")
+        for name, engine in self._engines.items():
+            engine.stage(name)
+        if self._config.trainer.save_state:
+            for engine in self._engines.values():
+                engine.stage_state(state_subfolder(engine))
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._engines[""].group
+
+
+def state_subfolder(engine: RemoteEngine) -> str:
+    """Where a checkpoint holds the training state of an engine."""
+    return f"{STATE}/{engine.role.replace(' ', '_')}"
+
+
+def _write_staged(folder: Path, background: WorkerGroup) -> None:
+    written = _results(background, "write", str(folder))
+    _results(background, "finish", str(folder), written)
+
+
+def _results(background: WorkerGroup, method: str, *args: Any) -> list[Any]:
+    """Of a call to every rank's CheckpointWriter. Raises ExportError: on a rank it failed."""
+    outcomes = background.call(method, *args)
+    for rank, outcome in enumerate(outcomes):
+        if outcome["error"]:
+            raise ExportError(outcome["error"] if len(outcomes) == 1 else f"rank {rank}: {outcome['error']}")
+    return [outcome["result"] for outcome in outcomes]

@@ -1,0 +1,308 @@
+"""From a process to a rank at work: joins the group, then commands (rank 0) or serves (the others)."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import (
+    ConfigError,
+    DistillConfig,
+    EngineConfig,
+    EvalConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+    Split,
+    TrainingConfig,
+)
+from shardwise.config.engine import DtypeName
+from shardwise.controller.failures import is_lost_peer, note_failure
+from shardwise.controller.launch import die_with_launcher, is_launched
+from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.peers import watched_by_peers
+from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.controller.restarts import torchrun_restarts_done
+from shardwise.controller.signals import pass_on, stop_signals
+from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
+from shardwise.controller.watchdog import REPORTS, be_watched
+from shardwise.engine import take_device
+from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
+from shardwise.fault_plan import begin_plan
+from shardwise.ops import other_release
+from shardwise.recipes.distill import train as train_distill
+from shardwise.recipes.evaluate import evaluate
+from shardwise.recipes.export import export
+from shardwise.recipes.import_checkpoint import import_checkpoint
+from shardwise.recipes.parity import EngineName, parity
+from shardwise.recipes.preference import train as train_preference
+from shardwise.recipes.quickstart import quickstart
+from shardwise.recipes.rank.background_worker import BackgroundWorker
+from shardwise.recipes.rank.library_logging import quiet_libraries
+from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.replay import replay
+from shardwise.recipes.reward_model import train as train_reward_model
+from shardwise.recipes.rl import train as train_rl
+from shardwise.recipes.sft import train as train_sft
+from shardwise.recipes.stopping import Stopped
+from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
+
+
+def run_recipe(config: RecipeConfig) -> int:
+    """Runs the recipe of a config on this rank. Returns the exit code of this process."""
+
+    def recipe(group: RankGroup) -> None:
+        if note := other_release():
+            print(f"warning: {note}; make models proves them with that one", file=sys.stderr, flush=True)
+        match config:
+            case SFTConfig():
+                train_sft(config, group)
+            case PreferenceConfig():
+                train_preference(config, group)
+            case RewardModelConfig():
+                train_reward_model(config, group)
+            case DistillConfig():
+                train_distill(config, group)
+            case RLConfig():
+                train_rl(config, group)
+            case EvalConfig():
+                evaluate(config, group)
+
+    start = partial(run_rank, recipe, timeout_seconds=config.engine.collective_timeout_seconds)
+    if isinstance(config, EvalConfig):
+        limit = StallLimit.of("eval.stall_timeout_seconds", config.eval.stall_timeout_seconds)
+        return start(output_dir=config.eval.output_dir, stall=limit)
+    trainer = config.trainer
+    return start(
+        split=config.rollout.split if isinstance(config, RLConfig) else None,
+        faults=trainer.faults,
+        output_dir=trainer.output_dir,
+        stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
+        save_timeout_seconds=trainer.save_timeout_seconds,
+    )
+
+
+def run_quickstart(*, output_dir: str, seed: int) -> int:
+    """Runs the quickstart on this rank. Returns the exit code of this process."""
+    return run_rank(
+        lambda group: quickstart(Path(output_dir), group, seed=seed),
+        timeout_seconds=EngineConfig().collective_timeout_seconds,
+        output_dir=output_dir,
+    )
+
+
+def run_export(*, source: str, target: str, dtype: str | None, max_shard_size: str, stall: StallLimit) -> int:
+    """Exports a model on this rank. Returns the exit code of this process."""
+    return run_rank(
+        lambda group: export(source, target, group, dtype=dtype, max_shard_size=max_shard_size),
+        timeout_seconds=EngineConfig().collective_timeout_seconds,
+        stall=stall,
+    )
+
+
+def run_import(
+    *,
+    source: str,
+    target: str,
+    model: str | None,
+    prefix: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    run: TrainingConfig | None,
+) -> int:
+    """Imports another trainer's checkpoint on this rank. Returns the exit code of this process."""
+
+    def recipe(group: RankGroup) -> None:
+        import_checkpoint(
+            source, target, group, model=model, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size, run=run
+        )
+
+    return run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
+
+
+def run_parity(
+    *, model: str, engine: EngineName, dtype: DtypeName, prompts: Sequence[str] | None, max_tokens: int
+) -> int:
+    """Compares trainer and rollout engine on this rank. Returns the exit code of this process: 0 if they agree."""
+    return _run_alone(
+        "parity",
+        lambda: parity(model, take_device(0), engine=engine, dtype=dtype, prompts=prompts, max_tokens=max_tokens),
+    )
+
+
+def run_replay(*, bundle: str, micro_batch: int | None) -> int:
+    """Replays a bundle on this rank. Returns the exit code of this process: 0 if what was recorded happened again."""
+    return _run_alone("replay", lambda: replay(bundle, take_device(0), micro_batch=micro_batch))
+
+
+def _run_alone(command: str, ask: Callable[[], bool]) -> int:
+    """Runs a command that asks something and takes one process. Returns the exit code: 0 for yes, 1 for no."""
+    outcome = [False]
+
+    def recipe(group: RankGroup) -> None:
+        if group.size > 1:
+            raise ConfigError(f"shardwise {command} runs on one process, and this job has {group.size}")
+        outcome[0] = ask()
+
+    code = run_rank(recipe, timeout_seconds=EngineConfig().collective_timeout_seconds)
+    return code or int(not outcome[0])
+
+
+def run_rank(
+    recipe: Callable[[RankGroup], None],
+    *,
+    timeout_seconds: int,
+    split: Split | None = None,
+    faults: Sequence[str] = (),
+    output_dir: str | None = None,
+    stall: StallLimit | None = None,
+    save_timeout_seconds: float | None = None,
+) -> int:
+    """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
+
+    Args:
+        split: the last ranks, which only sample and are no part of the default process group; None: all ranks are.
+        faults: to rehearse, beside those of the environment variable.
+        output_dir: where a job without our launcher leaves what every rank did when one of them hung.
+        stall: how long rank 0 may take to go on; None: as long as it wants.
+        save_timeout_seconds: how long ranks may wait for each other's files; None: as in collectives.
+    Returns:
+        The exit code of this process.
+    """
+    die_with_launcher()
+    quiet_libraries()
+    rank = Rank.from_environment()
+    be_watched(rank.rank)
+    note: Callable[[BaseException], int] = partial(note_failure, rank=rank.rank)
+    react: Callable[[int], None] = pass_on
+    code = 0
+    with ExitStack() as stack:
+        try:
+            _begin_plan(faults)
+            num_together = _num_together(rank, split)
+            device = take_device(rank.local_rank)
+            store = open_store(rank, timeout_seconds=timeout_seconds)
+            reports = None if output_dir is None else Path(output_dir) / REPORTS
+            if rank.world_size > 1 and not is_launched():
+                peers = stack.enter_context(watched_by_peers(rank, store, reports))
+                note, react = peers.note_failure, peers.pass_on
+            if rank.rank == 0 and not is_launched():
+                end = partial(_end_stalled, note, reports, is_alone=rank.world_size == 1)
+                stack.enter_context(watching_itself(stall, end))
+            control = stack.enter_context(
+                process_group(
+                    rank,
+                    device_type=device.type,
+                    timeout_seconds=timeout_seconds,
+                    num_together=num_together,
+                    store=store,
+                )
+            )
+            save_seconds = timeout_seconds if save_timeout_seconds is None else save_timeout_seconds
+            links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
+            beside = BackgroundWorker(rank.rank, links)
+            join = None
+            if split is not None:
+                assert output_dir is not None  # of training, as `split` is
+                join = _medium_of(rank, split, store, device, run=output_dir, timeout_seconds=timeout_seconds)
+            worker = Worker(device, join_medium=join, writer=beside, interruption=beside.interruption)
+            if rank.rank == 0:
+                background = RankGroup(
+                    beside, links, timeout_seconds=save_seconds, timeout_key="trainer.save_timeout_seconds"
+                )
+                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
+            working = serve_in_background(beside, links, partial(_end, note))
+            with stop_signals(react):
+                serve(worker, control)
+                working.join()
+        except (Exception, SystemExit) as error:  # the one place where a rank's failure becomes an exit code
+            # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
+            code = note(error)
+            if rank.rank > 0:
+                os._exit(code)  # the thread that serves in the background may be in a library, which would abort
+    if code and rank.world_size > 1:  # so may one of rank 0 that asks another rank
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
+    """Returns the exit code of a recipe that did all it should, or was asked to stop."""
+    code = 0
+    try:
+        recipe(group)
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        code = stopped.code
+    group.shutdown()
+    return code
+
+
+def _end(note: Callable[[BaseException], int], error: Exception) -> None:
+    """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
+    if not is_lost_peer(error):
+        os._exit(note(error))
+
+
+def _end_stalled(
+    note: Callable[[BaseException], int], reports: Path | None, error: RankStalledError, *, is_alone: bool
+) -> None:
+    """Ends this process, of which a thread found that it does not go on."""
+    os._exit(note(with_own_stacks(error, reports) if is_alone else error))
+
+
+def _begin_plan(faults: Sequence[str]) -> None:
+    """What is planned happens once, and not again after a restart."""
+    try:
+        if torchrun_restarts_done():
+            os.environ.pop(FAULT_PLAN_VARIABLE, None)
+            faults = []
+        begin_plan(faults)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _num_together(rank: Rank, split: Split | None) -> int:
+    """The ranks of the default process group. Raises ConfigError: there would be none."""
+    num_apart = 0 if split is None else split.num_ranks
+    if num_apart >= rank.world_size:
+        raise ConfigError(
+            f"rollout.placement.num_ranks={num_apart} leaves none of the job's {rank.world_size} ranks to train; start "
+            f"at least {num_apart + 1} (--nproc {num_apart + 1}), or lower it"
+        )
+    return rank.world_size - num_apart
+
+
+def _medium_of(
+    rank: Rank, split: Split, store: dist.Store, device: torch.device, *, run: str, timeout_seconds: int
+) -> Callable[[], Medium] | None:
+    """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
+    num_together = rank.world_size - split.num_ranks
+    if 0 < rank.rank < num_together:
+        return None
+    join: Callable[..., Medium]
+    match split.medium:
+        case "process_group":
+            join = partial(ProcessGroupMedium.join, backend="gloo" if device.type == "cpu" else "nccl", device=device)
+        case "shared_memory":
+            join = SharedMemoryMedium.join
+        case "disk":
+            assert split.folder is not None  # as the config says
+            join = partial(DiskMedium.join, folder=split.folder, run=os.path.realpath(run))
+    return partial(
+        join,
+        dist.PrefixStore("weights", store),
+        0 if rank.rank == 0 else rank.rank - num_together + 1,
+        1 + split.num_ranks,
+        # Shorter than a collective: the trainers that wait for rank 0 must not be the first to give up.
+        timeout=timedelta(seconds=timeout_seconds / 2),
+    )

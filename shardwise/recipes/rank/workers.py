@@ -1,0 +1,534 @@
+"""What lives on every rank: engines, and the methods the controller calls on them."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from shardwise.config import (
+    DataError,
+    EngineConfig,
+    ExportError,
+    FrozenEngineConfig,
+    LoraConfig,
+    ModelConfig,
+    ModelError,
+    OptimizerConfig,
+    SamplingConfig,
+    UserError,
+)
+from shardwise.controller.watchdog import go_on
+from shardwise.data import ImageReader, load_tokenizer
+from shardwise.engine import (
+    HeadName,
+    Part,
+    TeacherOutputs,
+    TrainEngine,
+    convert_folder,
+    named_failures,
+    raised_on_every_rank,
+)
+from shardwise.fault_plan import fault_point
+from shardwise.memfd import SharedTensors
+from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
+from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
+from shardwise.recipes.rank.rollout_engines import build_rollout
+from shardwise.recipes.sampling.sampled_tokens import with_spans
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine
+from shardwise.transfer import (
+    Assembly,
+    DeltaDecoder,
+    DeltaEncoder,
+    Medium,
+    SyncReceipt,
+    pull_weights,
+    push_weights,
+    seconds_per_byte_inside,
+    seconds_per_byte_sent,
+    sync_local,
+    take_pieces,
+)
+from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, WeightSender
+
+POLICY = "policy"
+"""The role of the engine whose weights the rollout engine serves."""
+OF_MAIN_SECTION = (POLICY, "student", "reward model")
+"""Roles whose engine has its options under `engine`, as its errors say."""
+
+_ANY_ENGINE: TypeAdapter[EngineConfig | FrozenEngineConfig] = TypeAdapter(EngineConfig | FrozenEngineConfig)
+
+
+@dataclass(slots=True)
+class Seat:
+    """An engine of this rank, and how it shares the device with the others."""
+
+    engine: TrainEngine
+    source: EngineSource
+    reader: ImageReader | None = None
+    """Of the images that the model sees."""
+    loss: Loss = SFT_LOSS
+    loss_source: LossSource = field(default_factory=LossSource)
+
+    @property
+    def config(self) -> EngineConfig | FrozenEngineConfig:
+        return self.source.layout
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the loss wants of a forward pass."""
+        return {
+            "temperature": self.source.temperature,
+            "with_logprobs": self.loss.with_logprobs,
+            "with_entropy": self.loss.with_entropy,
+        }
+
+    def read(self, batches: list[TokenBatch], *, whole: bool = False) -> list[TokenBatch]:
+        """Collective. The batches with those of their images read that this rank looks at.
+
+        Args:
+            whole: read the others too.
+        Raises:
+            DataError: on every rank, where one has an image that cannot be decoded.
+        """
+        if self.reader is None:
+            return batches
+        with raised_on_every_rank(DataError):
+            return [self._read(self.reader, batch, whole) if batch.image_refs else batch for batch in batches]
+
+    def _read(self, reader: ImageReader, batch: TokenBatch, whole: bool) -> TokenBatch:
+        own = range(len(batch.image_refs)) if whole else self.engine.own_images(batch.image_refs)
+        images = reader.read(batch.image_refs[own.start : own.stop]) if own else None
+        return replace(batch, images=images, image_refs=[] if len(own) == len(batch.image_refs) else batch.image_refs)
+
+    @property
+    def parts_to_offload(self) -> list[Part]:
+        """What leaves the device while nobody works with it."""
+        parts: list[Part] = ["params"] if self.config.param_offload else []
+        if isinstance(self.config, EngineConfig) and self.config.optimizer_offload:
+            parts.append("optimizer")
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSender:
+    """Sends what an adapter file of the engine would hold, under peft's names."""
+
+    engine: TrainEngine
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See WeightSender."""
+        return self.engine.adapter_weights(dtype)
+
+
+class Worker:
+    """One rank's engines, each with a role: policy, critic, reference and so on. Configs arrive as the JSON of their
+    pydantic classes, because commands are plain data.
+
+    Methods of engines are collective: the controller calls them on every rank. While one engine works, the parts named
+    by param_offload and optimizer_offload are off the device: those of all other engines, and its own that it does not
+    need.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        join_medium: Callable[[], Medium] | None = None,
+        writer: CheckpointWriter | None = None,
+        interruption: threading.Event | None = None,
+    ) -> None:
+        """
+        Args:
+            join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
+            writer: of what is staged here.
+            interruption: set by another thread: `generate` returns the tokens it has; `pull_weights` clears it.
+        """
+        self._device = device
+        self._writer = writer
+        self._join_medium = join_medium
+        self._interruption = interruption or threading.Event()
+        self._medium: Medium | None = None
+        self._seats: dict[str, Seat] = {}
+        self._rollout: RolloutEngine | None = None
+        self._rollout_reader: ImageReader | None = None
+        self._syncs_adapter_only = False
+        self._synced_version: int | None = None
+        """Of the last sync into this rank's own rollout engine; None once the policy is trained further."""
+        self._memory: SharedTensors | None = None
+        """That this rank's own rollout engine serves from, where another rank may write to it."""
+        self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
+        self._num_bundles = 0
+
+    def build_engine(
+        self,
+        role: str,
+        model: str,
+        engine: str,
+        head: HeadName,
+        optimizer: str,
+        total_steps: int,
+        seed: int,
+        temperature: float,
+        pad_token_id: int | None = None,
+    ) -> tuple[int, ...]:
+        """Builds a trained engine (an EngineConfig with an OptimizerConfig) or a frozen one (`optimizer` is empty).
+
+        Returns:
+            Its parameters, those of them that are trained, and the bytes of weights that this rank read.
+        """
+        self._clear_device()
+        source = EngineSource(
+            model=ModelConfig.model_validate_json(model),
+            layout=_ANY_ENGINE.validate_json(engine),
+            head=head,
+            pad_token_id=pad_token_id,
+            seed=seed,
+            temperature=temperature,
+        )
+        try:
+            built = source.build(
+                self._device,
+                optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
+                total_steps=total_steps,
+            )
+        except UserError as error:
+            if role in OF_MAIN_SECTION:
+                raise
+            error.args = (f"the {role}, whose options are not those under `engine`: {error}",)
+            raise
+        self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
+        return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
+
+    def build_rollout(
+        self, model: str, rollout: str, param_dtype: str, lora: str = "", shares_memory: bool = False
+    ) -> None:
+        """Builds this rank's rollout engine from the model folder, as a SamplingConfig says.
+
+        Args:
+            lora: a LoraConfig: the engine takes an adapter alone.
+            shares_memory: the rank that sends weights may write them where the engine has them, if it can.
+        """
+        self._clear_device()
+        self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
+        self._rollout = build_rollout(
+            ModelConfig.model_validate_json(model),
+            SamplingConfig.model_validate_json(rollout),
+            dtype=getattr(torch, param_dtype),
+            device=self._device,
+            lora=LoraConfig.model_validate_json(lora) if lora else None,
+        )
+        if shares_memory and isinstance(self._rollout, EmbeddedEngine) and self._device.type == "cpu":
+            self._memory = self._rollout.share_weights()
+
+    def sync_adapter_only(self) -> None:
+        """From here on weight syncs bring the policy's adapter alone."""
+        self._syncs_adapter_only = True
+
+    def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
+        """Trains with a loss of recipes/losses.py instead of cross-entropy."""
+        seat, source = self._seats[role], LossSource(kind=kind, config=config, numbers=numbers)
+        seat.loss, seat.loss_source = source.make(), source
+
+    def train(
+        self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "", bundle: str = ""
+    ) -> Metrics:
+        """One optimizer step on this rank's micro-batches.
+
+        Args:
+            teacher: the role of the engine it learns from, if it learns from one.
+            bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
+        """
+        batches = self._seats[role].read(batches)
+        teacher_outputs = self._teacher_outputs(batches, role, teacher) if teacher else None
+        seat = self._take_device(role, "params", "optimizer")
+        if role == POLICY:
+            self._synced_version = None
+        metrics = seat.engine.forward_backward(
+            batches, seat.loss.function, denominators, **seat.options, teacher_outputs=teacher_outputs
+        )
+
+        def keep(grad_norm: float, losses: list[float]) -> None:
+            step = SkippedStep(
+                role=role,
+                engine=seat.source,
+                teacher=self._seats[teacher].source if teacher else None,
+                loss=seat.loss_source,
+                numbers=seat.engine.numbers(),
+                denominators=denominators,
+                grad_norm=grad_norm,
+            )
+            self._keep_step(Path(bundle), step, batches, losses, teacher_outputs)
+
+        keeps = bundle and self._num_bundles < MAX_BUNDLES
+        metrics |= seat.engine.optim_step(on_fault=keep if keeps else None)
+        return {name: value.host() for name, value in metrics.items()}
+
+    def skip_step(self, role: str) -> Metrics:
+        """What an optimizer step without a trained token is: see `TrainEngine.skip_step`."""
+        return self._seats[role].engine.skip_step()
+
+    def check_teacher(self, role: str, teacher: str) -> None:
+        """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
+        self._seats[role].engine.check_teacher(self._seats[teacher].engine)
+
+    def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
+        """[T] of every micro-batch: how far an engine is from its teacher, in nats."""
+        teacher_outputs = self._teacher_outputs(batches, role, teacher)
+        seat = self._take_device(role, "params")
+        outputs = seat.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
+        return [out.divergence for out in outputs if out.divergence is not None]
+
+    def score(
+        self, batches: list[TokenBatch], role: str, with_adapters: bool, temperature: float | None = None
+    ) -> list[torch.Tensor]:
+        """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
+        `temperature`: None is that of the rollout."""
+        seat = self._take_device(role, "params")
+        temperature = seat.source.temperature if temperature is None else temperature
+        batches = seat.read(batches)
+        outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
+        found = [out.values if out.logprobs is None else out.logprobs for out in outputs]
+        scores = [values for values in found if values is not None]
+        first_trained = int(batches[0].loss_mask.int().argmax())
+        fault_point("logprob", scores[0][first_trained:])
+        return scores
+
+    def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        """Completions of this rank's share of the requests; some are interrupted where `interruption` is set."""
+        fault_point("rollout")
+        requests = [self._seen(request) for request in requests]
+        groups = self._awake_rollout().generate(
+            requests, on_finished=lambda _: go_on(), is_interrupted=self._interruption.is_set
+        )
+        return [with_spans(request, group) for request, group in zip(requests, groups, strict=True)]
+
+    def _seen(self, request: GenerateRequest) -> GenerateRequest:
+        """With its images read."""
+        if not request.image_refs:
+            return request
+        assert self._rollout_reader is not None, f"{request.uid}: nothing here reads images"
+        return replace(request, images=self._rollout_reader.read(request.image_refs), image_refs=[])
+
+    def take_restarts(self) -> int:
+        """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
+        return self._rollout.take_restarts() if isinstance(self._rollout, SupervisedEngine) else 0
+
+    def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
+        return self._awake_rollout().logprobs(sequences)
+
+    def sync_weights(self, version: int) -> dict[str, Any]:
+        """Brings the policy's weights into the rollout engine, verified. Returns the SyncReceipt."""
+        fault_point("sync")
+        return asdict(self._bring_weights(version))
+
+    def measure_sync(self) -> float:
+        """Seconds that a byte of the weights takes into this rank's rollout engine, with nothing else to do."""
+        return seconds_per_byte_inside(self._device)
+
+    def measure_push(self) -> float | None:
+        """The same of what carries weights to ranks that sample; None on ranks that send nothing."""
+        medium = self._joined_medium()
+        return None if medium is None else seconds_per_byte_sent(medium)
+
+    def measure_pull(self) -> None:
+        """The other end of `measure_push`."""
+        medium = self._joined_medium()
+        assert medium is not None, "this rank is no end of what carries weights"
+        take_pieces(medium, is_exposed=self._memory is not None)
+
+    def push_weights(self, version: int, delta: bool) -> dict[str, Any] | None:
+        """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.
+
+        Args:
+            delta: only what has changed, where they hold the version before.
+        """
+        fault_point("sync")
+        seat = self._take_device(POLICY, "params")
+        dtype = getattr(torch, seat.config.param_dtype)
+        encoder = self._encoder if delta else None
+        receipt = push_weights(self._sender(seat), self._joined_medium(), version=version, dtype=dtype, delta=encoder)
+        return None if receipt is None else asdict(receipt)
+
+    def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
+        """Takes over what `push_weights` sends with the same `delta`, verified. Returns the SyncReceipt."""
+        fault_point("sync")
+        self._interruption.clear()
+        medium = self._joined_medium()
+        assert self._rollout is not None
+        assert medium is not None, "this rank is no end of what carries weights"
+        decoder = self._decoder if delta else None
+        receipt = pull_weights(
+            self._rollout, medium, version=version, delta=decoder, assembly=self._assembly, memory=self._memory
+        )
+        return asdict(receipt)
+
+    def nonfinite_tensors(self, role: str) -> list[str]:
+        """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
+        return self._take_device(role, "params", "optimizer").engine.nonfinite_tensors()
+
+    def save(self, role: str, model: str, folder: str, state: str = "") -> None:
+        """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`; meanwhile its
+        training state into the folder `state`, if one is named."""
+        seat = self._take_device(role, "params", "optimizer") if state else self._take_device(role, "params")
+        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
+        engine, lora, config = seat.engine, seat.config.lora, ModelConfig.model_validate_json(model)
+
+        def save_weights() -> None:
+            if lora is None or lora.save_merged:
+                engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
+            if lora is not None:
+                engine.export_adapter(Path(folder) / "adapter", config.path)
+
+        if state:
+            engine.save_state(Path(state), meanwhile=save_weights)
+        else:
+            save_weights()
+
+    def stage_weights(self, role: str, model: str, subfolder: str) -> None:
+        """Begins to copy an engine's weights to host memory, for the CheckpointWriter."""
+        seat, writer = self._take_device(role, "params"), self._checkpoint_writer()
+        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
+        config, lora = ModelConfig.model_validate_json(model), seat.config.lora
+        if lora is None or lora.save_merged:
+            writer.add_export(role, str(Path(subfolder) / "hf"), seat.engine.stage_export(), config)
+        if lora is not None:
+            writer.add_adapter(role, str(Path(subfolder) / "adapter"), seat.engine.stage_adapter(config.path))
+
+    def stage_state(self, role: str, subfolder: str) -> None:
+        """Begins to copy an engine's training state to host memory, for the CheckpointWriter."""
+        seat = self._take_device(role, "params", "optimizer")
+        self._checkpoint_writer().add_state(role, subfolder, seat.engine.stage_state())
+
+    def load_state(self, role: str, folder: str) -> None:
+        """Takes over a training state whose files `verify_files` has seen; ModelError on every rank if it does not
+        fit."""
+        self._take_device(role, "params", "optimizer").engine.load_state(Path(folder), verify=False)
+
+    def load_without_states(self, role: str, folder: str, state: str) -> None:
+        """See `TrainEngine.load_without_states`."""
+        engine = self._take_device(role, "params", "optimizer").engine
+        engine.load_without_states(Path(folder), Path(state))
+
+    def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
+        """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
+        read."""
+        with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
+            return hash_share(Path(checkpoint))
+
+    def verify_files(self, checkpoint: str, shards_of: list[str] | None) -> str | None:
+        """Compares this rank's share of a checkpoint's files with what was written, as `verify_share`. Returns what is
+        damaged, the same on every rank; None where nothing is."""
+        try:
+            verify_share(Path(checkpoint), shards_of=shards_of)
+        except ModelError as error:
+            return str(error)
+        return None
+
+    def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
+        """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
+        config = ModelConfig.model_validate_json(model)
+        convert_folder(
+            Path(config.path),
+            Path(target),
+            load_tokenizer(config),
+            getattr(torch, dtype),
+            max_shard_size=max_shard_size,
+            device=self._device,
+            adapter=Path(adapter) if adapter else None,
+        )
+
+    def close(self) -> None:
+        """Drops every engine, so that another recipe can build its own."""
+        if self._rollout is not None:
+            self._rollout.close()
+        self._seats, self._rollout, self._syncs_adapter_only, self._synced_version = {}, None, False, None
+        self._memory = None
+
+    def _keep_step(
+        self,
+        folder: Path,
+        step: SkippedStep,
+        batches: list[TokenBatch],
+        losses: list[float],
+        teacher_outputs: list[TeacherOutputs] | None,
+    ) -> None:
+        """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Where
+        that cannot be written the run goes on all the same. An error of the pass itself ends it, as one in training
+        does: FSDP would add what it holds of broken-off gradients to those of the next step."""
+        self._num_bundles += 1
+        seat = self._seats[step.role]
+        batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
+        found = seat.engine.diagnose(
+            batches, seat.loss.function, step.denominators, **seat.options, teacher_outputs=teacher_outputs
+        )
+        try:
+            path, step = write_bundle(folder, seat.engine, step, batches, losses=losses, faults=found.faults)
+            said = f"{step.summary}; it is kept, and `shardwise replay {path}` runs it again"
+        except ExportError as error:
+            said = f"the gradient norm was {step.grad_norm}; it could not be kept: {error}"
+        if dist.get_rank() == 0:
+            print(
+                f"warning: optimizer step {step.number} of {step.role} was skipped: {said}", file=sys.stderr, flush=True
+            )
+
+    def _checkpoint_writer(self) -> CheckpointWriter:
+        assert self._writer is not None, "nothing on this rank writes in the background"
+        return self._writer
+
+    def _joined_medium(self) -> Medium | None:
+        """Joined at the first sync, where all ends are there."""
+        if self._medium is None and self._join_medium is not None:
+            self._medium = self._join_medium()
+        return self._medium
+
+    def _sender(self, seat: Seat) -> WeightSender:
+        return AdapterSender(seat.engine) if self._syncs_adapter_only else seat.engine
+
+    def _teacher_outputs(self, batches: list[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
+        divergence = self._seats[role].loss.divergence
+        assert divergence is not None, f"{role} has no loss that learns from a teacher"
+        return self._take_device(teacher, "params").engine.teacher_outputs(batches, divergence)
+
+    def _bring_weights(self, version: int) -> SyncReceipt:
+        assert self._rollout is not None
+        seat = self._take_device(POLICY, "params")
+        self._rollout.wake("weights")
+        dtype = getattr(torch, seat.config.param_dtype)
+        receipt = sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype)
+        self._synced_version = version
+        return receipt
+
+    def _awake_rollout(self) -> RolloutEngine:
+        """The rollout engine, which has the device. Weights of the last sync that sleeping has dropped are brought
+        again, on all ranks alike."""
+        assert self._rollout is not None
+        if self._rollout.lacks_weights and self._synced_version is not None:
+            self._bring_weights(self._synced_version)
+        self._clear_device()
+        self._rollout.wake("weights", "kv_cache")
+        return self._rollout
+
+    def _take_device(self, role: str, *parts: Part) -> Seat:
+        """Makes room for an engine's work with those parts of it, and brings them to the device."""
+        self._clear_device(role, *parts)
+        if self._rollout is not None:
+            self._rollout.sleep()
+        seat = self._seats[role]
+        seat.engine.onload(*parts)
+        return seat
+
+    def _clear_device(self, working: str = "", *parts: Part) -> None:
+        """Only those parts of the engine that works stay."""
+        for role, seat in self._seats.items():
+            leaving = [part for part in seat.parts_to_offload if role != working or part not in parts]
+            if leaving:
+                seat.engine.offload(*leaving)

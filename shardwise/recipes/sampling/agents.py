@@ -1,0 +1,252 @@
+"""Completions that agents make: programs that ask for the policy's turns through an OpenAI-compatible endpoint."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from shardwise.config import AgentEnvironment, TrainingError
+from shardwise.data import longest_token
+from shardwise.recipes.sampling.conversation import Conversation, Limits
+from shardwise.recipes.sampling.episodes import Episode, Generate
+from shardwise.rewards import Answer, describe_error, read_score
+from shardwise.rollout import AgentRunner, Endpoint, HttpServer, chat_format
+from shardwise.rollout.chat_format import ApiError
+from shardwise.rollout.http_server import HOST, Events, HttpRequest
+from shardwise.types import Example, GenerateRequest
+
+Agent = Callable[[Example, Endpoint], Any]
+
+
+@dataclass(slots=True)
+class _Game:
+    """An episode that is being played."""
+
+    row: Example
+    conversation: Conversation
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    cancel: Callable[[], object] | None = None
+    """Breaks its agent off; None before that has begun."""
+    outcome: Answer | None = None
+    """None while it is played."""
+    waiting: GenerateRequest | None = None
+    """For the turn that its agent waits for."""
+    since: float = 0.0
+    """When it began to wait, or its agent to run on."""
+
+    @property
+    def runs(self) -> bool:
+        return self.cancel is not None and self.outcome is None
+
+
+class Agents:
+    """Plays episodes, those of a whole batch at the same time. A context manager.
+
+    Three kinds of threads: the caller of `play`, which generates; the server's; those that the agents run in. What they
+    share is guarded by one condition.
+    """
+
+    def __init__(
+        self,
+        config: AgentEnvironment,
+        agent: Agent,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generate,
+        *,
+        max_prompt_tokens: int,
+    ) -> None:
+        """Opens the endpoint. `agent` is called once for each completion."""
+        self._config = config
+        self._agent = agent
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._limits = Limits(max_prompt_tokens, config.max_turns, longest_token(tokenizer))
+        self._version, self._has_sampled = 0, False
+        self._has_refused_keys = False
+        self._changed = threading.Condition()
+        self._games: dict[str, _Game] = {}
+        self._runner = AgentRunner()
+        self._server = HttpServer(self._answer, is_known=self._is_known)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.close()
+        self._runner.close()
+
+    def play(self, examples: Sequence[Example], requests: Sequence[GenerateRequest]) -> list[list[Episode]]:
+        """The episodes of every example, as many as its request asks for. Whatever happens, no key works afterwards.
+
+        Consumes: requests of agents. Waits for: all agents. Unblocked by: each one's deadline.
+
+        Raises:
+            TrainingError: no agent has ever got as far as a turn.
+        """
+        groups = [self._begin(example, request) for example, request in zip(examples, requests, strict=True)]
+        games = [game for group in groups for game in group]
+        with self._changed:
+            self._games = {game.key: game for game in games}
+        try:
+            while batch := self._next_batch(games):
+                self._take_turns(batch)
+        finally:
+            with self._changed:
+                self._games = {}
+                for game in games:
+                    self._end(game, Answer(failure="the run ended"))
+        self._note_version(games)
+        return [[_episode(game, self._version) for game in group] for group in groups]
+
+    def _note_version(self, games: Sequence[_Game]) -> None:
+        """Of the policy, for completions of agents that failed before the first turn."""
+        sampled = [game.conversation.completion for game in games if game.conversation.num_turns > 0]
+        self._version = max((completion.newest_version for completion in sampled), default=self._version)
+        self._has_sampled |= bool(sampled)
+        if not self._has_sampled:
+            outcome = games[0].outcome
+            assert outcome is not None
+            raise TrainingError(
+                f"none of {len(games)} agents asked the policy for a turn; the first, for row {games[0].row.uid}: "
+                f"{outcome.failure}. {self._advice()}"
+            )
+
+    def _advice(self) -> str:
+        if self._has_refused_keys:
+            return "The endpoint refused requests without the key of their episode; give the client endpoint.api_key"
+        return f"Fix the agent, rollout.environment.path={self._config.path}"
+
+    def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
+        requests = [
+            replace(request, uid=f"{request.uid}/{index}", num_completions=1)
+            for index in range(request.num_completions)
+        ]
+        conversation = partial(Conversation, self._tokenizer, limits=self._limits, call_format=self._config.call_format)
+        return [_Game(example, conversation(one)) for one in requests]
+
+    def _next_batch(self, games: Sequence[_Game]) -> list[_Game]:
+        """Those whose agents wait for a turn, as soon as it is time to generate; none where all have ended."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                self._end_late(games, now)
+                self._start(games, now)
+                running = [game for game in games if game.runs]
+                waiting = [game for game in running if game.waiting is not None]
+                first = min((game.since for game in waiting), default=now)
+                if len(waiting) == len(running) or now >= first + self._config.max_wait_seconds:
+                    return waiting
+                self._changed.wait(self._seconds_to_wait(running, now))
+
+    def _seconds_to_wait(self, running: Sequence[_Game], now: float) -> float:
+        """Until something has to be done though nothing changes."""
+        limits = {True: self._config.max_wait_seconds, False: self._config.timeout_seconds}
+        return max(0.0, min(game.since + limits[game.waiting is not None] for game in running) - now)
+
+    def _end_late(self, games: Sequence[_Game], now: float) -> None:
+        seconds = self._config.timeout_seconds
+        for game in games:
+            if game.runs and game.waiting is None and now >= game.since + seconds:
+                what = f"no request and no end within {seconds:g} s (rollout.environment.timeout_seconds)"
+                self._end(game, Answer(failure=f"the agent made {what}"))
+
+    def _start(self, games: Sequence[_Game], now: float) -> None:
+        num_free = self._config.max_concurrent_calls - sum(game.runs for game in games)
+        for game in [game for game in games if game.cancel is None and game.outcome is None][:num_free]:
+            endpoint = Endpoint(
+                base_url=f"http://{HOST}:{self._server.port}/v1", api_key=game.key, model=chat_format.MODEL
+            )
+            game.since = now
+            game.cancel = self._runner.start(partial(self._agent, game.row, endpoint), partial(self._done, game))
+
+    def _take_turns(self, batch: Sequence[_Game]) -> None:
+        requests = [game.waiting for game in batch]
+        turns = self._generate([request for request in requests if request is not None])
+        with self._changed:
+            for game, (turn,) in zip(batch, turns, strict=True):
+                if game.outcome is None:  # its agent did not go away meanwhile
+                    game.waiting, game.since = None, time.monotonic()
+                    game.conversation.take(turn)
+
+    def _done(self, game: _Game, returned: Any) -> None:
+        """From the agent's thread."""
+        with self._changed:
+            self._end(game, _outcome(game, returned))
+
+    def _end(self, game: _Game, outcome: Answer) -> None:
+        """Of several ends the first one counts."""
+        if game.outcome is not None:
+            return
+        game.outcome = outcome
+        self._games.pop(game.key, None)
+        game.conversation.close("the episode is over")
+        if game.cancel is not None:
+            game.cancel()
+        self._changed.notify_all()
+
+    def _is_known(self, key: str) -> bool:
+        """From the server's thread."""
+        with self._changed:
+            self._has_refused_keys |= key not in self._games
+            return key in self._games
+
+    async def _answer(self, request: HttpRequest) -> dict[str, Any] | Events:
+        """From the server's thread."""
+        match request.method, request.path:
+            case "GET", "/v1/models":
+                return chat_format.model_list()
+            case "POST", "/v1/chat/completions":
+                return await self._complete(request)
+        raise ApiError(
+            404,
+            f"there is no {request.method} {request.path} here; use POST /v1/chat/completions or GET /v1/models",
+            code="not_found",
+        )
+
+    async def _complete(self, request: HttpRequest) -> dict[str, Any] | Events:
+        chat = chat_format.read_request(request.body)
+        with self._changed:
+            game = self._games.get(request.token)
+            if game is None:
+                raise ApiError(503, "the episode is over", code="episode_over")
+            asked = game.conversation.ask(chat)
+            if not asked.answer.done() and game.waiting is None:
+                game.waiting, game.since = asked.request, time.monotonic()
+                self._changed.notify_all()
+        # Shielded: a client that goes away does not take the turn with it, and may ask for it again.
+        answer = await asyncio.shield(asyncio.wrap_future(asked.answer))
+        if not chat.stream:
+            return chat_format.completion_body(answer, logprobs=bool(chat.logprobs))
+        usage = bool((chat.stream_options or {}).get("include_usage"))
+        return chat_format.completion_events(answer, logprobs=bool(chat.logprobs), usage=usage)
+
+
+def _outcome(game: _Game, returned: Any) -> Answer:
+    """What an agent that has come to its end makes of its episode."""
+    if isinstance(returned, BaseException):
+        return Answer(failure=f"the agent failed: {describe_error(returned)}{_after_refusal(game)}")
+    if game.conversation.num_turns == 0:
+        return Answer(failure="the agent returned without having asked the policy for a turn")
+    answer = Answer(**read_score(returned))
+    return answer if answer.failure is None else Answer(failure=f"the agent {answer.failure}")
+
+
+def _after_refusal(game: _Game) -> str:
+    """How to do better where an agent fell over a limit."""
+    if game.conversation.refusal is None:
+        return ""
+    return (
+        f"; the endpoint had refused a further turn ({game.conversation.refusal}), which an agent may catch to return "
+        "what it has earned so far"
+    )
+
+
+def _episode(game: _Game, version: int) -> Episode:
+    assert game.outcome is not None
+    return game.conversation.episode(game.row, game.outcome, version=version)

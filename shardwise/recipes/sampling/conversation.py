@@ -1,0 +1,272 @@
+"""An episode whose turns are asked for by chat requests: messages on one side, the tokens to train on the other."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
+
+from transformers import PreTrainedTokenizerBase
+
+from shardwise.config import DataError
+from shardwise.data import render_observation, render_prompt, without_nulls
+from shardwise.recipes.sampling.episodes import Episode, empty_completion, with_observation, with_turn
+from shardwise.rewards import Answer
+from shardwise.rollout import chat_format
+from shardwise.rollout.chat_format import ApiError, ChatAnswer, ChatRequest, Message
+from shardwise.types import Completion, Example, GenerateRequest
+
+ORIGIN = "the request"
+"""Names what was rendered in errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a conversation may not exceed."""
+
+    max_prompt_tokens: int
+    """The messages of the first request, rendered."""
+    max_turns: int
+    longest_token: int
+    """In characters: what is longer than its tokens could be is refused before it is tokenized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that carries the conversation on."""
+
+    messages: list[Message]
+    """All of them, in their plain form."""
+    observed: list[int]
+    """The tokens of those that came with it; none with the first request, whose tokens are the prompt's."""
+    reads_calls: bool
+    request: GenerateRequest
+    """For its turn."""
+    answer: "Future[ChatAnswer]" = field(default_factory=Future)
+
+
+class Conversation:
+    """One conversation that only grows. Not safe to use from two threads at a time.
+
+    The first request's messages are the prompt. From then on a request repeats all that was said and adds what is new:
+    what the policy sampled is recognized by its message and stays as the tokens it was, what is new is rendered on its
+    own behind it. A request that says again what the last one said is told again what that was told.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        request: GenerateRequest,
+        limits: Limits,
+        *,
+        call_format: str,
+    ) -> None:
+        """
+        Args:
+            request: how its turns are sampled, all together in at most `max_tokens`; its uid tells conversations apart.
+        """
+        self._tokenizer = tokenizer
+        self._request = request
+        self._limits = limits
+        self._call_format = call_format
+        self._tools: list[dict[str, Any]] = []
+        self._prompt: list[Message] = []
+        self._prompt_ids: list[int] = []
+        self._completion = empty_completion()
+        self._last_turn_start = 0
+        self._messages: list[Message] = []
+        self._said: list[Message] = []
+        self._turns: list[str] = []
+        self._asked: Asked | None = None
+        self.refusal: str | None = None
+        """Why a limit allowed no further turn."""
+
+    @property
+    def num_turns(self) -> int:
+        """Of the policy, so far."""
+        return len(self._turns)
+
+    def ask(self, chat: ChatRequest) -> Asked:
+        """Takes a request.
+
+        Returns:
+            What is to be answered, or was already.
+        Raises:
+            ApiError: the request does not carry the conversation on, samples otherwise than the run, or finds a limit
+                reached. The conversation stays as it was.
+        """
+        chat_format.require_sampling(chat, self._request)
+        messages = [chat_format.plain_message(message, n) for n, message in enumerate(chat.messages, start=1)]
+        tools = without_nulls(chat.tools or [])
+        if self._asked is not None and tools != self._tools:
+            raise ApiError(
+                400,
+                "the tools are not those of the first request, which the prompt tells the policy of; give the same "
+                "tools with every request of an episode",
+                param="tools",
+            )
+        if self._asked is not None and self._repeats(messages):
+            return self._asked
+        if self._asked is not None and not self._asked.answer.done():
+            raise ApiError(400, "another request of this episode is being answered; an episode is one conversation")
+        try:
+            self._asked = self._first(chat, messages, tools) if self._asked is None else self._next(chat, messages)
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        self.refusal = None
+        return self._asked
+
+    def take(self, turn: Completion) -> None:
+        """Answers what was asked last."""
+        asked = self._asked
+        assert asked is not None
+        before = with_observation(self._completion, asked.observed)
+        self._completion, self._last_turn_start = with_turn(before, turn), len(before.token_ids)
+        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        message = chat_format.read_turn(
+            text,
+            self.num_turns,
+            call_format=self._call_format if asked.reads_calls else None,
+            tools=self._tools,
+        )
+        new = asked.messages[len(self._messages) :] if self._turns else []
+        self._said += [*new, {"role": "assistant", "content": text}]
+        self._messages = [*asked.messages, message]
+        self._turns.append(text)
+        ended: Literal["tool_calls", "stop"] = "tool_calls" if "tool_calls" in message else "stop"
+        asked.answer.set_result(
+            ChatAnswer(
+                id=f"chatcmpl-{asked.request.uid}",
+                message=message,
+                finish_reason=ended if turn.finish_reason == "stop" else "length",
+                num_prompt_tokens=len(asked.request.prompt_ids),
+                tokens=[self._tokenizer.decode([token_id]) for token_id in turn.token_ids],
+                logprobs=turn.logprobs,
+            )
+        )
+
+    def close(self, why: str) -> None:
+        """Leaves nobody waiting for an answer."""
+        if self._asked is not None and not self._asked.answer.done():
+            self._asked.answer.set_exception(ApiError(503, why, code="episode_over"))
+
+    @property
+    def completion(self) -> Completion:
+        """What was sampled so far, and what was said in between."""
+        return self._completion
+
+    def episode(self, row: Example, outcome: Answer, *, version: int) -> Episode:
+        """What was said, as a completion of a row.
+
+        Args:
+            version: of the policy that did not get as far as a turn.
+        """
+        completion = self._completion
+        if not self._turns:
+            return Episode(row, replace(completion, policy_version=version), outcome=outcome)
+        if self._prompt_ids != row.prompt_ids:
+            completion = replace(completion, prompt_ids=self._prompt_ids)
+        if self.refusal is not None:
+            completion = replace(completion, finish_reason="length")
+        example = replace(
+            row,
+            prompt_ids=self._prompt_ids,
+            prompt=self._tokenizer.decode(self._prompt_ids),
+            messages=self._prompt,
+        )
+        return Episode(
+            example,
+            completion,
+            turns=self._turns,
+            said=self._said,
+            outcome=outcome,
+            last_turn_start=self._last_turn_start,
+        )
+
+    def _repeats(self, messages: list[Message]) -> bool:
+        assert self._asked is not None
+        last = self._asked.messages
+        return len(messages) == len(last) and all(map(chat_format.says_the_same, messages, last))
+
+    def _first(self, chat: ChatRequest, messages: list[Message], tools: list[dict[str, Any]]) -> Asked:
+        num_chars = sum(len(message["content"]) for message in messages)
+        if num_chars > self._limits.max_prompt_tokens * self._limits.longest_token:
+            self._refuse(
+                f"the prompt has {num_chars} characters, more than the maximum context length of "
+                f"data.max_prompt_tokens={self._limits.max_prompt_tokens} can hold"
+            )
+        prompt_ids = render_prompt(
+            self._tokenizer, messages, apply_chat_template=True, system_prompt=None, origin=ORIGIN, tools=tools
+        )
+        if len(prompt_ids) > self._limits.max_prompt_tokens:
+            self._refuse(
+                f"the prompt has {len(prompt_ids)} tokens, the maximum context length leaves it "
+                f"data.max_prompt_tokens={self._limits.max_prompt_tokens}"
+            )
+        self._prompt, self._prompt_ids, self._tools = messages, prompt_ids, tools
+        return self._asking(chat, messages, [])
+
+    def _next(self, chat: ChatRequest, messages: list[Message]) -> Asked:
+        new = self._new_messages(messages)
+        num_used = len(self._completion.token_ids)
+        observed = render_observation(
+            self._tokenizer,
+            new,
+            apply_chat_template=True,
+            last_token_id=self._completion.token_ids[-1],
+            origin=ORIGIN,
+            max_chars=(self._request.max_tokens - num_used) * self._limits.longest_token,
+        )
+        if self.num_turns == self._limits.max_turns:
+            self._refuse(
+                f"the episode has had its rollout.environment.max_turns={self._limits.max_turns}", code="max_turns"
+            )
+        if observed is None or num_used + len(observed) >= self._request.max_tokens:
+            size = "more characters than the others can hold" if observed is None else str(len(observed))
+            self._refuse(
+                f"no room for another turn: turns and messages have {num_used} tokens, the new messages "
+                f"{size}, and the maximum context length leaves them "
+                f"rollout.max_response_tokens={self._request.max_tokens}"
+            )
+        return self._asking(chat, messages, observed)
+
+    def _asking(self, chat: ChatRequest, messages: list[Message], observed: list[int]) -> Asked:
+        before = self._completion.token_ids + observed
+        num_left = self._request.max_tokens - len(before)
+        request = replace(
+            self._request,
+            uid=f"{self._request.uid}/turn {self.num_turns}",  # draws depend on nothing that timing decides
+            prompt_ids=self._prompt_ids + before,
+            max_tokens=num_left if chat.token_limit is None else min(num_left, chat.token_limit),
+        )
+        return Asked(messages, observed, bool(chat.tools) and chat.tool_choice != "none", request)
+
+    def _new_messages(self, messages: list[Message]) -> list[Message]:
+        for number, (said, given) in enumerate(zip(self._messages, messages, strict=False), start=1):
+            if not chat_format.says_the_same(said, given):
+                raise ApiError(
+                    400,
+                    f"message {number} is not what was said before in this episode: "
+                    f"{chat_format.preview(given)}, expected {chat_format.preview(said)}. An episode is one "
+                    "conversation that only grows: send its messages as they were and were answered, and new ones "
+                    "after them",
+                    param=f"messages[{number - 1}]",
+                )
+        new = messages[len(self._messages) :]
+        if not new:
+            raise ApiError(
+                400,
+                f"the {len(messages)} messages add nothing to the {len(self._messages)} of this episode so far; send "
+                "all of them and new ones after them",
+                param="messages",
+            )
+        if any(message["role"] == "assistant" for message in new):
+            raise ApiError(
+                400,
+                "there is a new message of the assistant's, which the policy did not say; add messages of user, tool "
+                "or system",
+                param="messages",
+            )
+        return new
+
+    def _refuse(self, why: str, *, code: str = chat_format.CONTEXT_EXCEEDED) -> NoReturn:
+        self.refusal = why
+        raise ApiError(400, why, code=code, param="messages")

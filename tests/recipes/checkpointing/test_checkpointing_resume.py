@@ -1,0 +1,240 @@
+import re
+
+import pytest
+
+from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
+from shardwise.recipes.checkpointing.fingerprints import fingerprints
+from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.resume import STATE, Start, _lost_states, find_start, write_run
+
+
+def config(output_dir, **trainer) -> SFTConfig:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train_files": "t.jsonl"},
+        "trainer": {"output_dir": str(output_dir), **trainer},
+    }
+    return SFTConfig.parse(tree, origin="test")
+
+
+def leave(run, step, *, begun_from=None, **trainer):
+    """A whole checkpoint of a run."""
+    folder = run / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    parts = {"rows": {"num_rows": step}}
+    write_run(folder, config(run, **trainer), step=step, parts=parts, files={}, begun_from=begun_from)
+    write_manifest(folder, [{}], step=step)
+    return folder
+
+
+def test_auto_takes_the_newest_whole_one_by_number(tmp_path):
+    for step in (9, 10, 100):
+        leave(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_100" / "manifest.json").unlink()
+    (tmp_path / "checkpoints" / "step_200" / "hf").mkdir(parents=True)
+    assert find_start(config(tmp_path)) == Start(
+        tmp_path / "checkpoints" / "step_10", 10, {"rows": {"num_rows": 10}}, True
+    )
+
+
+def test_without_a_checkpoint_or_with_never_a_run_starts_at_its_beginning(tmp_path):
+    assert find_start(config(tmp_path / "empty")) is None
+    leave(tmp_path, 3)
+    assert find_start(config(tmp_path, resume="never")) is None
+
+
+def test_a_run_or_a_checkpoint_can_be_named(tmp_path):
+    run = tmp_path / "run"
+    old, new = leave(run, 3), leave(run, 6)
+    for path, found in ((run, new), (old, old), (new, new)):
+        start = find_start(config(tmp_path / "other", resume=str(path)))
+        assert (start.checkpoint, start.in_place) == (found, False)
+    assert find_start(config(run, resume=str(old))).in_place
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["of this run", "of another run"])
+def test_the_command_that_names_a_path_goes_on_when_it_is_given_again(tmp_path, inside):
+    """A scheduler starts it again, with the path in it. Checkpoints of what was in the folder before do not count."""
+    run = tmp_path / "run"
+    named = leave(run if inside else tmp_path / "other", 3)
+    leave(run, 9)
+    again = config(run, resume=str(named))
+    start = find_start(again)
+    assert (start.checkpoint, start.in_place, start.begun_from) == (named, inside, str(named))
+    newest = leave(run, 6, begun_from=start.begun_from)
+    start = find_start(again)
+    assert (start.checkpoint, start.in_place, start.begun_from) == (newest, True, str(named))
+    (run / "checkpoints" / "step_9").rename(run / "checkpoints" / "step_9.1")
+    assert find_start(config(run)).begun_from == str(named), "a restart by the launcher hands it on"
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer.resume=.*nothing is neither a checkpoint with a training state"):
+        find_start(config(tmp_path, resume=str(tmp_path / "nothing")))
+
+
+def test_f26_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
+    folder = leave(tmp_path, 3)
+    with pytest.raises(ConfigError) as error:
+        find_start(config(tmp_path, seed=1, batch_size=8))
+    assert str(error.value) == (
+        f"{folder} was trained with another config: trainer.seed was 0 and is 1, trainer.batch_size was 32 and is 8; "
+        "set it back, allow it with trainer.resume_allow=[trainer.seed, trainer.batch_size], or start a new run with "
+        "trainer.resume=never, which moves what is in trainer.output_dir aside"
+    )
+    assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
+
+
+STATE_CHANGES = {
+    "muon": ({}, {"trainer": {"optimizer": "muon"}}, "trainer.optimizer"),
+    "bfloat16 masters": (
+        {},
+        {"engine": {"param_dtype": "bfloat16", "master_dtype": "bfloat16"}},
+        "engine.master_dtype",
+    ),
+    "float16": ({}, {"engine": {"param_dtype": "float16"}}, "engine.param_dtype"),
+    "full to lora": (
+        {},
+        {"engine": {"lora": {"rank": 2}}},
+        "engine.lora.rank, engine.lora.target_modules, engine.lora.target_parameters, engine.lora.modules_to_save, "
+        "engine.lora.use_dora",
+    ),
+    "rank": ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 4}}}, "engine.lora.rank"),
+    "frozen": ({}, {"engine": {"freeze_module_prefix": "model.layers.0"}}, "engine.freeze_module_prefix"),
+}
+
+
+def changed(output_dir, change) -> SFTConfig:
+    tree = config(output_dir).model_dump(mode="json", exclude_defaults=True)
+    return SFTConfig.parse({**tree, **change, "trainer": {**tree["trainer"], **change.get("trainer", {})}}, origin="t")
+
+
+def leave_changed(run, change):
+    folder = run / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, changed(run, change), step=3, parts={}, files={})
+    write_manifest(folder, [{}], step=3)
+    return folder
+
+
+@pytest.mark.parametrize("fallback", ["previous", "weights"])
+@pytest.mark.parametrize("name", list(STATE_CHANGES))
+def test_f26_a_change_that_no_state_survives_is_refused_without_the_offer_to_allow_it(tmp_path, name, fallback):
+    before, after, keys = STATE_CHANGES[name]
+    folder = leave_changed(tmp_path, before)
+    after = {**after, "trainer": {**after.get("trainer", {}), "resume_fallback": fallback}}
+    with pytest.raises(ConfigError) as error:
+        find_start(changed(tmp_path, after))
+    assert str(error.value).endswith(
+        f"; its training state does not fit another {keys}: set it back, or start a new run with trainer.resume=never, "
+        "which moves what is in trainer.output_dir aside"
+    )
+    (folder / "hf").mkdir()
+    with pytest.raises(ConfigError) as error:
+        find_start(changed(tmp_path, after))
+    assert (
+        f": set it back, begin a run from its weights (model.path={folder / 'hf'} with another trainer.output_dir), or "
+    ) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"trainer": {"optimizer": "adamw_cpu"}}),
+        ({}, {"engine": {"param_dtype": "bfloat16"}}),
+        ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 2, "quantize_base": "nf4"}}}),
+        ({"engine": {"lora": {"rank": 2}}}, {"engine": {"lora": {"rank": 2, "alpha": 8.0}}}),
+    ],
+)
+def test_a_change_that_the_state_survives_may_be_allowed(tmp_path, before, after):
+    leave_changed(tmp_path, before)
+    with pytest.raises(ConfigError, match=r"; set it back, allow it with trainer\.resume_allow=\["):
+        find_start(changed(tmp_path, after))
+
+
+def test_f32_other_files_are_named_by_key_with_the_ways_out(tmp_path):
+    for path, text in (("base/config.json", "{}"), ("base/model.safetensors", "weights"), ("t.jsonl", "rows")):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def of(**trainer):
+        tree = {
+            "model": {"path": str(tmp_path / "base")},
+            "data": {"train_files": str(tmp_path / "t.jsonl")},
+            "trainer": {"output_dir": str(tmp_path / "run"), **trainer},
+        }
+        return SFTConfig.parse(tree, origin="test")
+
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, of(), step=3, parts={}, files=fingerprints(of()))
+    write_manifest(folder, [{}], step=3)
+    assert find_start(of()).step == 3
+    (tmp_path / "base" / "model.safetensors").write_text("Weights")
+    (tmp_path / "t.jsonl").write_text("Rows")
+    with pytest.raises(ConfigError) as error:
+        find_start(of())
+    assert str(error.value) == (
+        f"{folder} was trained with other files: those of model.path (model.safetensors) and those of data.train_files "
+        "(t.jsonl) have changed since; put them back, allow it with trainer.resume_allow=[model.path, "
+        "data.train_files], or start a new run with trainer.resume=never, which moves what is in trainer.output_dir "
+        "aside"
+    )
+    with pytest.raises(ConfigError, match=r"other files: those of data\.train_files \(t\.jsonl\) have"):
+        find_start(of(resume_allow=["model"]))
+    assert find_start(of(resume_allow=["model", "data.train_files"])).step == 3
+
+
+def test_files_that_have_moved_need_no_permission_and_what_an_error_suggests_is_taken(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text(name)
+
+    def of(first, second, **trainer):
+        teachers = [{"model": {"path": str(path)}, "data_source": path.name} for path in (first, second)]
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train_files": "t.jsonl"},
+            "algorithm": {"advantage": "distill"},
+            "teachers": teachers,
+            "trainer": {"output_dir": str(tmp_path / "run"), **trainer},
+        }
+        return RLConfig.parse(tree, origin="test")
+
+    before = of(tmp_path / "a", tmp_path / "b")
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, before, step=3, parts={}, files=fingerprints(before))
+    write_manifest(folder, [{}], step=3)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    moved = [tmp_path / "elsewhere" / name for name in ("a", "b")]
+    assert find_start(of(*moved)).step == 3
+    (moved[1] / "model.safetensors").write_text("trained")
+    with pytest.raises(ConfigError) as error:
+        find_start(of(*moved))
+    suggestion = re.search(r"trainer\.resume_allow=\[([^]]+)\]", str(error.value))[1]
+    assert find_start(of(*moved, resume_allow=suggestion.split(", "))).step == 3
+
+
+def test_a_changed_run_file_is_damage(tmp_path):
+    path = leave(tmp_path, 3) / "state" / "run.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 1'))
+    with pytest.raises(ModelError, match=r"run.json is damaged: "):
+        find_start(config(tmp_path))
+
+
+def test_f19_only_the_states_whose_shards_are_lost_are_left_out(tmp_path):
+    for state in ("policy", "critic"):
+        (tmp_path / STATE / state).mkdir(parents=True)
+        (tmp_path / STATE / state / "index.json").touch()
+
+    def verify(checkpoint, *, shards_of=None):
+        if shards_of is None or "critic" in shards_of:
+            raise ModelError("a shard of the critic is missing")
+
+    assert _lost_states(tmp_path, verify, may_be_lost=True) == {"critic": "a shard of the critic is missing"}
+    with pytest.raises(ModelError, match="critic"):
+        _lost_states(tmp_path, verify, may_be_lost=False)

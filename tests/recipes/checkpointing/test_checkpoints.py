@@ -1,0 +1,35 @@
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+
+
+def test_the_checkpoint_with_the_highest_step_is_found_by_number_not_by_name(tmp_path):
+    for step in (9, 100, 20):
+        (tmp_path / "checkpoints" / f"step_{step}" / "hf").mkdir(parents=True)
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_100" / "hf")
+
+
+def test_unfinished_and_foreign_folders_do_not_count(tmp_path):
+    """An export is written as .hf.partial and renamed when it is whole."""
+    for name in ("step_9/.hf.partial", "step_8.old/hf", "step_x/hf", "step_7/other", "step_3/hf"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path / "checkpoints" / "step_3" / "hf")
+
+
+def test_a_checkpoint_itself_is_taken(tmp_path, monkeypatch):
+    for step in (9, 20):
+        (tmp_path / "checkpoints" / f"step_{step}" / "hf").mkdir(parents=True)
+    earlier = tmp_path / "checkpoints" / "step_9"
+    assert latest_hf_folder(str(earlier)) == str(earlier / "hf")
+    monkeypatch.chdir(earlier)
+    assert latest_hf_folder(".") == "hf"
+    model = tmp_path / "step_5"
+    (model / "adapter").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    assert latest_hf_folder(str(model)) == str(model), "a model of that name"
+    run = tmp_path / "step_1"
+    (run / "checkpoints" / "step_4" / "hf").mkdir(parents=True)
+    assert latest_hf_folder(str(run)) == str(run / "checkpoints" / "step_4" / "hf"), "a run of that name"
+
+
+def test_anything_else_is_taken_as_it_is(tmp_path):
+    assert latest_hf_folder(str(tmp_path)) == str(tmp_path)
+    assert latest_hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

@@ -1,0 +1,193 @@
+"""Workers read the images of their own micro-batches, and a bundle keeps what they saw."""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from bad_steps import build, parameters_of
+from PIL import Image
+from ranks import RankError
+from tiny_models import tiny_vision_model
+from transformers import Qwen2VLImageProcessorPil
+from vision_samples import vision_samples
+
+from shardwise.config import EngineConfig, ModelConfig, SamplingConfig
+from shardwise.data import pack
+from shardwise.data.images import ImageReader
+from shardwise.data.synthetic import train_tokenizer
+from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
+from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.sampling.samples import to_samples
+from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample, TokenBatch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_vision_model("qwen3_vl").save_pretrained(path)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(path)
+    train_tokenizer(["2+3=5"], vocab_size=261).save_pretrained(path)
+    return path
+
+
+def as_image_refs(sample: Sample, folder) -> Sample:
+    """The sample with files of random images, as large as those that it has."""
+    if sample.images is None:
+        return sample
+    reader = ImageReader.load(folder)
+    image_refs = []
+    for number, (_, height, width) in enumerate(sample.images.image_grid_thw.tolist()):
+        file = io.BytesIO()
+        Image.effect_noise((4 * width, 4 * height), 60 + number).convert("RGB").save(file, "PNG")
+        image_refs.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
+    return replace(sample, images=None, image_refs=image_refs)
+
+
+def scored(folder: str, shards) -> list[torch.Tensor]:
+    worker = Worker(torch.device("cpu"))
+    model = ModelConfig(path=folder).model_dump_json()
+    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    return worker.score(shards[dist.get_rank()], "policy", True)
+
+
+def test_a_rank_reads_the_images_of_its_own_rows(run_ranks, folder):
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=2, max_tokens=40).shards
+    assert all(batch.images is None for shard in shards for batch in shard)
+    reader = ImageReader.load(folder)
+    read = [
+        [replace(b, images=reader.read(b.image_refs), image_refs=[]) if b.image_refs else b for b in shard]
+        for shard in shards
+    ]
+    found, expected = run_ranks(scored, 2, str(folder), shards), run_ranks(scored, 2, str(folder), read)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+class WatchedReader(ImageReader):
+    """Keeps the names of what it decodes."""
+
+    def read(self, image_refs):
+        self.names = [*getattr(self, "names", []), *(image_ref.name for image_ref in image_refs)]
+        return super().read(image_refs)
+
+
+def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
+    """The scores of two ranks that share each pack, and what this one of them has decoded."""
+    worker = Worker(torch.device("cpu"))
+    model, engine = ModelConfig(path=folder).model_dump_json(), EngineConfig(ulysses_size=2).frozen()
+    worker.build_engine("policy", model, engine.model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    seat = worker._seats["policy"]
+    seat.reader = WatchedReader(seat.reader._processor)
+    return worker.score(shards[0], "policy", True), seat.reader.names
+
+
+def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=1, max_tokens=256).shards
+    (expected,) = run_ranks(scored, 1, str(folder), shards)
+    ranks = run_ranks(shared, 2, str(folder), shards)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert all(names for _, names in ranks)
+    assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].image_refs]
+
+
+def skipped(folder: str, step, bundle: str) -> None:
+    """A step that a NaN in the language model spoils, with each pack on both ranks."""
+    worker = build(folder, engine=EngineConfig(ulysses_size=2))
+    parameters_of(worker)["model.language_model.norm.weight"].data.to_local()[0] = torch.nan
+    worker.train(step.shards[0], step.denominators, "policy", "", bundle)
+
+
+def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, tmp_path):
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    step = pack(samples, num_shards=1, max_tokens=256)
+    run_ranks(skipped, 2, str(folder), step, str(tmp_path / "step_1"))
+    (written,) = run_ranks(read_bundle, 1, str(tmp_path / "step_1"))
+    (batch,) = step.shards[0]
+    expected = ImageReader.load(folder).read(batch.image_refs)
+    assert torch.equal(written.images.pixel_values, expected.pixel_values)
+    assert torch.equal(written.images.image_grid_thw, expected.image_grid_thw)
+
+
+def read_bundle(path: str) -> TokenBatch:
+    (found,) = Bundle.read(path).micro_batches()
+    return found.tokens
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("process", marks=pytest.mark.full)])
+def test_what_is_sampled_depends_on_the_images_as_training_does(run_ranks, folder, engine):
+    """A rank reads the images of the requests that it gets, for an engine in a process of its own too; the logprobs
+    that it samples with are those that it trains with."""
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    options = {"type": "embedded", "process": {}} if engine == "process" else engine
+    (found,) = run_ranks(sampled_and_scored, 1, str(folder), samples, options)
+    for sampled, trained in found:
+        torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
+
+
+def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    worker = Worker(torch.device("cpu"))
+    model = ModelConfig(path=folder).model_dump_json()
+    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    worker.build_rollout(model, SamplingConfig(engine=engine).model_dump_json(), "float32")
+    requests = [
+        GenerateRequest(
+            uid=sample.uid,
+            prompt_ids=sample.token_ids.tolist(),
+            max_tokens=5,
+            temperature=1.0,
+            image_refs=sample.image_refs,
+        )
+        for sample in samples
+    ]
+    groups = [
+        RolloutGroup(
+            example=Example(
+                uid=sample.uid,
+                prompt_ids=sample.token_ids.tolist(),
+                prompt="?",
+                data_source="a",
+                ground_truth="",
+                image_refs=sample.image_refs,
+                position_ids=sample.position_ids,
+            ),
+            completions=completions,
+            texts=[""],
+            rewards=[0.0],
+            reward_parts=[{}],
+            failed=[False],
+        )
+        for sample, completions in zip(samples, worker.generate(requests), strict=True)
+    ]
+    trained = to_samples(groups)
+    ((batch,),) = pack(trained, num_shards=1, max_tokens=512).shards
+    (scores,) = worker.score([batch], "policy", True)
+    worker.close()
+    parts = dict(zip(batch.sample_index, scores.split(batch.cu_seqlens.diff().tolist()), strict=True))
+    return [(one.rollout_logprobs, parts[place] * one.loss_mask) for place, one in enumerate(trained)]
+
+
+def test_an_image_that_one_rank_cannot_read_is_an_error_on_both(run_ranks, folder):
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=2, max_tokens=40).shards
+    broken = next(batch for batch in shards[1] if batch.image_refs)
+    image_ref = broken.image_refs[0]
+    broken.image_refs[0] = replace(image_ref, data=image_ref.data[: len(image_ref.data) // 2])
+    with pytest.raises(RankError) as error:
+        run_ranks(scored, 2, str(folder), shards)
+    assert str(error.value).count(f"DataError: rank 1: {image_ref.name} is damaged: ") == 2
+
+
+def test_a_bundle_keeps_the_images_of_a_micro_batch():
+    samples = vision_samples(tiny_vision_model("qwen3_vl"))
+    [[batch]] = pack(samples, num_shards=1, max_tokens=256).shards
+    record = MicroBatchRecord(sample_index=batch.sample_index, uids=batch.uids, loss=0.0)
+    found = _batch(dict(_named_tensors(batch)), record)
+    assert torch.equal(found.position_ids, batch.position_ids)
+    assert torch.equal(found.images.pixel_values, batch.images.pixel_values)
+    assert torch.equal(found.images.image_grid_thw, batch.images.image_grid_thw)
+    words = replace(batch, images=None)
+    assert _batch(dict(_named_tensors(words)), record).images is None

@@ -1,0 +1,246 @@
+import asyncio
+import functools
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from shardwise.config import ConfigError, CustomEnvironment, EvalConfig, RLConfig, ToolsEnvironment
+from shardwise.data import build_model_folder, train_tokenizer
+from shardwise.recipes.evaluate import evaluate
+from shardwise.recipes.rl import train
+from shardwise.recipes.sampling.environment import check_environment, load_environment, require_tool_tags, tool_schemas
+from shardwise.types import Example
+
+NUMBER = 9
+
+
+class Whole:
+    def __init__(self, *, chances=1):
+        self.chances = chances
+
+    def reset(self, example): ...
+
+    def step(self, response): ...
+
+    def reward(self): ...
+
+    def close(self): ...
+
+
+class Half:
+    def reset(self, example): ...
+
+    def step(self, response): ...
+
+    def reward(self): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("Half", {}, "has no method close; expected a class with reset"),
+        ("Whoel", {}, "did you mean Whole"),
+        ("Whole", {"chance": 3}, r"cannot be made with the parameters given \(chance\): got an unexpected keyword"),
+        ("NUMBER", {}, "NUMBER is a int, expected a class with reset"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(name, parameters, message):
+    config = CustomEnvironment(path=f"{__file__}:{name}", parameters=parameters)
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.path=.*{message}"):
+        load_environment(config)
+
+
+def test_an_environment_is_found_with_and_without_parameters():
+    for parameters in ({}, {"chances": 2}):
+        made = load_environment(CustomEnvironment(path=f"{__file__}:Whole", parameters=parameters))()
+        assert type(made).__name__ == "Whole"
+        assert made.chances == parameters.get("chances", 1)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+plus = add
+part = functools.partial(add, 1)
+
+
+class Adder:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+    def __init__(self, a: int): ...
+
+
+def shout(text: str) -> str:
+    """Shouts.
+
+    Args:
+        text: What.
+    """
+    return f"{text}!"
+
+
+def steps(a: int):
+    """Adds up.
+
+    Args:
+        a: The first.
+    """
+    yield a
+
+
+def by_place(a: int, /) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+
+def many(*numbers: int) -> int:
+    """Adds.
+
+    Args:
+        numbers: All.
+    """
+
+
+def anything(**numbers: int) -> int:
+    """Adds.
+
+    Args:
+        numbers: All.
+    """
+
+
+def unresolved(a: "Nowhere") -> int:  # noqa: F821
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+
+def unchecked(a: Annotated[int, Field(discriminator="kind")]) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+
+
+def undescribed(a: int) -> int:
+    """Has no Args."""
+
+
+def untyped(a):
+    """Has no type.
+
+    Args:
+        a: What?
+    """
+
+
+def tools(*names, **options):
+    return ToolsEnvironment(functions=[f"{__file__}:{name}" for name in names], **options)
+
+
+def test_tools_are_described_by_their_hints_and_docstrings_and_called_by_name():
+    schema = tool_schemas(tools("add"))["add"]["function"]
+    assert schema["description"] == "Adds."
+    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "The second."}
+    assert schema["parameters"]["required"] == ["a"]
+    made = load_environment(tools("add", call_format="qwen", max_result_chars=9))()
+    assert answer_of(made, "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>") == "5"
+    assert tool_schemas(None) == {}
+
+
+def test_a_tool_that_takes_text_is_given_text_that_reads_as_json():
+    made = load_environment(tools("shout", call_format="qwen"))()
+    for text in ("5", "null", '{"a": 1}', "so"):
+        call = f"<tool_call><function=shout><parameter=text>{text}</parameter></function></tool_call>"
+        assert answer_of(made, call) == f"{text}!"
+
+
+def answer_of(made, text):
+    made.reset(Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth=""))
+    (message,) = asyncio.run(made.step(text))
+    return message["content"]
+
+
+def test_a_tool_is_offered_by_the_name_that_it_answers_to():
+    assert [schema["function"]["name"] for schema in tool_schemas(tools("plus", "add")).values()] == ["plus", "add"]
+    call = '<tool_call>{"name": "plus", "arguments": {"a": 4}}</tool_call>'
+    assert answer_of(load_environment(tools("plus"))(), call) == "5"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["undescribed"], "undescribed does not say how it is called"),
+        (["untyped"], "untyped does not say how it is called"),
+        (["unresolved"], r"unresolved does not say how it is called \(NameError: name 'Nowhere' is not defined"),
+        (["unchecked"], "arguments of unchecked cannot be checked against its type hints"),
+        (["part"], "part is a partial, expected a plain function or a coroutine function"),
+        (["Adder"], "Adder is a class, expected a plain function"),
+        (["steps"], "steps is a generator, expected a plain function"),
+        (["by_place"], "by_place has the positional-only parameter a, but a policy gives every argument by its name"),
+        (["many"], "many has the variadic positional parameter numbers"),
+        (["anything"], "anything has the variadic keyword parameter numbers"),
+        (["add", "add"], "has two functions called add"),
+        (["ad"], "did you mean add"),
+    ],
+)
+def test_a_function_that_is_no_tool_is_refused(names, message):
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.functions.*{message}"):
+        check_environment(tools(*names))
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["2+3=5"], vocab_size=261)
+
+
+@pytest.mark.parametrize("call_format", ["hermes", "qwen"])
+def test_tags_may_be_text_or_ordinary_added_tokens(tokenizer, call_format):
+    require_tool_tags(tools("add", call_format=call_format), tokenizer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<function="])
+    require_tool_tags(tools("add", call_format=call_format), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("call_format", "tag"), [("hermes", "<tool_call>"), ("hermes", "</tool_call>"), ("qwen", "<parameter=")]
+)
+def test_a_tag_that_decoding_drops_is_refused(tokenizer, call_format, tag):
+    tokenizer.add_tokens([tag], special_tokens=True)
+    with pytest.raises(ConfigError, match=rf"call_format={call_format} marks calls with {tag}, which the tokenizer"):
+        require_tool_tags(tools("add", call_format=call_format), tokenizer)
+    require_tool_tags(None, tokenizer)
+    require_tool_tags(CustomEnvironment(path="a.py:Game"), tokenizer)
+
+
+@pytest.mark.parametrize(("recipe", "config"), [(train, RLConfig), (evaluate, EvalConfig)])
+def test_a_recipe_looks_at_the_tags_before_it_reads_a_row(recipe, config, tokenizer, tmp_path):
+    tokenizer.add_tokens(["<tool_call>"], special_tokens=True)
+    build_model_folder(tmp_path, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=16)
+    tree = {
+        "model": {"path": str(tmp_path)},
+        "data": {"validation_files": "gone.jsonl", "max_prompt_tokens": 8},
+        "rollout": {"environment": tools("add").model_dump(), "max_response_tokens": 8},
+        "reward": {"functions": "a.py:b"},
+    }
+    if config is RLConfig:
+        tree["data"]["train_files"] = "gone.jsonl"
+    with pytest.raises(ConfigError, match="marks calls with <tool_call>"):
+        recipe(config.parse(tree, origin="test"), None)
