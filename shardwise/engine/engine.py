@@ -1,7 +1,7 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,10 @@ from shardwise.config import (
 )
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.busy import BusyClock
+from shardwise.engine.engine_state import EngineState
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
-from shardwise.engine.loading import load_weights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ROW_BYTES, ShardedModel, build_sharded, unaligned_expert
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
@@ -51,8 +51,6 @@ from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenB
 
 if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
-    from shardwise.engine.checkpoint import StagedState
-    from shardwise.engine.state_plan import StatePlan
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
@@ -104,9 +102,9 @@ class TrainEngine:
             "optimizer": HostCopies(),
         }
         self._copies = Copies()
-        self._export_buffers, self._state_buffers = StagingBuffers(self._copies), StagingBuffers(self._copies)
+        self._export_buffers = StagingBuffers(self._copies)
         self._export_plan: ExportPlan | None = None
-        self._state_plan: StatePlan | None = None
+        self._state = None if optimizer is None else EngineState(sharded.model, optimizer, self._copies)
         self.num_bytes_read = sharded.num_bytes_read
         """Bytes of weights that this rank read from disk."""
         self.num_parameters = num_parameters(self._model)
@@ -379,6 +377,12 @@ class TrainEngine:
             self._replay.clear()
             self._optimizer.zero_grad()
 
+    @property
+    def state(self) -> EngineState:
+        """What a resumed run continues from beside the data: masters, optimizer states, counts. To save and to load."""
+        assert self._state is not None, "a frozen engine has no training state"
+        return self._state
+
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;
         adapters are merged."""
@@ -400,16 +404,6 @@ class TrainEngine:
         """Writes a folder that `from_pretrained` loads, adapters merged. `dtype`: None is the compute dtype."""
         export_folder(self._model.hf_model, tokenizer, path, dtype or self._compute_dtype)
 
-    def numbers(self) -> dict[str, Any]:
-        """The part of the training state that is not tensors (step counts, loss scale), JSON-serialisable."""
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        return self._optimizer.numbers()
-
-    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Takes over the `numbers` of another engine of this kind."""
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        self._optimizer.load_numbers(numbers)
-
     @torch.no_grad()
     def nonfinite_tensors(self) -> list[str]:
         """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
@@ -420,13 +414,6 @@ class TrainEngine:
             tensors |= {name: state for name, state in states if not name.startswith(MASTER)}
         return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
-    def save_state(self, folder: Path, *, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Writes what training goes on from: masters, optimizer states, numbers. See `checkpoint.save_state`."""
-        from shardwise.engine.checkpoint import save_state  # its packages are needed by nothing else in the engine
-
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        save_state(self._optimizer, self._plan_state(self._optimizer), folder, meanwhile=meanwhile)
-
     def stage_export(self) -> StagedExport:
         """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What
         changes weights waits until the copies are made. The next call overwrites them."""
@@ -434,60 +421,11 @@ class TrainEngine:
             self._export_plan = ExportPlan.of(self._model.hf_model, self._compute_dtype)
         return StagedExport.of(self._export_plan, self._export_buffers)
 
-    def stage_state(self) -> "StagedState":
-        """What `save_state` would write, as `stage_export`."""
-        from shardwise.engine.checkpoint import StagedState
-
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        return StagedState.of(self._optimizer, self._plan_state(self._optimizer), self._state_buffers)
-
-    def _plan_state(self, optimizer: ShardedOptimizer) -> "StatePlan":
-        """Collective. The one of the save before, unless the optimizer has got other states since."""
-        from shardwise.engine.state_plan import StatePlan
-
-        tensors = optimizer.named_tensors()
-        if self._state_plan is None or not self._state_plan.holds_for(tensors):
-            self._state_plan = StatePlan.of(tensors)
-        return self._state_plan
-
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
         """What `export_adapter` would write."""
         from shardwise.engine.adapters import StagedAdapter
 
         return StagedAdapter.of(self._model.hf_model, base_model)
-
-    def load_state(self, folder: Path, *, verify: bool = True) -> None:
-        """Goes on from what an engine of any layout wrote there. See `checkpoint.load_state`."""
-        from shardwise.engine.checkpoint import load_state
-
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        self._copies.wait()
-        load_state(self._optimizer, folder, verify=verify)
-
-    def load_without_states(self, folder: Path, state: Path) -> None:
-        """Goes on from weights alone, with the optimizer states of a new engine. Frozen weights stay as they are.
-
-        Args:
-            folder: has them in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
-            state: what `save_state` wrote, of which only the numbers beside the tensors are read.
-        Raises:
-            ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
-        """
-        from shardwise.engine.checkpoint import read_numbers
-
-        assert self._optimizer is not None, "a frozen engine has no training state"
-        self._copies.wait()
-        numbers, model = read_numbers(self._optimizer, state), self._model.hf_model
-        if has_adapters(model):
-            from shardwise.engine.adapters import load_adapter
-
-            load_adapter(model, folder / "adapter")
-        else:
-            parameters = model.named_parameters(remove_duplicate=False)
-            trained = {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
-            fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
-            load_weights(model, folder / "hf", fresh=fresh, only=trained)
-        self._optimizer.load_numbers(numbers)
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.

@@ -120,13 +120,13 @@ class RemoteEngine:
         """Goes on from what was written there, on any layout."""
         self.group.call("load_state", self.role, folder)
 
-    def load_without_states(self, folder: str, state: str) -> None:
+    def load_weights_alone(self, folder: str, state: str) -> None:
         """Goes on from what `save` wrote into `folder`, without the optimizer's states.
 
         Args:
             state: what it wrote there, of which only the numbers beside the tensors are read.
         """
-        self.group.call("load_without_states", self.role, folder, state)
+        self.group.call("load_weights_alone", self.role, folder, state)
 
     def _pack(self, samples: Sequence[Sample], *, keep_together: int) -> PackedStep:
         """One shard for each rank, or for each group of ranks that share their sequences."""

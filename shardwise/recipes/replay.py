@@ -65,7 +65,7 @@ def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.devic
     """Runs these micro-batches as their ranks did, one after the other."""
     source, loss = bundle.source(), bundle.step.loss.make()
     engine = source.build(device, optimizer=OptimizerConfig(), require_finite=False)  # it makes no update
-    engine.load_numbers(bundle.step.numbers)
+    engine.state.load_numbers(bundle.step.numbers)
     tokens = [batch.tokens for batch in batches]
     teacher, teacher_outputs = bundle.teacher_source(), None
     if teacher is not None and loss.divergence is not None:

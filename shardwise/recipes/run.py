@@ -222,7 +222,7 @@ class Run:
         for name, engine in self._engines.items():
             state = self._start.checkpoint / state_subfolder(engine)
             if state.name in self._start.lost_states:
-                engine.load_without_states(str(self._start.checkpoint / name), str(state))
+                engine.load_weights_alone(str(self._start.checkpoint / name), str(state))
             else:
                 engine.load_state(str(state))
 

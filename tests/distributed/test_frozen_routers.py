@@ -40,11 +40,11 @@ def train_save_and_go_on(folder, cells, to):
         engine = build(folder, keys)
         step(engine)
         state, model = Path(to) / f"state{place}", Path(to) / f"model{place}"
-        engine.save_state(state)
+        engine.state.save(state)
         engine.export_hf(model, train_tokenizer(["2+3=5"], vocab_size=261))
         step(engine)
         other = build(model, keys)
-        other.load_state(state)
+        other.state.load(state)
         step(other)
         found.append((weights(engine), weights(other)))
     return found

@@ -47,7 +47,7 @@ def load(folder, state):
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,
     )
-    engine.load_state(Path(state))
+    engine.state.load(Path(state))
     tensors = {name: full(tensor).numpy() for name, tensor in engine._optimizer.named_tensors().items()}
     return tensors, engine._optimizer.numbers()
 

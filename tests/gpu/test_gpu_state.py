@@ -39,8 +39,8 @@ def test_a_state_comes_back_from_files_as_it_was(folder, device, tmp_path, kind)
 
     first, second = build(), build()
     steps(first, 2)
-    first.save_state(tmp_path / "state")
-    second.load_state(tmp_path / "state")
+    first.state.save(tmp_path / "state")
+    second.state.load(tmp_path / "state")
     others = second._optimizer.named_tensors()
     for name, tensor in first._optimizer.named_tensors().items():
         one, other = local_shard(tensor), local_shard(others[name])  # a world of 1: a shard is the whole
@@ -58,8 +58,8 @@ def test_what_is_staged_is_the_state_at_that_moment_whatever_the_device_does_nex
     engine = TrainEngine.build(folder, EngineConfig.load(None, options), device=device, optimizer=config)
     for number in range(2):  # the second time into buffers that are there
         steps(engine, 1)
-        engine.save_state(tmp_path / f"live_{number}")
-        staged = engine.stage_state()
+        engine.state.save(tmp_path / f"live_{number}")
+        staged = engine.state.stage()
         steps(engine, 2)
         engine.offload("params", "optimizer")
         engine.onload("params", "optimizer")

@@ -261,7 +261,7 @@ class Worker:
                 engine=seat.source,
                 teacher=self._seats[teacher].source if teacher else None,
                 loss=seat.loss_source,
-                numbers=seat.engine.numbers(),
+                numbers=seat.engine.state.numbers(),
                 denominators=denominators,
                 grad_norm=grad_norm,
             )
@@ -389,7 +389,7 @@ class Worker:
                 engine.export_adapter(Path(folder) / "adapter", config.path)
 
         if state:
-            engine.save_state(Path(state), meanwhile=save_weights)
+            engine.state.save(Path(state), meanwhile=save_weights)
         else:
             save_weights()
 
@@ -406,17 +406,17 @@ class Worker:
     def stage_state(self, role: str, subfolder: str) -> None:
         """Begins to copy an engine's training state to host memory, for the CheckpointWriter."""
         seat = self._take_device(role, "params", "optimizer")
-        self._checkpoint_writer().add_state(role, subfolder, seat.engine.stage_state())
+        self._checkpoint_writer().add_state(role, subfolder, seat.engine.state.stage())
 
     def load_state(self, role: str, folder: str) -> None:
         """Takes over a training state whose files `verify_files` has seen; ModelError on every rank if it does not
         fit."""
-        self._take_device(role, "params", "optimizer").engine.load_state(Path(folder), verify=False)
+        self._take_device(role, "params", "optimizer").engine.state.load(Path(folder), verify=False)
 
-    def load_without_states(self, role: str, folder: str, state: str) -> None:
-        """See `TrainEngine.load_without_states`."""
+    def load_weights_alone(self, role: str, folder: str, state: str) -> None:
+        """See `TrainEngine.load_weights_alone`."""
         engine = self._take_device(role, "params", "optimizer").engine
-        engine.load_without_states(Path(folder), Path(state))
+        engine.state.load_weights_alone(Path(folder), Path(state))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
         """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be

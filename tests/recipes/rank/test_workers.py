@@ -714,14 +714,14 @@ def test_a_critic_goes_on_from_its_weights_without_states_while_other_engines_ha
     worker.save("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path), str(tmp_path / "state"))
     (tmp_path / "state" / "rank_0.safetensors").unlink()
     other.sync_weights(1)
-    other.load_without_states("critic", str(tmp_path), str(tmp_path / "state"))
+    other.load_weights_alone("critic", str(tmp_path), str(tmp_path / "state"))
     worker.sync_weights(2)
     other.sync_weights(2)
     for one, two in zip(
         score(worker, samples, "critic", max_tokens=40), score(other, samples, "critic", max_tokens=40), strict=True
     ):
         assert torch.equal(one, two)
-    assert engine_of(other, "critic").numbers() == engine_of(worker, "critic").numbers()
+    assert engine_of(other, "critic").state.numbers() == engine_of(worker, "critic").state.numbers()
 
 
 def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):

@@ -1,0 +1,98 @@
+"""The training state of an engine: what it writes into a checkpoint, and goes on from."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwise.engine.heads import LogprobHead
+from shardwise.engine.loading import load_weights
+from shardwise.engine.model import ScoringModel
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.runtime_state import has_adapters
+from shardwise.engine.staging import Copies, StagingBuffers
+from shardwise.ops import plain_name
+
+if TYPE_CHECKING:
+    from shardwise.engine.checkpoint import StagedState
+    from shardwise.engine.state_plan import StatePlan
+
+
+class EngineState:
+    """Masters, optimizer states and numbers of a trained engine, for any layout. Every method but those of the numbers
+    is collective."""
+
+    # The packages of `checkpoint` are needed by nothing else in the engine, so they are imported where it is used.
+
+    def __init__(self, model: ScoringModel, optimizer: ShardedOptimizer, copies: Copies) -> None:
+        """
+        Args:
+            copies: what may still be on its way from the device; nothing is loaded before it has arrived.
+        """
+        self._model = model
+        self._optimizer = optimizer
+        self._copies = copies
+        self._buffers = StagingBuffers(copies)
+        self._plan: StatePlan | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        """What is not tensors (step counts, loss scale), JSON-serialisable."""
+        return self._optimizer.numbers()
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Takes over the `numbers` of another engine of this kind."""
+        self._optimizer.load_numbers(numbers)
+
+    def save(self, folder: Path, *, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Writes all of it. See `checkpoint.save_state`."""
+        from shardwise.engine.checkpoint import save_state
+
+        save_state(self._optimizer, self._current_plan(), folder, meanwhile=meanwhile)
+
+    def stage(self) -> "StagedState":
+        """What `save` would write, copied to host memory, so that it can be written while training goes on. What
+        changes weights waits until the copies are made. The next call overwrites them."""
+        from shardwise.engine.checkpoint import StagedState
+
+        return StagedState.of(self._optimizer, self._current_plan(), self._buffers)
+
+    def load(self, folder: Path, *, verify: bool = True) -> None:
+        """Takes over what an engine of any layout wrote there. See `checkpoint.load_state`."""
+        from shardwise.engine.checkpoint import load_state
+
+        self._copies.wait()
+        load_state(self._optimizer, folder, verify=verify)
+
+    def load_weights_alone(self, folder: Path, state: Path) -> None:
+        """Takes over weights, with the optimizer states of a new engine. Frozen weights stay as they are.
+
+        Args:
+            folder: has them in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
+            state: what `save` wrote, of which only the numbers beside the tensors are read.
+        Raises:
+            ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
+        """
+        from shardwise.engine.checkpoint import read_numbers
+
+        self._copies.wait()
+        numbers, model = read_numbers(self._optimizer, state), self._model.hf_model
+        if has_adapters(model):
+            from shardwise.engine.adapters import load_adapter
+
+            load_adapter(model, folder / "adapter")
+        else:
+            parameters = model.named_parameters(remove_duplicate=False)
+            trained = {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
+            fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
+            load_weights(model, folder / "hf", fresh=fresh, only=trained)
+        self._optimizer.load_numbers(numbers)
+
+    def _current_plan(self) -> "StatePlan":
+        """The one of the save before, unless the optimizer has got other states since."""
+        from shardwise.engine.state_plan import StatePlan
+
+        tensors = self._optimizer.named_tensors()
+        if self._plan is None or not self._plan.holds_for(tensors):
+            self._plan = StatePlan.of(tensors)
+        return self._plan
