@@ -9,6 +9,7 @@ import torch.distributed as dist
 from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
 from shardwise.data import pack
 from shardwise.ops import plain_name
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.rank.workers import Worker
 from shardwise.types import Sample
 
@@ -31,16 +32,9 @@ def samples(rewards=(0.0, 0.0, 0.0, 0.0)) -> list[Sample]:
 
 def build(folder, *, role="policy", engine=None, optimizer=None, head="logprobs", worker=None) -> Worker:
     worker = Worker(torch.device("cpu")) if worker is None else worker
-    worker.build_engine(
-        role,
-        ModelConfig(path=str(folder)).model_dump_json(),
-        (engine or EngineConfig()).model_dump_json(),
-        head,
-        "" if isinstance(engine, FrozenEngineConfig) else OptimizerConfig(**optimizer or {}).model_dump_json(),
-        9,
-        0,
-        1.0,
-    )
+    source = EngineSource(model=ModelConfig(path=str(folder)), layout=engine or EngineConfig(), head=head)
+    given = "" if isinstance(engine, FrozenEngineConfig) else OptimizerConfig(**optimizer or {}).model_dump_json()
+    worker.build_engine(role, source.model_dump_json(), given, 9)
     return worker
 
 

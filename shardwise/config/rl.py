@@ -203,6 +203,6 @@ class RolloutConfig(SamplingConfig):
         """The ranks that only sample; None where all ranks train and sample in turn."""
         return self.placement if isinstance(self.placement, Split) else None
 
-    def generation(self) -> SamplingConfig:
+    def sampling(self) -> SamplingConfig:
         """The part that a rollout engine needs."""
         return SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields})

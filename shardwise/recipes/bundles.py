@@ -25,19 +25,18 @@ from shardwise.config import (
     ConfigError,
     EngineConfig,
     ExportError,
-    FrozenEngineConfig,
     ModelConfig,
     ModelError,
-    OptimizerConfig,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import PHASES, Fault, HeadName, TrainEngine, fsync_folder, named_failures, raised_on_every_rank
+from shardwise.engine import PHASES, Fault, TrainEngine, fsync_folder, named_failures, raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
 from shardwise.recipes.checkpointing.saving import NONFINITE, make_name_durable, unfinished_bundle
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import Loss, LossKind, make_loss
 from shardwise.types import Denominators, Images, TokenBatch
 
@@ -57,38 +56,6 @@ class Record(BaseModel):
         """As JSON can hold it."""
         tree: dict[str, Any] = json.loads(self.model_dump_json())
         return tree
-
-
-class EngineSource(Record):
-    """What an engine is built from."""
-
-    model: ModelConfig
-    layout: EngineConfig | FrozenEngineConfig
-    head: HeadName
-    pad_token_id: int | None
-    seed: int
-    temperature: float
-
-    def build(
-        self,
-        device: torch.device,
-        *,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int = 1,
-        require_finite: bool = True,
-    ) -> TrainEngine:
-        """As `TrainEngine.build`."""
-        return TrainEngine.build(
-            Path(self.model.path),
-            self.layout,
-            device=device,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            head=self.head,
-            pad_token_id=self.pad_token_id,
-            seed=self.seed,
-            require_finite=require_finite,
-        )
 
 
 class LossSource(Record):

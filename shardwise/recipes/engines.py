@@ -8,12 +8,21 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shardwise.config import Config, EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
+from shardwise.config import (
+    Config,
+    EngineConfig,
+    FrozenEngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
 from shardwise.engine.precision import emulated_dtype
 from shardwise.engine.schedule import missed_peak
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import LossKind
 from shardwise.recipes.sampling.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
@@ -158,9 +167,7 @@ def build_engine(
         optimizer: of a trained engine (an EngineConfig), None for a frozen one.
         optimizer_key: where its config is, for warnings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        seed: of new adapters, and of the rounding of bfloat16 masters.
-        temperature: logprobs are of the distribution at this temperature.
-        pad_token_id: the tokenizer's, for the head sequence_scores.
+        head, seed, temperature, pad_token_id: see EngineSource.
     Raises:
         ConfigError, ModelError: as `TrainEngine.build`.
     """
@@ -168,18 +175,11 @@ def build_engine(
         print(f"warning: {doubt}", file=sys.stderr, flush=True)
     if doubt := emulated_dtype(getattr(torch, layout.param_dtype)):
         print(f"warning: {role}: {doubt}", file=sys.stderr, flush=True)
-    built = group.call(
-        "build_engine",
-        role,
-        model.model_dump_json(),
-        layout.model_dump_json(),
-        head,
-        "" if optimizer is None else optimizer.model_dump_json(),
-        total_steps,
-        seed,
-        temperature,
-        *(() if pad_token_id is None else (pad_token_id,)),
+    source = EngineSource(
+        model=model, layout=layout, head=head, pad_token_id=pad_token_id, seed=seed, temperature=temperature
     )
+    trained = () if optimizer is None else (optimizer.model_dump_json(), total_steps)
+    built = group.call("build_engine", role, source.model_dump_json(), *trained)
     num_parameters, num_trained, _ = built[0]
     return RemoteEngine(
         group=group,
@@ -189,6 +189,32 @@ def build_engine(
         num_parameters=num_parameters,
         num_trained_parameters=num_trained,
         num_bytes_read=max(num_bytes for *_, num_bytes in built),
+    )
+
+
+def build_rollout_engines(
+    group: WorkerGroup,
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    param_dtype: str,
+    *,
+    lora: LoraConfig | None = None,
+    shares_memory: bool = False,
+) -> None:
+    """Builds a rollout engine on every rank, or over several where rollout.engine says so.
+
+    Args:
+        param_dtype: as engine.param_dtype.
+        lora: of the adapter that weight syncs bring by itself; None: they bring the whole model.
+        shares_memory: the rank that sends weights may write them where the engine has them, if it can.
+    """
+    group.call(
+        "build_rollout",
+        model.model_dump_json(),
+        sampling.model_dump_json(),
+        param_dtype,
+        "" if lora is None else lora.model_dump_json(),
+        shares_memory,
     )
 
 

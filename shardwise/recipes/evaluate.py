@@ -12,6 +12,7 @@ from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
+from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.sampling.rollouts import Rollouter, is_correct
@@ -40,12 +41,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         tools=tool_schemas(config.rollout.environment),
         vision=model.vision_in(config.rollout),
     ).rows
-    group.call(
-        "build_rollout",
-        model.config.model_dump_json(),
-        config.rollout.model_dump_json(),
-        config.engine.param_dtype,
-    )
+    build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
     with (
         writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed for it

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from shardwise.config import ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.rank.background import Background
 
 
@@ -61,13 +62,13 @@ class Ranks:
         lora = config.engine.lora if config.rollout.sync_adapter_only else None
         if lora is not None:
             self.trainers.call("sync_adapter_only")
-        self.rollouts.call(
-            "build_rollout",
-            model.model_dump_json(),
-            config.rollout.generation().model_dump_json(),
+        build_rollout_engines(
+            self.rollouts,
+            model,
+            config.rollout.sampling(),
             config.engine.param_dtype,
-            "" if lora is None else lora.model_dump_json(),
-            self.shares_memory,
+            lora=lora,
+            shares_memory=self.shares_memory,
         )
 
     def sync_weights(self, version: int) -> list[dict[str, Any]]:

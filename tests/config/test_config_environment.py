@@ -13,7 +13,7 @@ def test_an_import_path_or_a_group_without_type_is_a_class_of_ones_own():
     for given in ("a.py:Game", {"path": "a.py:Game"}, {"type": "custom", "path": "a.py:Game"}):
         assert parse(given).rollout.environment == CustomEnvironment(path="a.py:Game")
     assert parse(None).rollout.environment is None
-    assert parse("a.py:Game").rollout.generation().environment == CustomEnvironment(path="a.py:Game")
+    assert parse("a.py:Game").rollout.sampling().environment == CustomEnvironment(path="a.py:Game")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def test_a_name_alone_stands_for_the_defaults_of_that_engine():
     assert parse(engine="sglang").engine == SglangRollout()
     given = parse(engine={"type": "vllm", "sleep_level": 1, "args": {"enforce_eager": True}})
     assert given.engine == VllmRollout(sleep_level=1, args={"enforce_eager": True})
-    assert given.generation().engine == given.engine
-    assert SamplingConfig.model_validate_json(given.generation().model_dump_json()).engine == given.engine
+    assert given.sampling().engine == given.engine
+    assert SamplingConfig.model_validate_json(given.sampling().model_dump_json()).engine == given.engine
 
 
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])

@@ -1,10 +1,9 @@
 """Engines as recipes see them: one shard for each group of ranks that share sequences."""
 
-import json
-
 import pytest
 
 from shardwise.config import BradleyTerry, EngineConfig, ModelConfig, OptimizerConfig
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import build_engine
 from shardwise.types import MetricValue
 
@@ -97,11 +96,12 @@ def test_build_engine_sends_plain_data_and_keeps_what_the_ranks_say(fake_group, 
         seed=4,
         temperature=0.25,
     )
-    ((method, role, model, sent, head, how, *numbers),) = group.calls
-    assert (method, role, head, numbers) == ("build_engine", "critic", "token_values", [9, 4, 0.25])
-    assert json.loads(model)["path"] == "there"
-    assert type(layout).model_validate_json(sent) == layout if not frozen else json.loads(sent)["fsdp_size"] == 3
-    assert how == "" if frozen else OptimizerConfig.model_validate_json(how) == optimizer
+    ((method, role, sent, *trained),) = group.calls
+    assert (method, role) == ("build_engine", "critic")
+    source = EngineSource.model_validate_json(sent)
+    assert source.layout == (layout.frozen() if frozen else layout)
+    assert (source.model.path, source.head, source.seed, source.temperature) == ("there", "token_values", 4, 0.25)
+    assert trained == ([] if frozen else [optimizer.model_dump_json(), 9])
     assert (engine.num_parameters, engine.num_trained_parameters, engine.num_bytes_read) == (50, 20, 120)
     assert (engine.role, engine.group, engine.model.path) == ("critic", group, "there")
 

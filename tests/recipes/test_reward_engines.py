@@ -5,6 +5,7 @@ import torch
 
 from shardwise.config import FrozenEngineConfig, ModelConfig, RewardConfig
 from shardwise.data import load_tokenizer
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.reward_engines import ModelScorer, build_reward_engines
 from shardwise.rewards import RewardJob
@@ -78,7 +79,7 @@ def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_fold
     scorers = build_reward_engines(RewardConfig(functions=entries), group)
     assert list(scorers) == ["helpful", "harmless"]
     built = [call for call in group.calls if call[0] == "build_engine"]
-    assert [(call[1], call[4], call[5]) for call in built] == [
-        ("reward helpful", "sequence_scores", ""),
-        ("reward harmless", "sequence_scores", ""),
+    assert [(role, EngineSource.model_validate_json(source).head) for _, role, source in built] == [
+        ("reward helpful", "sequence_scores"),
+        ("reward harmless", "sequence_scores"),
     ]

@@ -52,16 +52,20 @@ def built(fake_group, monkeypatch):
 def engines_of(group):
     """By role: (model, layout, head, optimizer or None, steps of the schedule, seed, temperature)."""
     calls = [call[1:] for call in group.calls if call[0] == "build_engine"]
-    return {
-        role: (
-            json.loads(model)["path"],
-            json.loads(layout),
-            head,
-            OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
-            *rest,
+    found = {}
+    for role, sent, *trained in calls:
+        source = json.loads(sent)
+        optimizer, total_steps = trained or (None, 1)
+        found[role] = (
+            source["model"]["path"],
+            source["layout"],
+            source["head"],
+            None if optimizer is None else OptimizerConfig.model_validate_json(optimizer),
+            total_steps,
+            source["seed"],
+            source["temperature"],
         )
-        for role, model, layout, head, optimizer, *rest in calls
-    }
+    return found
 
 
 LORA = {"engine": {"max_tokens_per_micro_batch": 512, "lora": {"rank": 4}}}

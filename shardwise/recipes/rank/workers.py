@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 
 from shardwise.config import (
     DataError,
@@ -26,7 +25,6 @@ from shardwise.config import (
 from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
 from shardwise.engine import (
-    HeadName,
     Part,
     TeacherOutputs,
     TrainEngine,
@@ -36,9 +34,10 @@ from shardwise.engine import (
 )
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
-from shardwise.recipes.bundles import MAX_BUNDLES, EngineSource, LossSource, SkippedStep, write_bundle
+from shardwise.recipes.bundles import MAX_BUNDLES, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sampling.sampled_tokens import with_spans
@@ -62,8 +61,6 @@ POLICY = "policy"
 """The role of the engine whose weights the rollout engine serves."""
 OF_MAIN_SECTION = (POLICY, "student", "reward model")
 """Roles whose engine has its options under `engine`, as its errors say."""
-
-_ANY_ENGINE: TypeAdapter[EngineConfig | FrozenEngineConfig] = TypeAdapter(EngineConfig | FrozenEngineConfig)
 
 
 @dataclass(slots=True)
@@ -170,31 +167,22 @@ class Worker:
     def build_engine(
         self,
         role: str,
-        model: str,
-        engine: str,
-        head: HeadName,
-        optimizer: str,
-        total_steps: int,
-        seed: int,
-        temperature: float,
-        pad_token_id: int | None = None,
+        source: str,
+        optimizer: str = "",
+        total_steps: int = 1,
     ) -> tuple[int, ...]:
-        """Builds a trained engine (an EngineConfig with an OptimizerConfig) or a frozen one (`optimizer` is empty).
+        """Builds what an EngineSource says.
 
+        Args:
+            optimizer: an OptimizerConfig, of a trained engine alone.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         Returns:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
         self._clear_device()
-        source = EngineSource(
-            model=ModelConfig.model_validate_json(model),
-            layout=_ANY_ENGINE.validate_json(engine),
-            head=head,
-            pad_token_id=pad_token_id,
-            seed=seed,
-            temperature=temperature,
-        )
+        opened = EngineSource.model_validate_json(source)
         try:
-            built = source.build(
+            built = opened.build(
                 self._device,
                 optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
                 total_steps=total_steps,
@@ -204,7 +192,7 @@ class Worker:
                 raise
             error.args = (f"the {role}, whose options are not those under `engine`: {error}",)
             raise
-        self._seats[role] = Seat(built, source, ImageReader.load(Path(source.model.path)))
+        self._seats[role] = Seat(built, opened, ImageReader.load(Path(opened.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def build_rollout(

@@ -17,6 +17,7 @@ from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.state_files import ShardFile
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.rank.background import Background
 from shardwise.recipes.rank.workers import Worker
 
@@ -35,8 +36,8 @@ class Job:
         self.model = ModelConfig(path=folder).model_dump_json()
         self._num_shards = size // layout.get("ulysses_size", 1)
         optimizer = OptimizerConfig(learning_rate=0.02).model_dump_json()
-        engine = EngineConfig(**layout).model_dump_json()
-        self.worker.build_engine("policy", self.model, engine, "logprobs", optimizer, 10, 0, 1.0)
+        source = EngineSource(model=ModelConfig(path=folder), layout=EngineConfig(**layout))
+        self.worker.build_engine("policy", source.model_dump_json(), optimizer, 10)
 
     def train(self, step):
         packed = pack(random_samples(LENGTHS, seed=step), num_shards=self._num_shards, max_tokens=40)

@@ -18,6 +18,7 @@ from shardwise.data import pack
 from shardwise.data.images import ImageReader
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.rank.workers import Worker
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample, TokenBatch
@@ -45,10 +46,13 @@ def as_image_refs(sample: Sample, folder) -> Sample:
     return replace(sample, images=None, image_refs=image_refs)
 
 
+def source(folder: str, layout) -> str:
+    return EngineSource(model=ModelConfig(path=folder), layout=layout).model_dump_json()
+
+
 def scored(folder: str, shards) -> list[torch.Tensor]:
     worker = Worker(torch.device("cpu"))
-    model = ModelConfig(path=folder).model_dump_json()
-    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    worker.build_engine("policy", source(folder, EngineConfig().frozen()))
     return worker.score(shards[dist.get_rank()], "policy", True)
 
 
@@ -76,8 +80,7 @@ class WatchedReader(ImageReader):
 def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
     """The scores of two ranks that share each pack, and what this one of them has decoded."""
     worker = Worker(torch.device("cpu"))
-    model, engine = ModelConfig(path=folder).model_dump_json(), EngineConfig(ulysses_size=2).frozen()
-    worker.build_engine("policy", model, engine.model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    worker.build_engine("policy", source(folder, EngineConfig(ulysses_size=2).frozen()))
     seat = worker._seats["policy"]
     seat.reader = WatchedReader(seat.reader._processor)
     return worker.score(shards[0], "policy", True), seat.reader.names
@@ -131,7 +134,7 @@ def test_what_is_sampled_depends_on_the_images_as_training_does(run_ranks, folde
 def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
     worker = Worker(torch.device("cpu"))
     model = ModelConfig(path=folder).model_dump_json()
-    worker.build_engine("policy", model, EngineConfig().frozen().model_dump_json(), "logprobs", "", 1, 0, 1.0)
+    worker.build_engine("policy", source(folder, EngineConfig().frozen()))
     worker.build_rollout(model, SamplingConfig(engine=engine).model_dump_json(), "float32")
     requests = [
         GenerateRequest(

@@ -29,6 +29,7 @@ from shardwise.config import (
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
 from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.rank.workers import Worker
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import EmbeddedEngine
@@ -63,16 +64,9 @@ def test_a_model_beside_the_policy_that_no_rank_can_build_is_named_and_the_error
 
 
 def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4):
-    return worker.build_engine(
-        role,
-        ModelConfig(path=str(folder)).model_dump_json(),
-        layout.model_dump_json(),
-        head,
-        "" if optimizer is None else optimizer.model_dump_json(),
-        total_steps,
-        0,
-        temperature,
-    )
+    source = EngineSource(model=ModelConfig(path=str(folder)), layout=layout, head=head, temperature=temperature)
+    given = "" if optimizer is None else optimizer.model_dump_json()
+    return worker.build_engine(role, source.model_dump_json(), given, total_steps)
 
 
 def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, engine="embedded") -> Worker:

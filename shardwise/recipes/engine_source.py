@@ -1,0 +1,50 @@
+"""What an engine is built from, as plain data: ranks are sent it, and bundles of skipped steps keep it."""
+
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig, OptimizerConfig
+from shardwise.engine import HeadName, TrainEngine
+
+
+class EngineSource(BaseModel):
+    """A model folder, its layout over the ranks, and what is computed with it.
+
+    Example: `EngineSource(model=ModelConfig(path="Qwen/Qwen3-0.6B"), layout=EngineConfig())`
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    layout: EngineConfig | FrozenEngineConfig
+    """An EngineConfig is trained, a FrozenEngineConfig is not."""
+    head: HeadName = "logprobs"
+    pad_token_id: int | None = None
+    """The tokenizer's, for the head sequence_scores."""
+    seed: int = 0
+    """Of new adapters, and of the rounding of bfloat16 masters."""
+    temperature: float = 1.0
+    """Logprobs are of the distribution at this temperature."""
+
+    def build(
+        self,
+        device: torch.device,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        require_finite: bool = True,
+    ) -> TrainEngine:
+        """As `TrainEngine.build`."""
+        return TrainEngine.build(
+            Path(self.model.path),
+            self.layout,
+            device=device,
+            optimizer=optimizer,
+            total_steps=total_steps,
+            head=self.head,
+            pad_token_id=self.pad_token_id,
+            seed=self.seed,
+            require_finite=require_finite,
+        )
