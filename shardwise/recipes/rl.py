@@ -25,7 +25,7 @@ from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics, 
 from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.recipes.sync import WeightSync
 from shardwise.rewards import make_rewards
-from shardwise.types import Example, MetricValue
+from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
 
@@ -109,16 +109,12 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     if validates and config.reward is not None:
                         with run.spans("validate"):
                             metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-                    shares = {"limit": weights.share_of_limit, "proof": weights.share_of_proof}
-                    incidents = ranks.take_restarts() | {f"sync/share_of_{what}": x for what, x in shares.items()}
+                    incidents = ranks.take_restarts() | weights.shares
             with named_failures(run.output_dir):
                 sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
-            metrics |= rollout_metrics(rollout.groups) | counts
+            metrics |= counts | _rollout_metrics(rollout.groups, config, version=step - 1, are_ahead=ranks.are_split)
             if ranks.are_split:
-                metrics |= staleness_metrics(rollout.groups, version=step - 1)
                 run.spans.add("rollout_idle", pipeline.take_idle_seconds())
-            if config.reward is not None:
-                metrics |= reward_metrics(rollout.groups, mask_failed=config.masks_failed)
             run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
 
 
@@ -129,6 +125,21 @@ def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> I
         with spans("rollout"):
             stack.enter_context(pipeline.serving(step, samples=samples))
         yield
+
+
+def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, version: int, are_ahead: bool) -> Metrics:
+    """Of what a step trains on.
+
+    Args:
+        version: of the weights that the step begins with.
+        are_ahead: ranks of their own sample it, maybe with earlier weights.
+    """
+    found = rollout_metrics(groups)
+    if are_ahead:
+        found |= staleness_metrics(groups, version=version)
+    if config.reward is not None:
+        found |= reward_metrics(groups, mask_failed=config.masks_failed)
+    return found
 
 
 def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], list[Example]]:

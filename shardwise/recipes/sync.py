@@ -44,10 +44,9 @@ class WeightSync:
         self._sequences = probe_sequences(examples, image_token_id) if probe_every_syncs else []
         self._last_probed: int | None = None
         self._seconds_per_byte: float | None = None
-        self.share_of_limit = 0.0
-        """Of the last sync: the seconds that its bytes take with nothing else to do, as a share of what it took."""
-        self.share_of_proof = 0.0
-        """Of the last sync: the seconds in which nothing was done but proving it, of the rank that spent most."""
+        self.shares: dict[str, float] = {}
+        """Of the seconds of the last sync: sync/share_of_limit those that its bytes take with nothing else to do;
+        sync/share_of_proof those in which nothing was done but proving it, of the rank that spent most."""
 
     def sync(self, version: int) -> Metrics:
         """Returns only once every rollout engine serves this version, proven.
@@ -60,8 +59,10 @@ class WeightSync:
         start = time.perf_counter()
         receipts = self._ranks.sync_weights(version)
         seconds = time.perf_counter() - start
-        self.share_of_limit = receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds
-        self.share_of_proof = max(receipt["seconds_of_proof"] for receipt in receipts) / seconds
+        self.shares = {
+            "sync/share_of_limit": receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds,
+            "sync/share_of_proof": max(receipt["seconds_of_proof"] for receipt in receipts) / seconds,
+        }
         require_same_receipts(version, dict(zip(self._ranks.rollouts.ranks, receipts, strict=True)))
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 

@@ -69,8 +69,8 @@ def test_of_every_sync_it_is_known_what_share_of_its_time_the_bytes_need(fake_gr
     sync, group = build(fake_group, remote, receipt=slowly)
     for version in (3, 4):
         sync.sync(version)
-        assert 0.1 < sync.share_of_limit <= 0.28
-        assert 0 < sync.share_of_proof <= 0.2
+        assert 0.1 < sync.shares["sync/share_of_limit"] <= 0.28
+        assert 0 < sync.shares["sync/share_of_proof"] <= 0.2
     assert group.methods == ["measure_sync", "sync_weights", "sync_weights"]
 
 
