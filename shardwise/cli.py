@@ -6,31 +6,24 @@ Exit codes: controller/exit_codes.py, and 0 for done.
 import argparse
 import errno
 import json
-import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
-from shardwise import __version__
+from shardwise.command_line import parse
 from shardwise.config import (
+    RECIPES,
     ConfigError,
-    DistillConfig,
     EvalConfig,
-    PreferenceConfig,
     RecipeConfig,
-    RewardModelConfig,
-    RLConfig,
-    SFTConfig,
     TrainerConfig,
     TrainingConfig,
     UserError,
     as_user_error,
 )
-from shardwise.config.engine import DtypeName
 from shardwise.config.reference import json_schema, markdown
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
@@ -42,20 +35,11 @@ from shardwise.controller.watchdog import REPORTS
 from shardwise.recipes.checkpointing.writer_lock import require_no_writer
 from shardwise.recipes.rank.heavy_imports import heavy_imports
 
-RECIPES: dict[str, type[RecipeConfig]] = {
-    "sft": SFTConfig,
-    "preference": PreferenceConfig,
-    "reward-model": RewardModelConfig,
-    "distill": DistillConfig,
-    "rl": RLConfig,
-    "eval": EvalConfig,
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(arguments)
+    options = parse(arguments)
     try:
         match options.command:
             case command if command in RECIPES:
@@ -269,170 +253,6 @@ def _standard_output() -> Iterator[None]:
             raise ConfigError(f"standard output cannot be written to: {error}") from None
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not allow."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    strange = [text for text in rest if text.startswith("-") or "=" not in text or options.command not in RECIPES]
-    if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
-    if rest:
-        options.overrides += rest
-    return options
-
-
 def _is_rank() -> bool:
     """Started by `launch` or torchrun."""
     return "RANK" in os.environ
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardwise", description="LLM post-training on PyTorch FSDP2, from a laptop CPU to a GPU cluster."
-    )
-    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    helps = {
-        "sft": "supervised fine-tuning",
-        "preference": "preference training (DPO, IPO, SimPO, ORPO, KTO)",
-        "reward-model": "a model that scores answers, from pairs of them",
-        "distill": "a student learns a teacher's distributions over the whole vocabulary",
-        "rl": "reinforcement learning (GRPO and its family, PPO with a critic, distillation)",
-        "eval": "accuracy on held-out prompts: greedy, pass@k, mean@n, maj@n",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text, description=f"{name}: {text}")
-        command.add_argument("-c", "--config", help="YAML file; without it every key comes from overrides and defaults")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=20")
-        _add_nproc(command, default=1)
-        if name != "eval":
-            command.add_argument(
-                "--max-restarts",
-                type=_not_negative,
-                default=0,
-                metavar="N",
-                help="restarts from the newest checkpoint after a rank died, hung or failed (default: %(default)s)",
-            )
-        command.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
-    quickstart = commands.add_parser(
-        "quickstart", help="from nothing to a policy improved by RL, on this machine, offline"
-    )
-    quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
-    quickstart.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
-    _add_nproc(quickstart, default=None)
-    generate = commands.add_parser(
-        "generate", help="talk to a model: a run's output folder, a model folder or a hub name"
-    )
-    generate.add_argument("model")
-    generate.add_argument(
-        "-p", "--prompt", type=_text, action="append", help="may be repeated; without it prompts are read from stdin"
-    )
-    generate.add_argument(
-        "--max-tokens", type=int, help="default: 256, or what the prompt leaves of the model's context"
-    )
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--num-completions", type=int, default=1, help="default: %(default)s")
-    generate.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
-    generate.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
-    export = commands.add_parser("export", help="write a model as a Hugging Face folder, in another dtype")
-    export.add_argument("source", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
-    export.add_argument("target", help="a new or empty folder")
-    export.add_argument("--dtype", choices=get_args(DtypeName), help="default: the one that the source's config names")
-    export.add_argument(
-        "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
-    )
-    export.add_argument(
-        "--stall-timeout-seconds",
-        type=_seconds,
-        default=TrainerConfig().stall_timeout_seconds,
-        help="how long it may take before it ends as one that hangs; default: %(default)s",
-    )
-    _add_nproc(export, default=1)
-    foreign = commands.add_parser(
-        "import-checkpoint", help="write another trainer's checkpoint (verl's FSDP, plain DCP) as a Hugging Face folder"
-    )
-    foreign.add_argument("source", help="verl's global_step_N or its actor/, or a folder with a .metadata file (DCP)")
-    foreign.add_argument("target", help="a new or empty folder")
-    foreign.add_argument(
-        "--model", help="a folder with config.json and tokenizer; default: the huggingface/ that verl writes"
-    )
-    foreign.add_argument(
-        "--prefix", help='what stands before the model\'s names in a DCP folder, such as "app.model."; default: found'
-    )
-    foreign.add_argument("--dtype", choices=get_args(DtypeName), help="default: the one that config.json names")
-    foreign.add_argument(
-        "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"
-    )
-    foreign.add_argument(
-        "-c", "--config", help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume"
-    )
-    foreign.add_argument("--recipe", choices=["sft", "preference", "rl"], help="what --config is a config of")
-    parity = commands.add_parser(
-        "parity", help="compare what trainer and rollout engine compute, module by module and token by token"
-    )
-    parity.add_argument("model", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
-    parity.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="default: %(default)s")
-    parity.add_argument(
-        "--dtype",
-        choices=get_args(DtypeName),
-        default="float32",
-        help="what both compute in; default: %(default)s, where mistakes stand out from rounding",
-    )
-    parity.add_argument("-p", "--prompt", type=_text, action="append", help="may be repeated; default: two short ones")
-    parity.add_argument("--max-tokens", type=int, default=16, help="of a completion; default: %(default)s")
-    replay = commands.add_parser("replay", help="run an optimizer step again that was skipped, and name what went bad")
-    replay.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
-    replay.add_argument("--micro-batch", type=int, metavar="K", help="only the K-th, from 0, of every rank")
-    schema = commands.add_parser("schema", help="the JSON schema of the config, for editors")
-    schema.add_argument("recipe", nargs="?", choices=list(RECIPES), help="default: all of them")
-    schema.add_argument("--markdown", action="store_true", help="a table of keys, defaults and meanings instead")
-    return parser
-
-
-def _add_nproc(command: argparse.ArgumentParser, *, default: int | None) -> None:
-    shown = "2, or 1 on a machine with one GPU" if default is None else default
-    command.add_argument(
-        "--nproc",
-        type=_positive,
-        default=default,
-        help=f"ranks to start on this machine (default: {shown}); leave it out under torchrun",
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; use 1 or more")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts; use 0 or more")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text} is not a seed; use a number of 0 or more, below 2^63")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time; give a number of seconds above 0")
-    return value
-
-
-def _text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # how Python hands on other bytes
-        raise argparse.ArgumentTypeError(f"{os.fsencode(text)!r} is not UTF-8") from None
-    return text
-
-
-def _file_size(text: str) -> str:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[KMGT]B", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a size; give a number and a unit, such as 500MB or 5GB")
-    return text

@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 import yaml
 
-import shardwise
 from shardwise.__main__ import main as command
-from shardwise.cli import RECIPES, main
-from shardwise.config import RLConfig, SFTConfig, key_paths
+from shardwise.cli import main
+from shardwise.config import RECIPES, RLConfig, SFTConfig, key_paths
 from shardwise.controller.failures import Failure
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 
@@ -228,33 +227,3 @@ def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is_one_line():
             whole = [sys.executable, "-m", "shardwise", "schema", "sft"]
             done = subprocess.run(whole, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (code, message)
-
-
-def test_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sft", "--max-restarts", "-1"], "-1 is not a number of restarts; use 0 or more"),
-        (["sft", "--nproc", "0"], "0 is not a number of ranks; use 1 or more"),
-        (["export", "a", "b", "--stall-timeout-seconds", "nan"], "nan is not a time; give a number of seconds above 0"),
-        (["export", "a", "b", "--stall-timeout-seconds", "0"], "0 is not a time; give a number of seconds above 0"),
-        (["generate", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
-        (["parity", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
-        (["quickstart", "--seed", "-1"], "-1 is not a seed; use a number of 0 or more, below 2^63"),
-        (["generate", "m", "--seed", str(1 << 63)], f"{1 << 63} is not a seed"),
-        (["fly"], "invalid choice: 'fly'"),
-        ([], "COMMAND"),
-        (["schema", "ppo"], "invalid choice: 'ppo'"),
-    ],
-)
-def test_bad_arguments_end_with_code_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

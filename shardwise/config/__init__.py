@@ -57,6 +57,7 @@ from shardwise.config.preference import (
     RewardModelLoss,
 )
 from shardwise.config.recipes import (
+    RECIPES,
     CriticConfig,
     DistillConfig,
     EvalConfig,

@@ -468,6 +468,15 @@ TrainingConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfi
 """The config of a command that trains."""
 RecipeConfig = TrainingConfig | EvalConfig
 """The config of a command that runs on ranks."""
+RECIPES: dict[str, type[RecipeConfig]] = {
+    "sft": SFTConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
+    "distill": DistillConfig,
+    "rl": RLConfig,
+    "eval": EvalConfig,
+}
+"""By the names of their commands."""
 
 
 def _started_adapter(what: str) -> str:

@@ -2,8 +2,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.cli import RECIPES
 from shardwise.config import (
+    RECIPES,
     ConfigError,
     DataError,
     DistillConfig,

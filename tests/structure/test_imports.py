@@ -17,7 +17,8 @@ MODELS = {"model_config"}
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"cli", "controller"},
-    "cli": {"recipes", "controller", "planner", "observability", "config"},
+    "cli": {"command_line", "recipes", "controller", "planner", "observability", "config"},
+    "command_line": {"config"},
     "recipes": SHARED
     | TENSORS
     | MODELS
@@ -59,7 +60,7 @@ THIRD_PARTY = {
 }
 """All that these import beside the standard library."""
 
-TORCH_FREE = {"cli", "config", "rewards"}
+TORCH_FREE = {"cli", "command_line", "config", "rewards"}
 HEAVY = {"ray": "ray", "vllm": "vllm", "sglang": "sglang", "peft": "lora", "wandb": "wandb", "mlflow": "mlflow"}
 HEAVY |= {"reasoning_gym": "reasoning_gym", "verifiers": "verifiers"}
 """Packages that only files of one name import, by that name."""

@@ -14,7 +14,7 @@ NUM_LOGGED_SAMPLES = 16
 """Completions of each step that samples.jsonl keeps."""
 
 
-def to_samples(groups: list[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
+def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
     """Prompt and completion in one sequence; those of the completion's tokens are trained that the policy sampled.
 
     Args:
@@ -62,7 +62,7 @@ def _continued(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
     return torch.cat([position_ids, more.expand(3, num_more)], dim=1)
 
 
-def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     """The shape of the completions."""
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.num_sampled for completion in completions]
@@ -81,7 +81,7 @@ def rollout_metrics(groups: list[RolloutGroup]) -> Metrics:
     return metrics
 
 
-def staleness_metrics(groups: list[RolloutGroup], *, version: int) -> Metrics:
+def staleness_metrics(groups: Sequence[RolloutGroup], *, version: int) -> Metrics:
     """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
     maximum, and the share of completions at each number, by their oldest tokens. And of tokens the mean, and the share
     of completions that new weights went on with. Of completions without a token, such as those of agents that failed at
@@ -102,7 +102,7 @@ def staleness_metrics(groups: list[RolloutGroup], *, version: int) -> Metrics:
     }
 
 
-def reward_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
+def reward_metrics(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
     """Rewards, over all sources and for each of several, and their named parts.
 
     Args:
@@ -131,7 +131,7 @@ def reward_metrics(groups: list[RolloutGroup], *, mask_failed: bool = False) -> 
     return metrics
 
 
-def sample_rows(groups: list[RolloutGroup], step: int, *, judged: bool = True) -> list[Mapping[str, Any]]:
+def sample_rows(groups: Sequence[RolloutGroup], step: int, *, judged: bool = True) -> list[Mapping[str, Any]]:
     """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged."""
     rows = (
         {

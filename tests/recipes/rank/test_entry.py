@@ -1,8 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from shardwise.cli import RECIPES
-from shardwise.config import ConfigError, DataError, Split
+from shardwise.config import RECIPES, ConfigError, DataError, Split
 from shardwise.fault_plan import plan
 from shardwise.recipes.rank import entry
 from shardwise.recipes.rank.entry import run_rank

@@ -1,0 +1,51 @@
+import os
+
+import pytest
+
+import shardwise
+from shardwise.command_line import parse
+from shardwise.config import RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_overrides_stand_before_and_after_options(recipe):
+    found = parse([recipe, "a=1", "--nproc", "3", "b.c=[2, 3]", "-c", "x.yaml", "d=--4"])
+    assert (found.command, found.overrides) == (recipe, ["a=1", "b.c=[2, 3]", "d=--4"])
+    assert (found.nproc, found.config, found.dry_run) == (3, "x.yaml", False)
+
+
+@pytest.mark.parametrize("rest", [["--nprocs=2"], ["a=1", "b"], ["-x"]])
+def test_what_is_no_option_and_no_override_is_refused(rest, capsys):
+    with pytest.raises(SystemExit):
+        parse(["sft", "a=1", "--nproc", "2", *rest])
+    assert "unrecognized arguments: " in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "--max-restarts", "-1"], "-1 is not a number of restarts; use 0 or more"),
+        (["sft", "--nproc", "0"], "0 is not a number of ranks; use 1 or more"),
+        (["export", "a", "b", "--stall-timeout-seconds", "nan"], "nan is not a time; give a number of seconds above 0"),
+        (["export", "a", "b", "--stall-timeout-seconds", "0"], "0 is not a time; give a number of seconds above 0"),
+        (["generate", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
+        (["parity", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
+        (["quickstart", "--seed", "-1"], "-1 is not a seed; use a number of 0 or more, below 2^63"),
+        (["generate", "m", "--seed", str(1 << 63)], f"{1 << 63} is not a seed"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "COMMAND"),
+        (["schema", "ppo"], "invalid choice: 'ppo'"),
+    ],
+)
+def test_bad_arguments_end_with_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
