@@ -95,7 +95,7 @@ def _start_recipe(config: RecipeConfig, options: argparse.Namespace, arguments: 
     elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
         return _launch_training(config, options, arguments)
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_recipe
+        from shardwise.recipes.entry import run_recipe
 
     return run_recipe(config)
 
@@ -141,7 +141,7 @@ def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
                 faults=Path(options.output_dir) / REPORTS,
             )
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_quickstart
+        from shardwise.recipes.entry import run_quickstart
 
     return run_quickstart(output_dir=options.output_dir, seed=options.seed)
 
@@ -168,7 +168,7 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
         return launch(_rank_command(arguments), nproc=options.nproc, stall=_stall_limit(options))
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_export
+        from shardwise.recipes.entry import run_export
 
     return run_export(
         source=options.source,
@@ -191,7 +191,7 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
         )
     run = None if options.config is None else RECIPES[options.recipe].load(options.config)
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_import
+        from shardwise.recipes.entry import run_import
 
     return run_import(
         source=options.source,
@@ -207,7 +207,7 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
 @lasting_output()
 def _parity(options: argparse.Namespace) -> int:
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_parity
+        from shardwise.recipes.entry import run_parity
 
     return run_parity(
         model=options.model,
@@ -221,7 +221,7 @@ def _parity(options: argparse.Namespace) -> int:
 @lasting_output()
 def _replay(options: argparse.Namespace) -> int:
     with heavy_imports():
-        from shardwise.recipes.rank.entry import run_replay
+        from shardwise.recipes.entry import run_replay
 
     return run_replay(bundle=options.bundle, micro_batch=options.micro_batch)
 

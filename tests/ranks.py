@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    *("torch", "safetensors.torch", "peft", "datasets", "pytest", "shardwise.cli", "shardwise.recipes.rank.entry"),
+    *("torch", "safetensors.torch", "peft", "datasets", "pytest", "shardwise.cli", "shardwise.recipes.entry"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
 ]
 EXIT_GRACE_SECONDS = 5.0

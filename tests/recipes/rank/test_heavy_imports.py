@@ -41,4 +41,4 @@ def test_where_torch_is_there_already_nothing_is_frozen():
     before = gc.get_freeze_count()
     with heavy_imports():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # what was frozen may be freed

@@ -1,0 +1,88 @@
+import pytest
+import torch.distributed as dist
+
+from shardwise.config import DataError, Split
+from shardwise.fault_plan import plan
+from shardwise.recipes.rank import process
+from shardwise.recipes.rank.process import run_rank
+from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.stopping import Stopped
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SHARDWISE_JOB_FOLDER", "SHARDWISE_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_recipe_runs_inside_the_process_group_with_a_worker_and_leaves_it():
+    seen = []
+
+    def recipe(group):
+        seen.append((group.size, type(group._worker), dist.get_world_size(), dist.get_backend()))
+
+    assert run_rank(recipe, timeout_seconds=7) == 0
+    assert seen == [(1, Worker, 1, "gloo")]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line", "has_traceback"),
+    [
+        (DataError("train.jsonl line 3: broken"), 2, "error: train.jsonl line 3: broken", False),
+        (IndexError("list index out of range"), 1, "error: list index out of range", True),
+        (KeyError(), 1, "error: KeyError", True),
+        (SystemExit(0), 1, "error: something called sys.exit(0), which ends no run; raise an error instead", True),
+    ],
+)
+def test_an_error_becomes_an_exit_code_and_the_group_is_left(capsys, error, code, last_line, has_traceback):
+    def recipe(group):
+        raise error
+
+    assert run_rank(recipe, timeout_seconds=7) == code
+    stderr = capsys.readouterr().err
+    assert stderr.splitlines()[-1] == last_line
+    assert ("Traceback" in stderr) == has_traceback
+    assert not dist.is_initialized()
+
+
+def test_a_run_that_was_stopped_ends_with_its_code_and_lets_the_other_ranks_go(capsys, monkeypatch):
+    ended = []
+    monkeypatch.setattr(process.RankGroup, "shutdown", lambda group: ended.append(group))
+
+    def recipe(group):
+        raise Stopped("resumable", 143)
+
+    assert run_rank(recipe, timeout_seconds=7) == 143
+    assert capsys.readouterr() == ("resumable\n", "")
+    assert len(ended) == 1
+
+
+def test_a_failure_is_noted_before_the_connections_close(monkeypatch):
+    """Closing them first would let the other ranks report a lost peer before the cause is written down."""
+    noted = []
+    monkeypatch.setattr(
+        "shardwise.recipes.rank.process.note_failure", lambda error, rank: noted.append(dist.is_initialized()) or 1
+    )
+
+    def recipe(group):
+        raise IndexError
+
+    assert run_rank(recipe, timeout_seconds=7) == 1
+    assert noted == [True]
+
+
+def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one_of_the_user(monkeypatch, capsys):
+    planned = []
+    assert run_rank(lambda _: planned.append(plan()), timeout_seconds=7, faults=["phase=optim action=raise"]) == 0
+    with pytest.raises(RuntimeError, match="raises in phase optim"):
+        planned[0].enter("optim")
+    monkeypatch.setenv("SHARDWISE_FAULTS", "phase=optin")
+    assert run_rank(lambda _: None, timeout_seconds=7) == 2
+    assert "SHARDWISE_FAULTS: 'phase=optin' has phase=optin; choose one of rollout," in capsys.readouterr().err
+    plan.cache_clear()
+
+
+def test_ranks_that_only_sample_need_others_that_train(capsys):
+    assert run_rank(lambda group: None, timeout_seconds=7, split=Split()) == 2
+    assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
