@@ -303,6 +303,7 @@ def _rank(arguments: tuple[str, ...], rank: int, nproc: int, folder: str) -> Non
         os.environ.pop(variable, None)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), MARK: folder}
     os.environ |= {"SHARDWISE_STORE": f"{folder}/store", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    os.environ["SHARDWISE_STARTED"] = str(time.monotonic())  # the server that forked this process may be old
     os.chdir(ROOT)
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         with open(f"{folder}/{name}-{rank}", "w") as file:

@@ -112,7 +112,9 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def assert_restarted_once(run, rank: int) -> None:
     cause, restart, *warned = run.err.splitlines()
-    assert len(warned) == restart.endswith(": starts as before")  # of logs that nothing goes on from
+    has_old_logs = (run.run / "metrics.jsonl.1").exists()  # that nothing goes on from
+    assert len(warned) == has_old_logs
+    assert restart.endswith(": starts as before") or not has_old_logs
     assert re.fullmatch(rf"error: rank {rank} was ended by SIGKILL in .*; the other ranks were stopped", cause)
     assert re.fullmatch(rf"restart 1 of 1: goes on from {run.run}/checkpoints/step_[12]|.*: starts as before", restart)
 
@@ -144,10 +146,12 @@ def test_f01_f02_trap_26_a_rank_killed_in_any_phase_changes_nothing(
     ("phase", "rank"), [("backward", 0), ("commit", 0), ("sync", 0), ("rollout", 1), ("sync", 1)], ids=str
 )
 def test_f25_a_run_with_rollouts_ahead_goes_on_with_them(rl_arguments, undisturbed, start, tmp_path, phase, rank):
-    """The checkpoint of step 1 holds the rollouts of steps 2 and 3, which its weights and those before them sampled."""
+    """The checkpoint of step 1 holds the rollouts of steps 2 and 3, which its weights and those before them sampled:
+    a rank that is killed as it samples is killed before there is one. All micro-batches are of rank 0."""
+    nth = NTH[phase][1] * (2 if phase == "backward" else 1)
     run = start(
         *rl_arguments(tmp_path / "run", "--max-restarts", "1", *APART),
-        faults=f"rank={rank} phase={phase} nth={NTH[phase][1]} action=kill",
+        faults=f"rank={rank} phase={phase} nth={nth} action=kill",
     )
     assert run.end() == 0, run.err
     assert_restarted_once(run, rank)
