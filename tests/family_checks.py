@@ -20,7 +20,8 @@ from shardwise.engine.heads import value_projection_name
 from shardwise.engine.lora import fused_experts
 from shardwise.engine.model import build_on_meta
 from shardwise.engine.model_classes import AUTO_CLASSES
-from shardwise.ops import PROVEN, backbone, language_model_class, plain_name
+from shardwise.families import PROVEN, backbone, language_model_class
+from shardwise.ops import plain_name
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 

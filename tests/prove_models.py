@@ -15,7 +15,7 @@ from family_table import FAMILIES, REFUSED
 from ranks import RankError, RankPool
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.ops import CHECKS, PROVEN, other_release, proven_record
+from shardwise.families import CHECKS, PROVEN, other_release, proven_record
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "shardwise" / "ops" / "proven.json"
@@ -28,7 +28,7 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
     lines = [
         "# Models",
         "",
-        f"Made by `make models` with transformers {release}, from `shardwise/ops/proven.json`: the",
+        f"Made by `make models` with transformers {release}, from `shardwise/families/proven.json`: the",
         "record that engines read before they load a model. Of every family a tiny random model is compared with plain",
         f"transformers. {len(proven)} families are proven; of those below them every engine says why it refuses them.",
         "",

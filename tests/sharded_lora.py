@@ -18,7 +18,7 @@ from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.precision import Precision
 from shardwise.engine.quantized import SHARDS_INTEGERS
 from shardwise.engine.shards import local_box
-from shardwise.ops import decoder_layers
+from shardwise.families import decoder_layers
 
 needs_integer_shards = pytest.mark.skipif(not SHARDS_INTEGERS, reason="FSDP of this torch shards no integers")
 

@@ -11,19 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.ulysses import Ulysses
-from shardwise.ops import (
-    DROPS_KEYWORDS,
-    HAS_OWN_MASK,
-    Mask,
-    PackedKernel,
-    PackedLayout,
-    attention_span,
-    is_own_mask,
-    mask_as_span,
-    packed_attention,
-    varlen_attention,
-    varlen_problem,
-)
+from shardwise.families import DROPS_KEYWORDS, HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
+from shardwise.ops import PackedKernel, PackedLayout, packed_attention, varlen_attention, varlen_problem
 
 PACKED_ATTENTION = "shardwise_packed"
 FLASH_PACKAGES = {

@@ -37,16 +37,9 @@ from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
+from shardwise.families import UnreadableRouter, with_release
 from shardwise.fault_plan import fault_point
-from shardwise.ops import (
-    HostCopies,
-    ModuleTrace,
-    UnreadableRouter,
-    nonfinite_names,
-    plain_name,
-    traced,
-    with_release,
-)
+from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
 from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:

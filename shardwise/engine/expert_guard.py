@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.freeze import require_routers
 from shardwise.engine.names import CONTAINERS
-from shardwise.ops import EXPERTS, plain_name
+from shardwise.families import EXPERTS
+from shardwise.ops import plain_name
 
 KEY = "engine.apply_expert_patch"
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses
-from shardwise.ops import Router
+from shardwise.families import Router
 from shardwise.types import Metrics, MetricValue, TokenBatch
 
 Detail = Literal["summary", "layers", "experts"]

@@ -20,7 +20,8 @@ from shardwise.config import ConfigError
 from shardwise.engine.exchange import send_rows
 from shardwise.engine.expert_guard import separate_experts
 from shardwise.engine.mesh import any_of, divisors
-from shardwise.ops import EXPERTS, name_without_copies
+from shardwise.families import EXPERTS
+from shardwise.ops import name_without_copies
 
 
 def spread_paths(model: nn.Module, ep_size: int) -> list[str]:

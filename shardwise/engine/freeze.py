@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError
 from shardwise.engine.names import closest_modules, is_within, tied_elsewhere
-from shardwise.ops import EXPERTS, ROUTER_NAMES, Router, routers_of
+from shardwise.families import EXPERTS, ROUTER_NAMES, Router, routers_of
 
 
 def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 
 from shardwise.config import ModelError
 from shardwise.engine.attention import PackedCall
-from shardwise.ops import DROPS_KEYWORDS
+from shardwise.families import DROPS_KEYWORDS
 
 
 class PackedMixer(ActivationWrapper):

@@ -39,8 +39,7 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
-from shardwise.model_config import blaming_config, read_model_config
-from shardwise.ops import (
+from shardwise.families import (
     EXPERTS,
     UNREGISTERED_ATTENTION,
     attention_layers,
@@ -48,7 +47,6 @@ from shardwise.ops import (
     backbone,
     hand_on_keywords,
     packed_tokens_limit,
-    plain_name,
     rotary_limit,
     routers_of,
     sequence_mixers,
@@ -57,6 +55,8 @@ from shardwise.ops import (
     vision_path,
     vision_reason,
 )
+from shardwise.model_config import blaming_config, read_model_config
+from shardwise.ops import plain_name
 
 ROW_BYTES = 16
 """torch.grouped_mm reads matrices whose rows are a multiple of so many bytes."""

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightTransform
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from shardwise.engine.heads import HeadName
-from shardwise.ops import language_model_class
+from shardwise.families import language_model_class
 
 AUTO_CLASSES = {
     "token_values": AutoModelForTokenClassification,

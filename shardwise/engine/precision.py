@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
-from shardwise.ops import vision_path
+from shardwise.families import vision_path
 
 
 class Precision:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config import ModelError
-from shardwise.ops import Router
+from shardwise.families import Router
 from shardwise.types import Metrics, MetricValue
 
 

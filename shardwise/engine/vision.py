@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.ulysses import Ulysses
-from shardwise.ops import takes_images
+from shardwise.families import takes_images
 from shardwise.types import Images, TokenBatch
 
 

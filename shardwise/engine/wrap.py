@@ -13,7 +13,8 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicy
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
-from shardwise.ops import decoder_layers, plain_name, vision_path
+from shardwise.families import decoder_layers, vision_path
+from shardwise.ops import plain_name
 
 
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
+from shardwise.families import rotary_limit
 from shardwise.model_config import read_model_config
-from shardwise.ops import rotary_limit
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.manifest import verify_weights
 

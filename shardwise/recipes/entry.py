@@ -21,7 +21,7 @@ from shardwise.config.engine import DtypeName
 from shardwise.controller.local import RankGroup
 from shardwise.controller.stall import StallLimit
 from shardwise.engine import take_device
-from shardwise.ops import other_release
+from shardwise.families import other_release
 from shardwise.recipes.distill import train as train_distill
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.export import export

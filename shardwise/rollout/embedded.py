@@ -14,26 +14,28 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
-from shardwise.memfd import SharedTensors
-from shardwise.model_config import read_model_config
-from shardwise.ops import (
+from shardwise.families import (
     UNREGISTERED_ATTENTION,
-    HostCopies,
-    LogitTransform,
-    ModuleTrace,
     attention_layers,
     attention_of,
     backbone,
     hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
+    rotary_limit,
+    unproven_reason,
+    unsupported_reason,
+)
+from shardwise.memfd import SharedTensors
+from shardwise.model_config import read_model_config
+from shardwise.ops import (
+    HostCopies,
+    LogitTransform,
+    ModuleTrace,
     plain_name,
     project_float32,
     repeated_projection,
-    rotary_limit,
     traced,
-    unproven_reason,
-    unsupported_reason,
 )
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.decoding import Decoding, Row, longest

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import Router, routers_of
+from shardwise.families import Router, routers_of
 
 
 class ExpertRecord:

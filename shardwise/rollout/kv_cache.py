@@ -16,20 +16,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.ops import (
+from shardwise.families import (
     DROPS_KEYWORDS,
     HAS_OWN_MASK,
-    VARLEN_READS_CACHES,
     Mask,
-    attend,
     attention_span,
     is_own_mask,
     mask_as_span,
-    seen_keys,
     sequence_mixers,
-    varlen_decode_attention,
-    varlen_problem,
 )
+from shardwise.ops import VARLEN_READS_CACHES, attend, seen_keys, varlen_decode_attention, varlen_problem
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 

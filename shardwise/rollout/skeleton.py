@@ -16,8 +16,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ModelError
+from shardwise.families import language_model_class
 from shardwise.model_config import read_model_config
-from shardwise.ops import language_model_class
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

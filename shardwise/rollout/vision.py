@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, ModelError
-from shardwise.ops import backbone, takes_images
+from shardwise.families import backbone, takes_images
 from shardwise.types import GenerateRequest, Images
 
 

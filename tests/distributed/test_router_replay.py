@@ -13,7 +13,7 @@ from tiny_models import random_samples, tiny_folder
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.ops import routers_of
+from shardwise.families import routers_of
 from shardwise.recipes.losses import sft_loss
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.rollout import EmbeddedEngine

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import RankError
+from resumed_engines import AFTER, BEFORE, assert_same, resumed, uninterrupted
 from sharded_lora import full
-from test_checkpoint import AFTER, BEFORE, assert_same, resumed, uninterrupted
 from tiny_models import tiny_folder
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -4,7 +4,7 @@ from tiny_models import tiny_folder
 from shardwise.config import ConfigError
 from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.model import build_on_meta
-from shardwise.ops import routers_of
+from shardwise.families import routers_of
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ MAY_IMPORT = {
     "recipes": SHARED
     | TENSORS
     | MODELS
-    | {"planner", "engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops"},
+    | {"planner", "engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops", "families"},
     "planner": {"engine", "config", "types"},
-    "engine": SHARED | MODELS | {"ops"},
-    "rollout": SHARED | TENSORS | MODELS | {"ops"},
+    "engine": SHARED | MODELS | {"ops", "families"},
+    "rollout": SHARED | TENSORS | MODELS | {"ops", "families"},
     "transfer": SHARED | TENSORS | {"ops"},
     "controller": SHARED | {"codec"},
     "data": SHARED | MODELS,
@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "checksum": set(),
     "memfd": set(),
     "model_config": {"config"},
+    "families": {"ops"},
     "ops": set(),
 }
 """Folders and top-level modules. Each may import itself too, and `shardwise`, which holds only the version."""
@@ -55,6 +56,7 @@ THIRD_PARTY = {
     "checksum": {"torch", "xxhash"},
     "memfd": {"torch"},
     "model_config": {"transformers"},
+    "families": {"torch"},
     "ops": {"torch"},
     "algorithms": {"torch"},
 }

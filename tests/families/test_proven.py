@@ -14,7 +14,7 @@ from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, Opti
 from shardwise.engine import TrainEngine
 from shardwise.engine.model import _require_proven
 from shardwise.engine.quantized import SHARDS_INTEGERS
-from shardwise.ops import CHECKS, other_release, proven_record, proven_release, unproven_reason, with_release
+from shardwise.families import CHECKS, other_release, proven_record, proven_release, unproven_reason, with_release
 from shardwise.rollout import EmbeddedEngine
 
 COVERING = ["gemma3_text", "deepseek_v3"]
@@ -53,8 +53,8 @@ def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name(
 def test_another_release_of_transformers_is_named_with_the_one_of_the_record(
     monkeypatch, proven, installed, is_another
 ):
-    monkeypatch.setattr("shardwise.ops.proven._installed_release", lambda: installed)
-    monkeypatch.setattr("shardwise.ops.proven.proven_release", lambda: proven)
+    monkeypatch.setattr("shardwise.families.proven._installed_release", lambda: installed)
+    monkeypatch.setattr("shardwise.families.proven.proven_release", lambda: proven)
     note = f"model families are proven with transformers {proven}, and {installed} is installed"
     assert other_release() == (note if is_another else None)
     assert with_release("it has no gate") == (f"it has no gate ({note})" if is_another else "it has no gate")

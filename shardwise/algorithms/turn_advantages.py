@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwise.algorithms.advantages import grpo, scaled_deviations
+from shardwise.algorithms.group_advantages import grpo, scaled_deviations
 from shardwise.algorithms.groups import has_baseline
 from shardwise.types import Metrics, MetricValue
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 from shardwise.config import FrozenEngineConfig, ModelError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.ops import decoder_layers, hand_on_keywords, proven_record, unsupported_reason
+from shardwise.families import decoder_layers, hand_on_keywords, proven_record, unsupported_reason
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 

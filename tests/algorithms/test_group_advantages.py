@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.algorithms.advantages import (
+from shardwise.algorithms.group_advantages import (
     gdpo,
     gpg,
     group_metrics,

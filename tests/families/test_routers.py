@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.ops import Router, UnreadableRouter, routers_of
+from shardwise.families import Router, UnreadableRouter, routers_of
 
 COMMON = {
     "vocab_size": 97,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.ops.families import chunk_size
+from shardwise.families.support import chunk_size
 
 HAS_OWN_MASK = "brings an attention mask of its own"
 

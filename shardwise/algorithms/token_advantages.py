@@ -1,4 +1,4 @@
-"""Advantages per token from discounted rewards, on the controller.
+"""Advantages of single tokens, from discounted rewards or from a teacher, on the controller.
 
 Shape letters: N samples of a step, L width of the padded arrays.
 Tokens that the policy did not sample (tool results, observations) are no steps of its trajectory: they are neither
@@ -58,6 +58,21 @@ def reinforce_plus_plus(token_rewards: Tensor, loss_mask: Tensor, group_ids: Ten
     """
     no_values = torch.zeros_like(token_rewards, dtype=torch.float64)
     return whitened(_reverse_scan(token_rewards, loss_mask, no_values, gamma=gamma, lam=1.0), loss_mask).float()
+
+
+def reverse_kl_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """-(logp - teacher logp) per token: with a policy-gradient loss its expectation is minus the gradient of each
+    token's KL(student || teacher), the later tokens taken as given.
+
+    Args:
+        logprobs: [N, L] float32, nats, of the student that sampled the tokens.
+        teacher_logprobs: [N, L] float32, nats, of the same tokens.
+        loss_mask: [N, L] bool, True = trained; the other arrays are ignored elsewhere, NaN included.
+    Returns:
+        [N, L] float32, nats, 0 where not trained; carries no graph.
+    Source: Agarwal et al. 2024 (GKD) with reverse KL; Gu et al. 2024 (MiniLLM), the single-step part.
+    """
+    return torch.where(loss_mask, teacher_logprobs - logprobs, 0.0).detach().float()
 
 
 def _reverse_scan(token_rewards: Tensor, loss_mask: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.ops.proven import with_release
+from shardwise.families.proven import with_release
 
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.ops import rotary_limit
+from shardwise.families import rotary_limit
 
 
 def longrope(num_tokens):

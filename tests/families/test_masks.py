@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AttentionMaskInterface, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
-from shardwise.ops import attention_span, is_own_mask, mask_as_span
+from shardwise.families import attention_span, is_own_mask, mask_as_span
 
 NAME = "span_of_a_test"
 

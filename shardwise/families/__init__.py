@@ -1,0 +1,31 @@
+"""What is known of model families: which are proven or refused, and where their parts are. Loads no model."""
+
+from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
+from shardwise.families.proven import (
+    CHECKS,
+    PROVEN,
+    other_release,
+    proven_record,
+    proven_release,
+    unproven_reason,
+    with_release,
+)
+from shardwise.families.rotary import RotaryLimit, rotary_limit
+from shardwise.families.routers import EXPERTS, ROUTER_NAMES, Router, UnreadableRouter, routers_of
+from shardwise.families.support import (
+    DROPS_KEYWORDS,
+    UNREGISTERED_ATTENTION,
+    VISION_CONFIG,
+    attention_layers,
+    attention_of,
+    backbone,
+    decoder_layers,
+    hand_on_keywords,
+    language_model_class,
+    packed_tokens_limit,
+    sequence_mixers,
+    takes_images,
+    unsupported_reason,
+    vision_path,
+    vision_reason,
+)
