@@ -45,7 +45,7 @@ test-faults: install
 # The rollout engines' contract with vLLM's CPU build among them, and GRPO with it. It needs an environment of its own:
 # vLLM and Shardwise's are tested with different releases of transformers.
 test-vllm: $(VLLM_VENV)/installed
-	$(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm.py tests/e2e/test_vllm_end_to_end.py
+	$(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm*.py tests/e2e/test_vllm_end_to_end.py
 
 $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

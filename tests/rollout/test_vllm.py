@@ -1,9 +1,7 @@
 """What is vLLM's own, beside the contract of every engine (tests/contract)."""
 
-import importlib.util
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 
@@ -11,58 +9,27 @@ import pytest
 import torch
 from runs import MARK, marked
 from tiny_models import tiny_folder
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
+from vllm_engines import ARGS, CPU, needs_vllm, open_engine, request, vllm_folder
 
 from shardwise.config import (
     ConfigError,
-    DataError,
-    LoraConfig,
     ModelConfig,
     ModelError,
     SamplingConfig,
     TrainingError,
-    VllmRollout,
 )
 from shardwise.recipes.rank.rollout_engines import build_rollout
-from shardwise.rollout import EmbeddedEngine, SupervisedEngine, VllmEngine
-from shardwise.transfer import WeightSyncError, sync_local
-from shardwise.types import GenerateRequest, Images
+from shardwise.rollout import SupervisedEngine, VllmEngine
+from shardwise.transfer import sync_local
+from shardwise.types import Images
 
-__all__ = ["marked"]  # a fixture
-
-CPU = torch.device("cpu")
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}
+__all__ = ["marked", "vllm_folder"]  # fixtures
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        eos_token_id=3,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    path = tmp_path_factory.mktemp("vllm") / "model"
-    model.save_pretrained(path)
-    return path
-
-
-def open_engine(folder, *, temperature=1.0, **keys) -> VllmEngine:
-    args = ARGS | keys.pop("args", {})
-    return VllmEngine.from_folder(
-        folder, VllmRollout(args=args, **keys), dtype=torch.float32, max_rows=4, device=CPU, temperature=temperature
-    )
+def folder(vllm_folder):
+    return vllm_folder
 
 
 @pytest.fixture(scope="module")
@@ -70,61 +37,14 @@ def engine(folder):
     return open_engine(folder)
 
 
-def request(**options) -> GenerateRequest:
-    return GenerateRequest(**{"uid": "a", "prompt_ids": [5, 6], "max_tokens": 4, "temperature": 1.0, **options})
-
-
-def test_without_vllm_the_error_says_how_to_install_it(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"vLLM cannot be imported .*pip install vllm"):
-        open_engine(folder)
-
-
 def test_sleeping_is_refused_on_a_cpu(folder):
     with pytest.raises(ConfigError, match=r"sleep_level=2 needs a CUDA device.*set it to 0"):
         open_engine(folder, sleep_level=2)
 
 
-@needs_vllm
-def test_ranks_that_would_be_left_over_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not divide the job's 1 rank, .*process"):
-        open_engine(folder, args={"tensor_parallel_size": 2})
-
-
 def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"packs fused experts once .* use rollout\.engine=embedded"):
         open_engine(tiny_folder("qwen3_moe", tmp_path / "experts"))
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"enforce_eagr": True}, r"args.enforce_eagr: vLLM's EngineArgs have no such argument; did you mean enforce_e"),
-        ({"xyzzy": 1}, "args.xyzzy: .* no such argument; see"),
-        ({"model": "other"}, "args.model: Shardwise sets this itself, from model.path; set that, and"),
-        ({"max_num_seqs": 2}, "args.max_num_seqs: .*, from rollout.max_concurrent_sequences; set"),
-        ({"pipeline_parallel_size": 2}, "args.pipeline_parallel_size: .*, no key changes it; remove it"),
-        ({"block_size": "large"}, "vLLM cannot start: .*block_size"),
-        ({"max_model_len": 4096}, "vLLM cannot start: .*max_model_len"),
-    ],
-)
-def test_arguments_are_checked_by_vllms_own_schema(folder, args, message):
-    with pytest.raises(ConfigError, match=message):
-        open_engine(folder, args=args)
-
-
-@needs_vllm
-def test_keys_and_arguments_reach_vllm(folder):
-    keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
-    engine = open_engine(folder, args={"max_model_len": 48}, **keys)
-    config = engine._llm.llm_engine.vllm_config
-    assert config.scheduler_config.enable_chunked_prefill
-    assert config.scheduler_config.max_num_batched_tokens == 128
-    assert config.scheduler_config.max_num_seqs == 4
-    assert not config.cache_config.enable_prefix_caching
-    with pytest.raises(DataError, match=r"prompt of 2 tokens and its max_tokens=47 .* than the 48 .*max_model_len"):
-        engine.generate([request(max_tokens=47)])
 
 
 @needs_vllm
@@ -327,132 +247,3 @@ def test_f06_trap_25_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves
     while marked(f"{folder}-{size}") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not marked(f"{folder}-{size}")
-
-
-PREFIX = "base_model.model.model.layers.0."
-SEQUENCES = [[5, 6, 7, 8, 40, 3], [9, 9, 11], [*range(20, 44), 11]]
-
-
-def open_with_adapter(folder, lora, *, process=None) -> VllmEngine | SupervisedEngine:
-    config = SamplingConfig(
-        engine={"type": "vllm", "args": ARGS, "process": process}, max_concurrent_sequences=4, stop=[]
-    )
-    return build_rollout(ModelConfig(path=str(folder)), config, dtype=torch.float32, device=CPU, lora=lora)
-
-
-class AdapterSender:
-    """Random values of an adapter, as an adapter file names them."""
-
-    def __init__(self, engine, *, seed) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = {
-            name: 0.2 * torch.randn(form.shape, generator=generator) for name, form in engine.served_weights()
-        }
-
-    def named_weights(self, dtype):
-        yield from self.weights.items()
-
-
-def merged(folder, adapter, scale) -> EmbeddedEngine:
-    """The embedded engine with the adapter's product added to the weights."""
-    engine = EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=4, device=CPU)
-    weights = dict(engine.served_weights())
-    for name, b in adapter.items():
-        if ".lora_B." in name:
-            a = adapter[name.replace(".lora_B.", ".lora_A.")]
-            weights[name.removeprefix("base_model.model.").replace(".lora_B.", ".")] += scale * b @ a
-    return engine
-
-
-def assert_same_logprobs(engine, expected, *, bound=2e-5):
-    for found, other in zip(engine.logprobs(SEQUENCES), expected.logprobs(SEQUENCES), strict=True):
-        assert found == pytest.approx(other, abs=bound)
-
-
-@pytest.fixture(scope="module")
-def adapted(folder):
-    """Rank 3 in buffers of 8 rows, a scale that rounds, fused and other layers."""
-    return open_with_adapter(folder, LoraConfig(rank=3, alpha=1.0, use_rslora=True))
-
-
-@needs_vllm
-def test_trap_11_an_adapter_alone_changes_logprobs_as_its_merged_weights_do(folder, adapted):
-    engine, plain, before = adapted, merged(folder, {}, 1.0), adapted.logprobs(SEQUENCES)
-    assert_same_logprobs(engine, plain)
-    wanted = [request(uid="a", temperature=0.0, max_tokens=20, num_completions=2)]
-    for version in (4, 5):
-        sender = AdapterSender(engine, seed=version)
-        assert len(sender.weights) == 2 * 7
-        receipt = sync_local(sender, engine, version=version, dtype=torch.float32)
-        assert receipt.num_proven == receipt.num_tensors == len(sender.weights)
-        expected = merged(folder, sender.weights, 3**-0.5)
-        assert_same_logprobs(engine, expected)
-        ((found, _),), ((other, _),) = engine.generate(wanted), expected.generate(wanted)
-        assert (found.token_ids, found.policy_version) == (other.token_ids, version)
-        assert found.logprobs == pytest.approx(other.logprobs, abs=2e-5)
-        assert len(engine._llm.llm_engine.list_loras()) == 1
-    for weights in sender.weights.values():
-        weights.zero_()
-    sync_local(sender, engine, version=6, dtype=torch.float32)
-    for found, expected in zip(engine.logprobs(SEQUENCES), before, strict=True):
-        assert found == pytest.approx(expected, abs=1e-6)
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("tamper", "name"),
-    [
-        (lambda layer: layer.lora_b_stacked[1][0, 0, 2, 1].add_(1.0), "k_proj.lora_B"),
-        (lambda layer: layer.lora_b_stacked[2].mul_(3**0.5), "v_proj.lora_B"),
-        (lambda layer: layer.lora_a_stacked[0][0, 0, 7, 0].add_(1.0), "q_proj.lora_A"),
-    ],
-    ids=["a value", "the scale", "beyond its rank"],
-)
-def test_what_vllm_computes_with_is_compared_and_not_what_it_was_given(adapted, tamper, name):
-    sync_local(AdapterSender(adapted, seed=7), adapted, version=7, dtype=torch.float32)
-    (model,) = adapted._llm.apply_model(lambda model: model)
-    tamper(model.get_submodule("model.layers.0.self_attn.qkv_proj"))
-    with pytest.raises(TrainingError, match=f"other values of {PREFIX}self_attn.{name}.weight than were loaded"):
-        dict(adapted.served_checksums())
-
-
-@needs_vllm
-def test_an_adapter_that_is_not_whole_never_reaches_vllm(adapted):
-    sync_local(AdapterSender(adapted, seed=8), adapted, version=8, dtype=torch.float32)
-    half = AdapterSender(adapted, seed=9)
-    del half.weights[f"{PREFIX}mlp.up_proj.lora_A.weight"]
-    served = dict(adapted.served_checksums())
-    with pytest.raises(WeightSyncError, match="weight sync 9: the engine serves "):
-        sync_local(half, adapted, version=9, dtype=torch.float32)
-    assert dict(adapted.served_checksums()) == served
-    with pytest.raises(RuntimeError, match=r"the last weight sync did not bring .*up_proj\.lora_A\.weight"):
-        adapted.generate([request()])
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        (LoraConfig(rank=2, use_dora=True), "DoRA"),
-        (LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=["norm"]), "modules_to_save"),
-    ],
-    ids=["dora", "modules"],
-)
-def test_an_adapter_that_vllm_cannot_serve_is_refused_at_the_start(folder, lora, message):
-    with pytest.raises(ConfigError, match=rf"rollout\.sync_adapter_only=true: .*{message}.* set rollout"):
-        open_with_adapter(folder, lora)
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_f06_trap_25_vllm_in_a_process_that_is_killed_is_replaced_with_its_adapter(folder):
-    engine = open_with_adapter(folder, LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), process={})
-    sender = AdapterSender(engine, seed=1)
-    receipt = sync_local(sender, engine, version=3, dtype=torch.float32)
-    assert receipt.num_proven == receipt.num_tensors == 4
-    expected = merged(folder, sender.weights, 16.0)
-    assert_same_logprobs(engine, expected)
-    os.kill(engine.pid, signal.SIGKILL)
-    assert_same_logprobs(engine, expected)
-    assert engine.take_restarts() == 1
-    engine.close()

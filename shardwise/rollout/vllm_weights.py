@@ -1,0 +1,175 @@
+"""How vLLM is given weights: the whole model by its names in a checkpoint, or an adapter by itself.
+
+vLLM is imported when it is used, so that this file can be read without it.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.checksum import checksum
+from shardwise.config import ConfigError, TrainingError
+from shardwise.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+_IN_MEMORY = Path("/dev/shm")
+"""Where vLLM is given adapters."""
+
+
+class WeightLoader:
+    """What vLLM's worker gains: all weights at once, by their names in a checkpoint."""
+
+    model_runner: Any
+
+    def load_checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Streams the tensors into the model, which keeps them in the layout of its kernels."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        try:
+            self.model_runner.reload_weights(weights_iterator=weights)
+        except BaseException:
+            # Layers wait on the meta device for their tensors; a later load has to find them whole.
+            finalize_layerwise_reload(model, config)
+            raise
+        if config.hf_text_config.tie_word_embeddings:
+            _repack_heads(model)
+
+
+def itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """A tied head is not loaded itself, so vLLM 0.32 leaves it with the copy it packed for the CPU at the start."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class VllmAdapter:
+    """The adapter that vLLM's requests are computed with. vLLM reads each version from a folder, under a number of its
+    own."""
+
+    def __init__(self, llm: "LLM", skeleton: PreTrainedModel, in_file: Mapping[str, str], *, is_readable: bool) -> None:
+        """Begins with one of zeros.
+
+        Args:
+            skeleton: the model with the adapter, on the meta device.
+            in_file: name in an adapter file -> name in the skeleton's state_dict.
+            is_readable: vLLM's layers are in this process, and whole.
+        Raises:
+            ConfigError: vLLM cannot compute with such an adapter.
+        """
+        state = skeleton.state_dict()
+        self.forms = {name: state[path] for name, path in in_file.items()}
+        """By their names in an adapter file, on the meta device."""
+        self.request: LoRARequest | None = None
+        self._engine, self._llm = llm.llm_engine, llm
+        self._config = _lora_config(skeleton)
+        self._paths = dict(in_file)
+        self._is_readable = is_readable
+        self._tensors: dict[str, Tensor] = {}
+        try:
+            self.serve({name: torch.zeros(form.shape, dtype=form.dtype) for name, form in self.forms.items()})
+            for _ in self.checksums():
+                pass
+        except (ValueError, RuntimeError, TrainingError) as error:
+            raise ConfigError(
+                f"rollout.sync_adapter_only=true: vLLM cannot serve this adapter: {said(error)}; change engine.lora, "
+                "set rollout.sync_adapter_only=false, or use rollout.engine=embedded"
+            ) from error
+
+    def serve(self, tensors: dict[str, Tensor]) -> None:
+        """Computes with these from the next request on, and no longer with those before."""
+        from vllm.lora.request import LoRARequest
+
+        number = 1 if self.request is None else self.request.lora_int_id + 1
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > num_bytes
+        with scratch_folder(_IN_MEMORY if has_room else None) as folder:
+            self._config.save_pretrained(str(folder))
+            save_file(tensors, folder / "adapter_model.safetensors")
+            request = LoRARequest(f"version {number}", number, str(folder))
+            if self.request is not None:
+                self._engine.remove_lora(self.request.lora_int_id)
+            self._engine.add_lora(request)
+        self.request, self._tensors = request, tensors
+
+    def checksums(self) -> Iterator[tuple[str, int | None]]:
+        """Of what was loaded, once vLLM's layers are found to hold it; None where they cannot be read.
+
+        Raises:
+            TrainingError: they hold something else, or have no place for it.
+        """
+        served = dict(self._served()) if self._is_readable else {}
+        for name, tensor in self._tensors.items():
+            if not self._is_readable:
+                yield name, None
+                continue
+            module, _, kind = self._paths[name].partition(".lora_")
+            held = served.get((module, kind[:1]))
+            if held is None:
+                raise TrainingError(f"vLLM computes nothing with {name}")
+            expected = torch.zeros_like(held)
+            expected[: tensor.shape[0], : tensor.shape[1]] = tensor * self._scale if kind[:1] == "B" else tensor
+            if not torch.equal(held, expected):
+                raise TrainingError(f"vLLM computes with other values of {name} than were loaded")
+            yield name, checksum(tensor)
+
+    @property
+    def _scale(self) -> float:
+        """Which vLLM multiplies B by when it loads an adapter."""
+        rank = self._config.r
+        return float(self._config.lora_alpha / (rank**0.5 if self._config.use_rslora else rank))
+
+    def _served(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """((path of a module in transformers, "A" or "B"), what its layer computes with), in host memory."""
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+        (model,) = self._llm.apply_model(itself)
+        for path, layer in model.named_modules():
+            if not isinstance(layer, BaseLinearLayerWithLoRA):
+                continue
+            parent, _, fused = path.rpartition(".")
+            parts = model.packed_modules_mapping.get(fused, [fused])
+            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                yield (f"{parent}.{part}", "A"), a[0, 0].cpu()
+                yield (f"{parent}.{part}", "B"), b[0, 0].cpu()
+
+
+def lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:
+    """Of EngineArgs, for the one adapter that was put into the model."""
+    from vllm.config.lora import MaxLoRARanks
+
+    config = _lora_config(skeleton)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min((known for known in get_args(MaxLoRARanks) if known >= config.r), default=config.r),
+        # The head among them, vLLM 0.32 could give no logprobs of prompts, which a probe of the weights asks for.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
+    }
+
+
+def _lora_config(skeleton: PreTrainedModel) -> Any:
+    """peft's, of the one adapter that was put into the model."""
+    (config,) = skeleton.peft_config.values()
+    return config
+
+
+def said(error: BaseException) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
