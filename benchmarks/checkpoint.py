@@ -10,7 +10,7 @@ raw_write   as many bytes as the checkpoint has, each rank its share, in blocks 
             file for each rank and one for each of its threads
 torch_save  `torch.save` of each rank's shards and, on rank 0, of the model in its dtype, with fsync
 dcp         `torch.distributed.checkpoint.save` of the state and the same file of the model, with fsync
-load        reading the state into the engine
+load        reading the state into an engine that was just built, as a run does that resumes
 verify      comparing every hash before that
 
 Files that are read are in the page cache. Beside that:
@@ -178,7 +178,10 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
         timed("sync", savers["sync"].save, number, {})
         num_bytes = sum(file.stat().st_size for file in (scratch / "sync").rglob("*") if file.is_file())
         state = str(step_folder(scratch / "sync", number) / "state" / "policy")
-        timed("load", policy.load_state, state)
+        fresh = build_engine(
+            group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
+        )  # as in a run that resumes: its optimizer has no states yet
+        timed("load", fresh.load_state, state)
         timed("verify", group.call, "verify_state", state)
         timed("score", policy.score, samples)
         timed("async", save_async, number)
