@@ -24,7 +24,7 @@ from shardwise.config import (
     UserError,
     as_user_error,
 )
-from shardwise.config.reference import json_schema, markdown
+from shardwise.config.reference import json_schema, markdown, page
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
 from shardwise.controller.output import lasting_output
@@ -227,10 +227,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
-    """Of one recipe, or of all of them: JSON by name, Markdown one after the other."""
+    """Of one recipe, or of all of them: JSON by name, Markdown in which a key stands once."""
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
     if as_markdown:
-        return "\n".join(markdown(config, title=name) for name, config in chosen.items())
+        return page(RECIPES) if recipe is None else markdown(RECIPES[recipe], title=recipe)
     schemas = {name: json_schema(config) for name, config in chosen.items()}
     return json.dumps(schemas if recipe is None else schemas[recipe], indent=2)
 

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from types import UnionType
@@ -37,8 +37,58 @@ def json_schema(cls: type[Config]) -> dict[str, Any]:
 def markdown(cls: type[Config], *, title: str) -> str:
     """A table of every key of a config class: key, default, meaning."""
     describe(cls)
-    lines = [f"## {title}", "", _one_line(cls.__doc__ or ""), "", "| key | default | meaning |", "|---|---|---|"]
-    return "\n".join([*lines, *_rows(cls, ""), ""])
+    return "\n".join([*_heading(cls, title), *_rows(cls, ""), ""])
+
+
+def page(commands: Mapping[str, type[Config]]) -> str:
+    """The keys of several commands, each once: first what more than one of them has, then what each has alone."""
+    blocks = {name: _blocks(cls) for name, cls in commands.items()}
+    owners: dict[tuple[str, ...], list[str]] = {}
+    for name, found in blocks.items():
+        for block in found:
+            owners.setdefault(block, []).append(name)
+    shared: dict[str, list[str]] = {}
+    for block, names in owners.items():
+        if len(names) > 1:
+            which = "all" if len(names) == len(commands) else ", ".join(names)
+            lines = shared.setdefault(_path_of(block[0]).partition(".")[0], [])
+            lines += [f"{row} {which if place == 0 else ''} |" for place, row in enumerate(block)]
+    parts = [
+        f"Keys of more than one command, by section: {_links(shared)}. Keys of one command: {_links(commands)}. "
+        "`shardwise schema COMMAND --markdown` prints all keys of a command.",
+        "",
+    ]
+    for section, lines in shared.items():
+        parts += [f"## {section}", "", "| key | default | meaning | commands |", "|---|---|---|---|", *lines, ""]
+    for name, cls in commands.items():
+        own = [row for block in blocks[name] if len(owners[block]) == 1 for row in block]
+        parts += [*_heading(cls, name), *own, ""] if own else [f"## {name}", "", "All of its keys are above.", ""]
+    return "\n".join(parts)
+
+
+def _blocks(cls: type[Config]) -> list[tuple[str, ...]]:
+    """The rows of a config class: of each key in a section those of all that is in it, together."""
+    describe(cls)
+    found = []
+    for name, field in cls.model_fields.items():
+        match groups_of(field.annotation):
+            case [section] if section == field.annotation:
+                found += [_field_rows(key, inner, f"{name}.") for key, inner in section.model_fields.items()]
+            case _:
+                found.append(_field_rows(name, field, ""))
+    return [tuple(rows) for rows in found if rows]
+
+
+def _path_of(row: str) -> str:
+    return row.split("`")[1]
+
+
+def _links(names: Iterable[str]) -> str:
+    return ", ".join(f"[{name}](#{name})" for name in names)
+
+
+def _heading(cls: type[Config], title: str) -> list[str]:
+    return [f"## {title}", "", _one_line(cls.__doc__ or ""), "", "| key | default | meaning |", "|---|---|---|"]
 
 
 def _groups_within(cls: type[Config]) -> list[type[Config]]:
@@ -70,18 +120,20 @@ def _classes_of(module: str) -> list[ast.ClassDef]:
 
 
 def _rows(cls: type[Config], prefix: str) -> list[str]:
-    rows = []
-    for name, field in cls.model_fields.items():
-        path, groups = f"{prefix}{name}", groups_of(field.annotation)
-        if groups != [field.annotation]:  # an optional group, a list of groups and a choice of groups are values too
-            rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
-        for group in groups:
-            tag = tag_of(group) if len(groups) > 1 else None
-            if tag is None:
-                rows += _rows(group, f"{path}.")
-                continue
-            rows.append(f"| `{path}.{tag[0]}` = `{tag[1]}` | | {_one_line(group.__doc__ or '')} |")
-            rows += [row for row in _rows(group, f"{path}.") if not row.startswith(f"| `{path}.{tag[0]}` |")]
+    return [row for name, field in cls.model_fields.items() for row in _field_rows(name, field, prefix)]
+
+
+def _field_rows(name: str, field: FieldInfo, prefix: str) -> list[str]:
+    rows, path, groups = [], f"{prefix}{name}", groups_of(field.annotation)
+    if groups != [field.annotation]:  # an optional group, a list of groups and a choice of groups are values too
+        rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
+    for group in groups:
+        tag = tag_of(group) if len(groups) > 1 else None
+        if tag is None:
+            rows += _rows(group, f"{path}.")
+            continue
+        rows.append(f"| `{path}.{tag[0]}` = `{tag[1]}` | | {_one_line(group.__doc__ or '')} |")
+        rows += [row for row in _rows(group, f"{path}.") if not row.startswith(f"| `{path}.{tag[0]}` |")]
     return rows
 
 

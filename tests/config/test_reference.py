@@ -1,5 +1,6 @@
 """The generated config reference."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -16,7 +17,7 @@ from shardwise.config import (
     key_paths,
 )
 from shardwise.config.base import groups_of, tag_of
-from shardwise.config.reference import markdown
+from shardwise.config.reference import markdown, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -136,6 +137,59 @@ def test_the_page_holds_every_recipe():
     assert set(RECIPES.values()) == set(get_args(RecipeConfig))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_page_in_docs_is_current(name):
-    assert markdown(RECIPES[name], title=name) in PAGE.read_text(encoding="utf-8"), "run `make docs`"
+def test_page_in_docs_is_current():
+    assert page(RECIPES) in PAGE.read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_the_page_has_every_row_of_every_recipe_once_and_says_whose_it_is():
+    commands, owner, last = Counter(), "", ""
+    for line in page(RECIPES).splitlines():
+        if line.startswith("## "):
+            owner = line.removeprefix("## ")
+        elif line.startswith("| `") and owner in RECIPES:
+            commands[line, owner] += 1
+        elif line.startswith("| `"):
+            row, _, names = line.removesuffix(" |").rpartition("| ")
+            last = names or last  # of the first row of several that belong together
+            for name in RECIPES if last == "all" else last.split(", "):
+                commands[row + "|", name] += 1
+    expected = Counter(
+        (line, name)
+        for name, config in RECIPES.items()
+        for line in markdown(config, title=name).splitlines()
+        if line.startswith("| `")
+    )
+    assert commands == expected
+
+
+def test_what_belongs_together_stays_together_on_the_page():
+    """A key that a choice has follows it."""
+
+    class Rounded(Choice):
+        """A table."""
+
+        name: Literal["rounded"] = "rounded"
+        width: int = 3
+
+    class Square(Config):
+        """Of one command."""
+
+        table: Plain | Rounded = Plain()
+        legs: int = 4
+
+    class Group(Config):
+        legs: int = 4
+
+    class One(Config):
+        group: Group = Group()
+
+    class Two(Config):
+        group: Group = Group()
+        table: Square | None = None
+
+    text = page({"one": One, "two": Two})
+    shared, rest = text.split("## one")
+    assert "| `group.legs` | `4` |  | all |" in shared
+    assert "All of its keys are above." in rest
+    keys = [line.split("`")[1] for line in rest.splitlines() if line.startswith("| `")]
+    assert keys == ["table", "table.table", "table.table.name", "table.table.name", "table.table.width", "table.legs"]
