@@ -16,7 +16,7 @@ verify      comparing every hash before that
 Files that are read are in the page cache. Beside that:
 
 recovery    seconds from `kill -9` of a rank of a GRPO run on two ranks, saved every second step, to the next trained
-            step: noticed, started again, gone on from the newest checkpoint
+            step: noticed, started again, resumed from the newest checkpoint
 """
 
 import argparse
@@ -246,7 +246,7 @@ def recovery_seconds(folder: Path) -> float:
         ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         began = time.perf_counter()
         os.kill(int(ranks[1]), signal.SIGKILL)
-        resumed = re.compile(r"^rl: goes on from .*/step_(\d+)$", re.MULTILINE)
+        resumed = re.compile(r"^rl: resumes from .*/step_(\d+)$", re.MULTILINE)
         found = _wait_for(launcher, lambda: resumed.search(said.read_text()))
         _wait_for(launcher, lambda: _steps(metrics) > int(found[1]))
         return time.perf_counter() - began

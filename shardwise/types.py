@@ -125,7 +125,7 @@ class SampledSpan:
 
 
 FinishReason = Literal["stop", "length", "interrupted"]
-"""length: cut off by a limit on tokens or turns. interrupted: the engine can go on with it."""
+"""length: cut off by a limit on tokens or turns. interrupted: the engine can continue it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,7 @@ def test_restarts_go_on_from_the_newest_checkpoint_of_this_job_alone(launched, t
         "error: it failed",
         "restart 1 of 2: starts as before",
         "error: it failed",
-        f"restart 2 of 2: goes on from {tmp_path / 'checkpoints' / 'step_2'}",
+        f"restart 2 of 2: resumes from {tmp_path / 'checkpoints' / 'step_2'}",
     ]
 
 

@@ -88,7 +88,7 @@ class LoraConfig(Config):
     """nf4: the base's linear layers but the head are kept in 4 bits and computed in param_dtype (QLoRA; needs
     bitsandbytes and torch 2.12). Fused experts and embeddings stay as they are."""
     adapter_path: str | None = None
-    """A folder with an adapter of this form to go on from (`checkpoints/step_N/adapter` of a run); null starts with a
+    """A folder with an adapter of this form to continue (`checkpoints/step_N/adapter` of a run); null starts with a
     new one, which changes nothing at first."""
     save_merged: bool = True
     """Checkpoints hold hf/, the merged model, beside adapter/; false writes the adapter only."""

@@ -66,13 +66,13 @@ class TrainerConfig(OptimizerConfig):
     written while training goes on; only the next optimizer step waits for the copies. false waits for the disk, and
     needs no memory."""
     resume: str = "auto"
-    """auto goes on from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
-    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to go on from; once the run has
-    saved one that began there, the same command goes on from its newest."""
+    """auto resumes from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
+    there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to resume from; once the run has
+    saved one that began there, the same command resumes from its newest."""
     resume_fallback: Literal["previous", "weights", "fail"] = "previous"
-    """What resume=auto does where the newest checkpoint is damaged: goes on from the newest one before it that is
+    """What resume=auto does where the newest checkpoint is damaged: resumes from the newest one before it that is
     whole, or fails. weights: where all that is damaged are shards of training states (state/*/rank_R.safetensors),
-    engines that lost some go on from their trained weights in hf/ (rounded to engine.param_dtype) or adapter/ with
+    engines that lost some resume from their trained weights in hf/ (rounded to engine.param_dtype) or adapter/ with
     optimizer states that begin anew; else as previous. A path that is named fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""

@@ -52,4 +52,4 @@ class _Lasting:
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         other = sys.stderr if self._title == "standard output" else sys.stdout
-        print(f"warning: {self._title} cannot be written to ({error.strerror}); goes on without it", file=other)
+        print(f"warning: {self._title} cannot be written to ({error.strerror}); continues without it", file=other)

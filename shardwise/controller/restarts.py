@@ -36,7 +36,7 @@ class Restarts:
         """
         Args:
             command: how the job starts anew.
-            resuming_command: how it goes on from the newest checkpoint, once it has one.
+            resuming_command: how it resumes from the newest checkpoint, once it has one.
             newest_checkpoint: looks for it.
         """
         self._num_allowed = num_allowed
@@ -68,7 +68,7 @@ class Restarts:
             self._give_up(f"gave up after {num_done} {'restart' if num_done == 1 else 'restarts'}")
             return None
         has_own = newest is not None and newest != self._at_start
-        start = f"goes on from {newest[0]}" if newest is not None and has_own else "starts as before"
+        start = f"resumes from {newest[0]}" if newest is not None and has_own else "starts as before"
         print(f"restart {num_done + 1} of {self._num_allowed}: {start}", file=sys.stderr)
         return self._resuming_command if has_own else self._command
 

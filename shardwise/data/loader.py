@@ -54,7 +54,7 @@ class RowOrder:
 
 
 def require_as_many_rows(saved: Any, here: Any) -> None:
-    """Raises DataError unless a run that is resumed goes on with as many, of every source: others come in another
+    """Raises DataError unless a run that is resumed has as many, of every source: others come in another
     order."""
     if saved != here:
         raise DataError(

@@ -33,7 +33,7 @@ from shardwise.ops import nonfinite_names
 def save_state(
     optimizer: ShardedOptimizer, plan: StatePlan, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Collective. Writes what training goes on from; of a shard that several ranks hold, one copy.
+    """Collective. Writes what training resumes from; of a shard that several ranks hold, one copy.
 
     Args:
         plan: of the optimizer's tensors.

@@ -1,4 +1,4 @@
-"""The training state of an engine: what it writes into a checkpoint, and goes on from."""
+"""The training state of an engine: what it writes into a checkpoint, and resumes from."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

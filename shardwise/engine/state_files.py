@@ -51,7 +51,7 @@ def shard_name(rank: int) -> str:
 
 def own_share(names: Collection[str]) -> list[str]:
     """This rank's of files that all ranks read together, each once: a shard belongs to the rank of the number that
-    wrote it, which goes on from it where the layout is the same, and whose host then reads it once; of the other files
+    wrote it, which resumes from it where the layout is the same, and whose host then reads it once; of the other files
     every rank has its turn.
 
     Args:

@@ -46,7 +46,7 @@ def import_checkpoint(
         model: the folder of config.json and the tokenizer; None: the `huggingface` folder in the source.
         prefix: what stands before the model's names in the source; None: what fits most of them.
         dtype: of the written weights; None keeps the one that config.json names.
-        run: of the run that goes on from the checkpoint; None: the weights alone.
+        run: of the run that resumes from the checkpoint; None: the weights alone.
     Raises:
         ConfigError: an option cannot work. ModelError: the source is damaged, incomplete, does not fit its config.json
             or asks to run code. ExportError: target cannot be written.
@@ -83,7 +83,9 @@ def import_checkpoint(
             write_run(checkpoint, run, step=step, parts=None, files={})
             write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step)
         hf = step_folder(Path(target), step) / "hf"
-        print(f"{TITLE}: AdamW after {states.num_updates:,} updates; go on with trainer.resume={hf.parent}", flush=True)
+        print(
+            f"{TITLE}: AdamW after {states.num_updates:,} updates; continue with trainer.resume={hf.parent}", flush=True
+        )
     print(f"{TITLE}: left out: {_left_out(found, weights, states)}", flush=True)
     print(written(hf, dtype), flush=True)
     print(f"{TITLE}: try it with `shardwise generate {target}`", flush=True)
@@ -147,7 +149,7 @@ def _weights_text(weights: FoundWeights) -> str:
 
 
 def _require_plain_adamw(run: TrainingConfig) -> None:
-    """Raises ConfigError: AdamW's states of another trainer are not what this run goes on from."""
+    """Raises ConfigError: AdamW's states of another trainer are not what this run resumes from."""
     recipes, engine = (SFTConfig, PreferenceConfig, RLConfig), run.engine
     misfits = {
         f"recipe={type(run).__name__.removesuffix('Config')}": not isinstance(run, recipes),
@@ -167,7 +169,7 @@ def _require_plain_adamw(run: TrainingConfig) -> None:
 def _states(
     found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: ShardedTensors, run: TrainingConfig
 ) -> AdamWStates:
-    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run goes on from."""
+    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run resumes from."""
     parameters = dict(meta.named_parameters())
     in_order = [name for name in weights.tensors if name in parameters]
     if len(in_order) < len(parameters):

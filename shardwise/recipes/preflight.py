@@ -18,7 +18,7 @@ from shardwise.rollout import check_sglang
 
 def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
-    SGLang that is not there, a run in the output folder that this config does not go on with, an adapter of another
+    SGLang that is not there, a run in the output folder that this config does not resume, an adapter of another
     model, or one whose checkpoint has other hashes.
 
     Raises:
@@ -29,7 +29,7 @@ def check_inputs(config: RecipeConfig) -> None:
             raise ConfigError(
                 "trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=auto and a "
                 "trainer.output_dir of its own, torchrun --max-restarts 0, or start with shardwise --nproc and its "
-                "--max-restarts, which goes on from the job's own checkpoints"
+                "--max-restarts, which resumes from the job's own checkpoints"
             )
         find_start(config)
         lora = config.engine.lora

@@ -1,4 +1,4 @@
-"""What every training run does around its steps: the output folder, logs, progress, checkpoints, going on from one."""
+"""What every training run does around its steps: the output folder, logs, progress, checkpoints, resuming from one."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 class Run:
     """A training run in `trainer.output_dir`. A context manager: inside it, engines and parts are where the checkpoint
-    that it goes on from was, if there is one.
+    that it resumes from was, if there is one.
 
     Writes config.yaml, metrics.jsonl, performance.jsonl, tensorboard/ and checkpoints/step_N/. Files of an earlier run
     in the same folder are continued where trainer.resume says so; else they are moved aside, never overwritten.
@@ -237,8 +237,8 @@ class Run:
         metrics = self.output_dir / METRICS
         if self._start is None and self._trainer.resume == "auto" and metrics.exists() and metrics.stat().st_size:
             print(
-                f"warning: {metrics} is of a run of which {self.output_dir / CHECKPOINTS} holds nothing to go on from; "
-                "starts at the beginning and moves its logs aside",
+                f"warning: {metrics} is of a run of which {self.output_dir / CHECKPOINTS} holds nothing to resume "
+                "from; starts at the beginning and moves its logs aside",
                 file=sys.stderr,
                 flush=True,
             )
@@ -256,7 +256,7 @@ class Run:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
 
     def _left_by_others(self) -> list[Path]:
-        """What is in the folder and not of this run: all of it, or checkpoints after the one that it goes on from."""
+        """What is in the folder and not of this run: all of it, or checkpoints after the one that it resumes from."""
         last = self.last_logged_step
         if last is None:
             return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]
@@ -272,7 +272,7 @@ class Run:
                 print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
             for state, damage in self._start.lost_states.items():
                 print(
-                    f"warning: {damage}; {state} goes on from the weights of {self._start.checkpoint} without the "
+                    f"warning: {damage}; {state} resumes from the weights of {self._start.checkpoint} without the "
                     "optimizer's states, which begin anew (trainer.resume_fallback=weights)",
                     file=sys.stderr,
                     flush=True,
@@ -280,13 +280,13 @@ class Run:
             if not Manifest.read(self._start.checkpoint).all_finite:
                 doubt = "was not looked through for NaN and infinities when it was written"
                 print(f"warning: {self._start.checkpoint} {doubt}", file=sys.stderr, flush=True)
-            print(f"{self._title}: goes on from {self._start.checkpoint}", flush=True)
+            print(f"{self._title}: resumes from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:
         assert self._start is not None
         return (
             f"{self._start.checkpoint} has done {self._start.step} of {self._total_steps} steps; a larger "
-            "trainer.total_steps goes on from it, trainer.resume=never starts anew and moves it aside"
+            "trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside"
         )
 
     def _save(self, step: int) -> None:

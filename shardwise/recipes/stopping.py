@@ -73,7 +73,7 @@ class Stopping:
             reason, code = f"stopped for trainer.max_time_seconds={trainer.max_time_seconds:g}", TIME_IS_UP
         if not trainer.save_state:
             return Stopped(f"{reason} after step {step}; not resumable, for trainer.save_state=false", code)
-        return Stopped(f"{reason}; resumable: {_same_command(trainer)} goes on after step {step}", code)
+        return Stopped(f"{reason}; resumable: {_same_command(trainer)} continues after step {step}", code)
 
     def _is_time_up(self, save_seconds: float | None) -> bool:
         """Whether another step and a save might not fit in."""
@@ -108,7 +108,7 @@ class Stopping:
 
 
 def without_saving(trainer: TrainerConfig) -> str:
-    """How a run ended that was given no time to save, and what it goes on from."""
+    """How a run ended that was given no time to save, and what it resumes from."""
     if not trainer.save_state:
         return "without saving; not resumable, for trainer.save_state=false"
     run = Path(trainer.output_dir)
@@ -116,7 +116,7 @@ def without_saving(trainer: TrainerConfig) -> str:
     if folders == []:
         return "without saving; there is no checkpoint yet, so the same command starts as before"
     place = f"the newest checkpoint in {run}" if folders is None else folders[0]
-    return f"without saving; {_same_command(trainer)} goes on from {place}"
+    return f"without saving; {_same_command(trainer)} resumes from {place}"
 
 
 def _checkpoints_at_once(run: Path) -> list[Path] | None:

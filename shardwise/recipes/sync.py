@@ -68,7 +68,7 @@ class WeightSync:
 
     def probe(self, version: int) -> Metrics:
         """Compares logprobs, where they are due; nothing may be sampled meanwhile. The first probe reports nothing, so
-        that a run that goes on from a checkpoint writes the metrics of one that was never interrupted.
+        that a run that resumes from a checkpoint writes the metrics of one that was never interrupted.
 
         Raises:
             WeightSyncError: they differ by more than rounding.

@@ -306,7 +306,7 @@ def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_co
 
 
 def test_f10_a_second_signal_ends_all_ranks_at_once(command, tmp_path):
-    more = "without_saving=lambda: 'without saving; it goes on from step_4'"
+    more = "without_saving=lambda: 'without saving; it resumes from step_4'"
     process = start_launcher([*command(SAVING), "60"], tmp_path, grace=60, more=more)
     process.terminate()
     time.sleep(0.3)
@@ -314,7 +314,7 @@ def test_f10_a_second_signal_ends_all_ranks_at_once(command, tmp_path):
     process.terminate()
     _, stderr = process.communicate(timeout=5)
     assert process.returncode == 143
-    assert stderr == "terminated; all ranks ended without saving; it goes on from step_4\n"
+    assert stderr == "terminated; all ranks ended without saving; it resumes from step_4\n"
     assert not (tmp_path / "saved").exists()
     assert_gone(tmp_path, 2)
 

@@ -20,7 +20,7 @@ with lasting_output():
         sys.stdout.writelines(["a", "b"])
     print(f"{sys.stdout.isatty()} {sys.stdout.encoding}", file=sys.stderr)
 """
-DROPPED = "warning: standard output cannot be written to ({}); goes on without it\n"
+DROPPED = "warning: standard output cannot be written to ({}); continues without it\n"
 
 
 def run_job(stdout, before=lambda: None, **options) -> tuple[int, str]:

@@ -38,7 +38,7 @@ def test_f8_a_budget_that_is_used_up_ends_with_the_history(allowed, marks, capsy
         "error: lost in step 2\n"
         "restart 1 of 2: starts as before\n"
         "error: lost in step 4\n"
-        "restart 2 of 2: goes on from run/step_2\n"
+        "restart 2 of 2: resumes from run/step_2\n"
         "error: lost in step 6\n"
         "error: gave up after 2 restarts; the failures were:\n"
         "  1. lost in step 2\n  2. lost in step 4\n  3. lost in step 6\n"

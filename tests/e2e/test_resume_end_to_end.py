@@ -1,4 +1,4 @@
-"""The same command again goes on from the newest checkpoint, bitwise as if it had never stopped."""
+"""The same command again resumes from the newest checkpoint, bitwise as if it had never stopped."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_f25_trap_14_sft_with_packing_goes_on_in_the_middle_of_an_epoch(sft_run,
     run = stop_after(sft_run, 2, tmp_path / "run")
     done = job(2, "sft", *rows_options(assets, run), timeout=240)
     assert done.code == 0, done.err
-    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    assert f"sft: resumes from {run / 'checkpoints' / 'step_2'}" in done.out
     assert_same_run(run, sft_run, subfolders=("hf", "state/policy"))
 
 
@@ -139,7 +139,7 @@ def test_f25_trap_14_sft_goes_on_where_an_epoch_ends(assets, command, tmp_path):
     assert done.code == 0, done.err
     run = stop_after(whole, 2, tmp_path / "run")
     done = command("sft", *rows_options(assets, run), rows)
-    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    assert f"sft: resumes from {run / 'checkpoints' / 'step_2'}" in done.out
     assert_same_run(run, whole, subfolders=("hf", "state/policy"))
 
 
@@ -327,7 +327,7 @@ STATE_CHANGES = {
 
 @pytest.mark.parametrize("name", list(STATE_CHANGES))
 def test_f26_a_change_that_no_state_survives_is_refused_with_what_works(request, assets, command, tmp_path, name):
-    """Allowed all the same, it is refused by the engine, with the same ways out; the weights can be gone on from."""
+    """Allowed all the same, it is refused by the engine, with the same ways out; the weights can be resumed from."""
     change, allowed = STATE_CHANGES[name]
     run = stop_after(request.getfixturevalue("lora_run" if name == "rank" else "sft_run"), 2, tmp_path / "run")
     options, folder = [*rows_options(assets, run), *change], run / "checkpoints" / "step_2"
@@ -353,7 +353,7 @@ def test_a_finished_run_says_so_and_changes_nothing(sft_run, assets, command):
     assert done.code == 0, done.err
     assert (
         f"sft: nothing to do: {sft_run / 'checkpoints' / 'step_6'} has done 6 of 6 steps; a larger trainer.total_steps "
-        "goes on from it, trainer.resume=never starts anew and moves it aside\n"
+        "continues it, trainer.resume=never starts anew and moves it aside\n"
     ) in done.out
     assert {path: path.read_bytes() for path in sft_run.rglob("*") if path.is_file()} == before
 
@@ -445,7 +445,7 @@ def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before_and_nothing_e
     assert done.code == 0, done.err
     assert f"{damaged} is damaged: " in done.err
     assert "that checkpoint is passed over and kept aside" in done.err
-    assert f"sft: goes on from {run / 'checkpoints' / 'step_2'}" in done.out
+    assert f"sft: resumes from {run / 'checkpoints' / 'step_2'}" in done.out
     aside = run / "checkpoints" / "step_4.1"
     assert (aside / "state" / "policy" / "rank_1.safetensors").read_bytes() == flipped
     shutil.rmtree(aside)
@@ -473,7 +473,7 @@ def test_f25_a_run_that_is_killed_in_any_step_ends_as_one_that_was_not(ppo_run, 
     assert saved <= {kept for kept in range(SAVED, STEPS, SAVED) if kept < step}
     done = job(2, *arguments)
     assert done.code == 0, done.err
-    assert ("goes on from" in done.out) == bool(saved)
+    assert ("resumes from" in done.out) == bool(saved)
     assert_same_run(run, ppo_run, subfolders=("hf", "critic/hf", "state/policy", "state/critic"))
 
 

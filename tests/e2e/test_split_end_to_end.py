@@ -105,7 +105,7 @@ def test_f19_rollouts_that_were_ahead_are_trained_on_by_weights_that_lost_their_
     lost.unlink()
     done = job(2, "rl", *options(assets, run), *AHEAD, "trainer.resume_fallback=weights", timeout=240)
     assert done.code == 0, done.err
-    assert f"{lost} is missing; policy goes on from the weights of {run / 'checkpoints' / 'step_2'}" in done.err
+    assert f"{lost} is missing; policy resumes from the weights of {run / 'checkpoints' / 'step_2'}" in done.err
     rows, others = (lines(folder / "metrics.jsonl") for folder in (run, ahead))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[:3] == others[:3]

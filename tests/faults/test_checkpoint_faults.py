@@ -199,7 +199,7 @@ def test_f19_a_missing_shard_is_refused_unless_weights_alone_are_allowed_to_go_o
     for error, _ in (fail, named):
         assert missing in error
         assert error.endswith(
-            ", or go on from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
+            ", or resume from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
         )
     assert weights == named_weights == (4, [])
     assert neither[0] == 2
@@ -216,7 +216,7 @@ def test_f19_a_run_goes_on_from_weights_alone_and_says_so(run_ranks, run, model_
     (steps, error, said), _ = run_ranks(partial(run_steps, **policy), 2, str(run), str(model_folder))
     assert (steps, error) == ([5, 6], None)
     assert re.fullmatch(
-        rf"warning: (rank [01]: )?{lost} is missing; policy goes on from the weights of {run / NEWEST} without the "
+        rf"warning: (rank [01]: )?{lost} is missing; policy resumes from the weights of {run / NEWEST} without the "
         r"optimizer's states, which begin anew \(trainer\.resume_fallback=weights\)\n",
         said,
     )
@@ -268,7 +268,7 @@ def test_a_named_checkpoint_and_the_policy_fail_never_fall_back_and_no_run_start
         assert error.startswith(f"ModelError: {missing}; restore it from a copy, or resume from another checkpoint")
     assert none_whole[0] == (
         f"ModelError: {missing}; {run / 'checkpoints' / 'step_2' / 'hf' / 'config.json'} is missing. No checkpoint to "
-        "go on from is whole: restore one from a copy, or start anew with trainer.resume=never, which moves what is "
+        "resume from is whole: restore one from a copy, or start anew with trainer.resume=never, which moves what is "
         "there aside, or begin a run without the optimizer's states: "
         f"model.path={run / NEWEST / 'hf'}, which is whole, with another trainer.output_dir"
     )

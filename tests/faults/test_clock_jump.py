@@ -146,7 +146,7 @@ def time_of_day_in(run) -> float:
 
 @pytest.mark.full
 def test_a_clock_that_jumps_a_year_ahead_and_back_changes_nothing(assets, clock, job, start, tmp_path):
-    """What goes on from the checkpoints of the year ahead is a year behind: steps count, not times."""
+    """What resumes from the checkpoints of the year ahead is a year behind: steps count, not times."""
     arguments = ["sft", "--nproc", "2", *options_of(assets, tmp_path / "run")]
     run = start(*arguments, faults="phase=forward action=slow")
     run.wait_until(lambda: run.steps[-1:] >= [2])
@@ -165,7 +165,7 @@ def test_a_clock_that_jumps_a_year_ahead_and_back_changes_nothing(assets, clock,
     assert time_of_day_in(again) == pytest.approx(time.time() - YEAR, abs=3600)
     clock.set(YEAR)
     assert again.end() == 0, again.err
-    assert f"goes on from {run.run}/checkpoints/step_{stopped}\n" in again.out
+    assert f"resumes from {run.run}/checkpoints/step_{stopped}\n" in again.out
     assert kept(run.run) == [STEPS - 1, STEPS]
 
     undisturbed = tmp_path / "undisturbed"

@@ -112,11 +112,11 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def assert_restarted_once(run, rank: int) -> None:
     cause, restart, *warned = run.err.splitlines()
-    has_old_logs = (run.run / "metrics.jsonl.1").exists()  # that nothing goes on from
+    has_old_logs = (run.run / "metrics.jsonl.1").exists()  # that nothing resumes from
     assert len(warned) == has_old_logs
     assert restart.endswith(": starts as before") or not has_old_logs
     assert re.fullmatch(rf"error: rank {rank} was ended by SIGKILL in .*; the other ranks were stopped", cause)
-    assert re.fullmatch(rf"restart 1 of 1: goes on from {run.run}/checkpoints/step_[12]|.*: starts as before", restart)
+    assert re.fullmatch(rf"restart 1 of 1: resumes from {run.run}/checkpoints/step_[12]|.*: starts as before", restart)
 
 
 @pytest.mark.slow
@@ -176,12 +176,12 @@ def test_f10_f11_trap_26_a_rank_terminated_in_any_phase_saves_and_goes_on(
     step = run.steps[-1]
     assert step in ((1, 2) if phase in OF_SAVES else (1,))
     assert run.out.endswith(
-        f"rl: saved {run.run}/checkpoints/step_{step}\nstopped by SIGTERM; resumable: the same command goes on after "
+        f"rl: saved {run.run}/checkpoints/step_{step}\nstopped by SIGTERM; resumable: the same command continues after "
         f"step {step}\n"
     )
     again = start(*arguments)
     assert again.end() == 0, again.err
-    assert f"goes on from {run.run}/checkpoints/step_{step}\n" in again.out
+    assert f"resumes from {run.run}/checkpoints/step_{step}\n" in again.out
     assert_same_run(run.run, undisturbed(TWO_RANKS))
 
 
@@ -221,7 +221,7 @@ def test_f05_a_killed_launcher_takes_all_with_it_and_the_same_command_goes_on(
             free.bind(("127.0.0.1", port))
     again = start(*arguments)
     assert again.end() == 0, again.err
-    assert f"goes on from {run.run}/checkpoints/step_1" in again.out
+    assert f"resumes from {run.run}/checkpoints/step_1" in again.out
     assert_same_run(run.run, undisturbed(TWO_RANKS))
 
 
@@ -243,7 +243,7 @@ def test_f03_trap_21_a_rank_that_hangs_is_named_and_the_run_goes_on(rl_arguments
         rf"rank: {run.run}/faults/1",
         cause,
     )
-    assert restart == f"restart 1 of 1: goes on from {run.run}/checkpoints/step_1"
+    assert restart == f"restart 1 of 1: resumes from {run.run}/checkpoints/step_1"
     stacks = (run.run / "faults" / "1" / "rank_1.txt").read_text()
     assert "in fault_point" in stacks
     assert "in optim_step" in stacks
@@ -297,10 +297,10 @@ def test_f01_a_killed_rank_costs_seconds(rl_arguments, start, tmp_path, record_p
     run.wait_until(lambda: len(run.steps) > 2)
     os.kill(run.ranks()[1], signal.SIGKILL)
     died = time.monotonic()
-    run.wait_until(lambda: "restart 1 of 1: goes on from " in run.err)
+    run.wait_until(lambda: "restart 1 of 1: resumes from " in run.err)
     noticed_seconds = time.monotonic() - died
-    run.wait_until(lambda: "goes on from " in run.out)
-    resumed_step = int(re.search(r"goes on from .*/step_(\d+)$", run.out, re.MULTILINE)[1])
+    run.wait_until(lambda: "resumes from " in run.out)
+    resumed_step = int(re.search(r"resumes from .*/step_(\d+)$", run.out, re.MULTILINE)[1])
     run.wait_until(lambda: run.steps[-1:] > [resumed_step])
     recovery_seconds = time.monotonic() - died
     run.launcher.terminate()

@@ -73,7 +73,7 @@ def kill_points(entered, *, every):
 def test_f04_a_run_killed_at_each_write_of_a_save_ends_as_one_that_was_not(
     ranks, model_folder, tmp_path, world_size, async_save, every
 ):
-    """Every group of ranks goes on from the newest whole checkpoint and does two steps; then one of them dies in its
+    """Every group of ranks resumes from the newest whole checkpoint and does two steps; then one of them dies in its
     save, each at every one of its own writes: so each group proves that the one before has left nothing half."""
     options = {"save_every_steps": EVERY, "keep_last": 1, "async_save": async_save}
 

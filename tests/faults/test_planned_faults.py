@@ -39,7 +39,7 @@ def test_a_rank_is_killed_in_the_step_that_the_config_names_and_not_again_after_
     assert run.end() == 0, run.err
     cause, restart = run.err.splitlines()
     assert cause.startswith("error: rank 1 was ended by SIGKILL in step 3")
-    assert restart == f"restart 1 of 1: goes on from {run.run}/checkpoints/step_2"
+    assert restart == f"restart 1 of 1: resumes from {run.run}/checkpoints/step_2"
     assert run.steps == [1, 2, 3, 4]
 
 

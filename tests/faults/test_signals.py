@@ -8,7 +8,7 @@ import pytest
 
 
 def resumable_step(out: str) -> int:
-    return int(re.search(r"resumable: the same command goes on after step (\d+)$", out, re.MULTILINE)[1])
+    return int(re.search(r"resumable: the same command continues after step (\d+)$", out, re.MULTILINE)[1])
 
 
 def saved_steps(run) -> list[int]:
@@ -62,7 +62,7 @@ def test_f1_f10_a_run_that_was_stopped_and_lost_a_rank_ends_as_if_nothing_had_be
     assert re.fullmatch(
         r"error: rank 1 was ended by SIGKILL in step \d+(, `\w+.*`)?; the other ranks were stopped", cause
     )
-    newest = re.fullmatch(rf"restart 1 of 2: goes on from {first.run}/checkpoints/step_(\d+)", restart)
+    newest = re.fullmatch(rf"restart 1 of 2: resumes from {first.run}/checkpoints/step_(\d+)", restart)
     assert int(newest[1]) > step
 
     undisturbed = tmp_path / "undisturbed"
@@ -86,7 +86,7 @@ def test_f10_a_second_signal_ends_a_run_at_once_and_names_what_it_goes_on_from(s
     assert run.end(seconds=20) == 143
     assert run.err.splitlines() == [
         "SIGTERM: saves and stops after this step",
-        f"terminated; all ranks ended without saving; the same command goes on from {run.run}/checkpoints/step_2",
+        f"terminated; all ranks ended without saving; the same command resumes from {run.run}/checkpoints/step_2",
     ]
 
 
@@ -140,7 +140,7 @@ def test_f11_a_run_saves_and_stops_before_its_time_is_up(assets, command, sft_ar
     done = command(*arguments, "trainer.max_time_seconds=1")
     assert done.code == 75, done.err
     assert done.out.splitlines()[-1] == (
-        "stopped for trainer.max_time_seconds=1; resumable: the same command goes on after step 1"
+        "stopped for trainer.max_time_seconds=1; resumable: the same command continues after step 1"
     )
     assert saved_steps(tmp_path / "run") == [1]
     assert command(*arguments, "trainer.total_steps=3").code == 0

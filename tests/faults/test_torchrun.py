@@ -70,7 +70,7 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
         timeout=180,
     )
     assert done.code == 0, done.err
-    assert f"goes on from {run}/checkpoints/step_2" in done.out
+    assert f"resumes from {run}/checkpoints/step_2" in done.out
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
@@ -115,7 +115,7 @@ def test_f11_a_signal_to_torchrun_or_to_one_rank_saves_and_stops(assets, marked,
     told = (tmp_path / "out").read_text()
     last = len((run / "metrics.jsonl").read_text().splitlines())
     assert "SIGTERM: saves and stops after this step" in told
-    assert f"stopped by SIGTERM; resumable: the same command goes on after step {last}" in told
+    assert f"stopped by SIGTERM; resumable: the same command continues after step {last}" in told
     assert (run / "checkpoints" / f"step_{last}" / "manifest.json").is_file()
 
 

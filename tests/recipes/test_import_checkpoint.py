@@ -133,12 +133,12 @@ def test_a_run_goes_on_from_the_imported_optimizer(kind, request, model_folder, 
     assert stored.keys() == (states | masters).keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in (states | masters).items())
     printed = capsys.readouterr().out
-    assert f"AdamW after {NUM_UPDATES} updates; go on with trainer.resume={checkpoint}\n" in printed
+    assert f"AdamW after {NUM_UPDATES} updates; continue with trainer.resume={checkpoint}\n" in printed
     assert "left out: extra_state files" in printed or "left out: app.optim (" in printed
     total = f"trainer.total_steps={step + 2}"
     assert main(["sft", "-c", str(config), f"trainer.resume={out}", total, "trainer.resume_allow=[trainer]"]) == 0
     went_on = capsys.readouterr()
-    assert f"sft: goes on from {checkpoint}" in went_on.out
+    assert f"sft: resumes from {checkpoint}" in went_on.out
     assert f"warning: {checkpoint} was not looked through for NaN and infinities when it was written" in went_on.err
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [step + 1, step + 2]

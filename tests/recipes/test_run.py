@@ -223,7 +223,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, ru
         (1, 1.0), (2, 2.0), (3, 100.0), (4, 100.0), (5, 100.0),
     ]  # fmt: skip
     assert [row["step"] for row in lines(tmp_path / "performance.jsonl")] == [1, 2, 3, 4, 5]
-    assert f"sft: goes on from {checkpoints / 'step_2'}\n" in capsys.readouterr().out
+    assert f"sft: resumes from {checkpoints / 'step_2'}\n" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_path, fake_group, run_of):
@@ -296,7 +296,7 @@ def test_a_signal_ends_the_run_after_its_step_with_one_checkpoint(tmp_path, fake
     if stop_at == 5:
         train()
     else:
-        with pytest.raises(Stopped, match=f"resumable: the same command goes on after step {stop_at}") as stopped:
+        with pytest.raises(Stopped, match=f"resumable: the same command continues after step {stop_at}") as stopped:
             train()
         assert stopped.value.code == 143
     assert done == list(range(1, stop_at + 1))
@@ -343,7 +343,7 @@ def test_f27_logs_without_a_checkpoint_are_told_when_a_run_starts_anew(tmp_path,
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     run_to(run_of(tmp_path), 2)
     assert capsys.readouterr().err == (
-        f"warning: {tmp_path}/metrics.jsonl is of a run of which {tmp_path}/checkpoints holds nothing to go on from; "
+        f"warning: {tmp_path}/metrics.jsonl is of a run of which {tmp_path}/checkpoints holds nothing to resume from; "
         "starts at the beginning and moves its logs aside\n"
     )
     run_to(run_of(tmp_path, resume="never"), 2)

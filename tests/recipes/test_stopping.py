@@ -41,7 +41,7 @@ def test_f11_time_is_up_when_the_longest_step_and_the_last_save_no_longer_fit_in
     stopped = stopping.stopped(7)
     assert (stopped.code, str(stopped)) == (
         75,
-        "stopped for trainer.max_time_seconds=100; resumable: the same command goes on after step 7",
+        "stopped for trainer.max_time_seconds=100; resumable: the same command continues after step 7",
     )
 
 
@@ -55,10 +55,10 @@ def test_without_a_limit_time_is_never_up(at):
 @pytest.mark.parametrize(
     ("options", "how"),
     [
-        ({}, "stopped by SIGINT; resumable: the same command goes on after step 7"),
+        ({}, "stopped by SIGINT; resumable: the same command continues after step 7"),
         (
             {"resume": "never"},
-            "stopped by SIGINT; resumable: the same command with trainer.resume=auto goes on after step 7",
+            "stopped by SIGINT; resumable: the same command with trainer.resume=auto continues after step 7",
         ),
         ({"save_state": False}, "stopped by SIGINT after step 7; not resumable, for trainer.save_state=false"),
     ],
@@ -123,7 +123,7 @@ def test_f10_a_step_that_takes_too_long_and_a_second_signal_end_the_process(
     assert process.returncode == 143
     assert err.splitlines() == [
         "SIGTERM: saves and stops after this step",
-        f"SIGTERM: {reason} without saving; the same command goes on from {tmp_path}/checkpoints/step_10",
+        f"SIGTERM: {reason} without saving; the same command resumes from {tmp_path}/checkpoints/step_10",
     ]
 
 
@@ -153,12 +153,12 @@ def test_a_file_system_that_fails_keeps_no_run_from_ending(tmp_path, monkeypatch
     began = time.monotonic()
     said = without_saving(TrainerConfig(output_dir=str(tmp_path)))
     answers.set()
-    assert said == f"without saving; the same command goes on from the newest checkpoint in {tmp_path}"
+    assert said == f"without saving; the same command resumes from the newest checkpoint in {tmp_path}"
     assert time.monotonic() - began < 10
 
 
 def test_a_run_that_could_not_save_goes_on_from_its_newest_checkpoint_if_it_may_look_for_it(tmp_path):
     (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
     assert without_saving(TrainerConfig(output_dir=str(tmp_path), resume="never")) == (
-        f"without saving; the same command with trainer.resume=auto goes on from {tmp_path}/checkpoints/step_2"
+        f"without saving; the same command with trainer.resume=auto resumes from {tmp_path}/checkpoints/step_2"
     )

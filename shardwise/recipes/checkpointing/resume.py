@@ -31,7 +31,7 @@ _ITS_WEIGHTS = "from its weights with optimizer states that begin anew (trainer.
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Path
     step: int
@@ -167,7 +167,7 @@ def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, take
             damage.append(str(error))
     if damage:
         raise ModelError(
-            f"{'; '.join(damage)}. No checkpoint to go on from is whole: restore one from a copy, or start anew with "
+            f"{'; '.join(damage)}. No checkpoint to resume from is whole: restore one from a copy, or start anew with "
             f"trainer.resume=never, which moves what is there aside{_without_states(folders, verify)}"
         )
     return None
@@ -191,7 +191,7 @@ def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> dict[str
 
 
 def _without_states(folders: Collection[Path], verify: Verify) -> str:
-    """For the error of a run of which no checkpoint is whole: what else there is to go on from, if anything."""
+    """For the error of a run of which no checkpoint is whole: what else there is to resume from, if anything."""
     if any(_is_whole_without_shards(folder, verify) for folder in folders):
         return f", or go on {_ITS_WEIGHTS}"
     weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)

@@ -37,7 +37,7 @@ class Reported:
         raise ConfigError(
             f"trainer.keep_best.metric={metric} is no metric of this run, which reports "
             f"{', '.join(sorted(self._names))}; name one of these (those of val/ need data.validation_files). The "
-            "checkpoint is saved, and the same command with another metric goes on from it"
+            "checkpoint is saved, and the same command with another metric resumes from it"
         )
 
 

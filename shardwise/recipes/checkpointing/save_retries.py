@@ -12,7 +12,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class SaveRetries:
-    """Tries a save again, then ends the run or lets it go on without the checkpoint."""
+    """Tries a save again, then ends the run or lets it continue without the checkpoint."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._trainer = trainer
@@ -54,7 +54,7 @@ class SaveRetries:
                 raise
             self._failure = error
             self.num_failures += 1
-            _warn(f"{error}. Training goes on (trainer.on_save_error=continue)")
+            _warn(f"{error}. Training continues (trainer.on_save_error=continue)")
 
     def require_last_saved(self) -> None:
         """Raises what kept the last checkpoint from being saved."""

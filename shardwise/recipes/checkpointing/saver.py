@@ -72,7 +72,7 @@ class Saver:
         Args:
             parts: what the parts of the recipe keep between steps, by their names.
         Raises:
-            ExportError, NotFiniteError: this save failed, or the one before it that went on in the background.
+            ExportError, NotFiniteError: this save failed, or the one before it, in the background.
             ConfigError: as `after_saving`.
         """
         self.wait()

@@ -62,7 +62,7 @@ def test_continue_counts_the_failure_and_a_later_save_makes_up_for_it(capsys):
         assert saving.num_failures == number
         error = capsys.readouterr().err
         assert expected in error
-        assert "Training goes on" in error
+        assert "Training continues" in error
         with pytest.raises(
             ExportError if number == 1 else NotFiniteError,
             match=f"all steps are done, but the checkpoint of step 4 .*{expected}",
