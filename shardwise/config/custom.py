@@ -1,5 +1,5 @@
 """How a function is chosen: by its name, which alone stands for its defaults (`advantage: rloo`), or by the import path
-of one's own (`advantage: rules.py:my_advantage`)."""
+that is custom (`advantage: rules.py:my_advantage`)."""
 
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,7 @@ def named(default: str) -> BeforeValidator:
 
 
 class Custom(Choice):
-    """A function of one's own."""
+    """A custom function."""
 
     import_key: ClassVar[str] = "function"
     name: Literal["custom"] = "custom"

@@ -58,7 +58,7 @@ class Kto(Choice):
 
 
 class CustomPreference(Custom):
-    """A loss of one's own, on pairs or on labelled answers."""
+    """A custom loss, on pairs or on labelled answers."""
 
     is_paired: bool = True
     """false: of answers that are desirable or not, as kto's; with a reference there is an estimate of the divergence

@@ -232,7 +232,7 @@ class RLConfig(Config):
     reference: FrozenEngineConfig | None = None
     """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
     critic: CriticConfig | None = None
-    """PPO's critic, which algorithm.advantage=gae needs and an advantage of one's own may have."""
+    """PPO's critic, which algorithm.advantage=gae needs and a custom advantage may have."""
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
     """Teachers of on-policy distillation, which algorithm.advantage=distill needs."""
     rollout: RolloutConfig = RolloutConfig.defaults()

@@ -54,7 +54,7 @@ class PromptStream:
             self.pass_rates[row] = pass_rate
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides on the next rows, as JSON can hold it."""
+        """What decides on the next rows, JSON-serialisable."""
         return {
             "num_rows": {name: len(rows) for name, rows in self._rows.items()},
             "position": dict(self.position),

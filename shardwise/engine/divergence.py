@@ -18,7 +18,7 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 """forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher). jensen_shannon: between both, by beta."""
 
 VocabularyTerms = Callable[[Tensor, Tensor], Tensor]
-"""A divergence of one's own, as what is summed over the vocabulary: (student_logprobs [N, C], teacher_logprobs [N, C])
+"""A custom divergence, as what is summed over the vocabulary: (student_logprobs [N, C], teacher_logprobs [N, C])
 -> terms [N, C], with a graph where student_logprobs have one. A term may look at its own word alone: what else is in
 its chunk depends on memory. Probabilities may be 0 in float32, and their logarithms large and negative."""
 
@@ -40,7 +40,7 @@ def vocabulary_divergence(
     Args:
         states, weight: [N, D] and [V, D], the student's hidden states and output projection.
         teacher_states, teacher_weight: [N, E] and [V, E]; carry no gradient.
-        kind: one of the names above, or the terms of a divergence of one's own.
+        kind: one of the names above, or the terms of a custom divergence.
         beta: in (0, 1), used by jensen_shannon: beta KL(teacher || M) + (1 - beta) KL(student || M) with the mixture
             M = beta teacher + (1 - beta) student. Divided by beta it nears forward_kl as beta goes to 0, divided by
             1 - beta it nears reverse_kl as beta goes to 1.
@@ -140,7 +140,7 @@ class _VocabularyDivergence(torch.autograd.Function):
 
 
 class _SumOfTerms(torch.autograd.Function):
-    """Sums terms of one's own in vocabulary chunks. The normalisation of both models comes first, so forward takes two
+    """Sums custom terms in vocabulary chunks. The normalisation of both models comes first, so forward takes two
     passes over the logits; backward computes them once more.
 
     With l the student's log probabilities, p = exp(l), z its logits and f' the terms' derivatives with respect to l,

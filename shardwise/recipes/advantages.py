@@ -137,7 +137,7 @@ def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
 
 
 def _weights_of_parts(scored: Scored) -> dict[str, float]:
-    """Those that a manager of one's own returns have none."""
+    """Those that a custom manager returns have none."""
     return {name: scored.reward_weights.get(name, 1.0) for name in scored.reward_parts}
 
 

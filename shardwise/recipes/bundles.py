@@ -53,7 +53,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def tree(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """JSON-serialisable."""
         tree: dict[str, Any] = json.loads(self.model_dump_json())
         return tree
 

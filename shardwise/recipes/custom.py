@@ -53,7 +53,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "algorithm.advantage": ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts"),
     "algorithm.policy_loss": ("ref_logprobs", "rollout_logprobs"),
 }
-"""By key what a function of one's own gets by keyword where its signature names it and the run has it."""
+"""By key what a custom function gets by keyword where its signature names it and the run has it."""
 
 _HOW = (
     "values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several optimizer steps for a rollout batch or "

@@ -66,7 +66,7 @@ class Learner:
         self._num_idle_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps from step to step beside the engines, as JSON can hold it."""
+        """What it keeps from step to step beside the engines, JSON-serialisable."""
         return {"kl_coef": self.kl_coef, "num_idle_steps": self._num_idle_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ def validate(
 
 def with_margin(metrics: Metrics) -> Metrics:
     """Adds preference/margin where answers are not paired (kto) and both kinds are there: desirable ones' mean reward -
-    undesirable ones'. A loss of one's own may have no rewards."""
+    undesirable ones'. A custom loss may have no rewards."""
     rewards = [metrics.get(f"preference/{side}_reward") for side in ("chosen", "rejected")]
     chosen, rejected = (MetricValue.mean(0.0, 0) if reward is None else reward.host() for reward in rewards)
     if not (chosen.count and rejected.count):

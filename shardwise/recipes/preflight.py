@@ -17,7 +17,7 @@ from shardwise.rollout import check_sglang
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, functions and environments of one's own that cannot be imported, an
+    """Missing data files, rewards that cannot work, custom functions and environments that cannot be imported, an
     SGLang that is not there, a run in the output folder that this config does not resume, an adapter of another
     model, or one whose checkpoint has other hashes.
 

@@ -33,7 +33,7 @@ class Stateful(Protocol):
     """A part of a recipe that keeps something from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """JSON-serialisable."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

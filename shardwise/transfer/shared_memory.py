@@ -347,7 +347,7 @@ def _connect(address: str, rank: int, *, timeout: timedelta) -> dict[int, socket
 
 
 def _cuda_ipc_handle(slot: Tensor) -> list[Any]:
-    """What torch passes to one other process for a CUDA storage, as JSON can hold it: a handle counts one process that
+    """What torch passes to one other process for a CUDA storage, JSON-serialisable: a handle counts one process that
     has the memory mapped. Without the device, whose number may be another one there."""
     _, *handle = slot.untyped_storage()._share_cuda_()
     return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]

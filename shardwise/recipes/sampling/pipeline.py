@@ -121,7 +121,7 @@ class Pipeline:
             return self._idle.take()
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides on the rollouts to come, as JSON can hold it; waits as new weights do."""
+        """What decides on the rollouts to come, JSON-serialisable; waits as new weights do."""
         with self._at_rest():
             ready = [rollout.to_json() for rollout in self._ready]
             return {"prompts": self._stream.state_dict(), "ready": ready}
