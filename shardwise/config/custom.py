@@ -1,5 +1,5 @@
 """How a function is chosen: by its name, which alone stands for its defaults (`advantage: rloo`), or by the import path
-that is custom (`advantage: rules.py:my_advantage`)."""
+of a custom one (`advantage: rules.py:my_advantage`)."""
 
 from typing import Any, ClassVar, Literal
 
