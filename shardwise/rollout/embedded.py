@@ -138,34 +138,14 @@ class EmbeddedEngine:
                 f"rollout.engine.sleep_level={sleep_level} moves weights from an accelerator to host memory, and on a "
                 "CPU they are there anyway; set it to 0"
             )
-        register_cached_attention()
-        config = read_model_config(folder)
-        try:
-            model, report = language_model_class(
-                config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
-            ).from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attention_of(config, CACHED_ATTENTION),
-                output_loading_info=True,
-            )
-        except Exception as error:  # whatever a value in config.json leads to, or damaged weights
-            if isinstance(error, ValueError) and "AutoModelForImageTextToText" in str(error):
-                raise ModelError(
-                    f"{folder}: transformers has no model for CausalLM of the family {config.model_type}"
-                ) from None
-            if error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
-                raise ModelError(
-                    f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}"
-                ) from None
-            raise ModelError(f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}") from None
+        model, missing = _load_model(folder, dtype)
         if reason := unsupported_reason(model):
             raise ModelError(f"{folder}: {reason}")
         if not allow_unproven and (
             reason := unproven_reason(model.config.model_type, ["embedded"], "rollout.engine.allow_unproven")
         ):
             raise ConfigError(f"{folder}: {reason}")
-        if missing := sorted(report["missing_keys"]):
+        if missing:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ModelError(
@@ -405,3 +385,27 @@ class EmbeddedEngine:
     @property
     def max_rows(self) -> int:
         return self._max_rows
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """The model with cached attention, and the weights that the folder lacks. Raises ModelError: transformers cannot
+    load it, or not with such attention."""
+    register_cached_attention()
+    config = read_model_config(folder)
+    model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+    try:
+        model, report = model_class.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention_of(config, CACHED_ATTENTION),
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a value in config.json leads to, or damaged weights
+        if isinstance(error, ValueError) and "AutoModelForImageTextToText" in str(error):
+            reason = f"{folder}: transformers has no model for CausalLM of the family {config.model_type}"
+        elif error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
+            reason = f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}"
+        else:
+            reason = f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}"
+        raise ModelError(reason) from None
+    return model, sorted(report["missing_keys"])
