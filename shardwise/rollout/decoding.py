@@ -7,19 +7,16 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwise.config import ConfigError, TrainingError
+from shardwise.rollout.cached_model import CachedModel
 from shardwise.rollout.free_memory import free_bytes
 from shardwise.rollout.kv_cache import CacheSize, KVCache
 from shardwise.rollout.sampling import Settings, sample, stream_key, uniforms
 from shardwise.types import Completion, FinishReason, GenerateRequest
-
-if TYPE_CHECKING:
-    from shardwise.rollout.embedded import EmbeddedEngine
 
 _ROWS_PER_SLOT = 8
 """One extra cache row per this many decode rows holds a prefilled prompt until all of its completions have begun."""
@@ -69,38 +66,36 @@ class _Prompt:
 class Decoding:
     """The state of one `generate` call: what waits, what is being decoded, and the cache between them."""
 
-    def __init__(self, engine: "EmbeddedEngine", requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, model: CachedModel, requests: Sequence[GenerateRequest]) -> None:
         """
         Raises:
             ConfigError: the device has no room for the cache.
         """
-        self._engine = engine
+        self._model = model
         self._requests = requests
         self._waiting = deque(index for index, request in enumerate(requests) if request.num_completions)
         self._prompts: deque[_Prompt] = deque()
         """That were read ahead of their completions, some of which may have begun."""
         self.rows: list[Row] = []
         """Being decoded."""
-        self._projection = engine.projection()
-        self._record = engine.expert_record() if any(request.with_experts for request in requests) else None
-        self._capacity = min(engine.max_rows, sum(request.num_completions for request in requests))
+        self._projection = model.projection()
+        self._record = model.expert_record() if any(request.with_experts for request in requests) else None
+        self._capacity = min(model.max_rows, sum(request.num_completions for request in requests))
         num_slots = min(len(self._waiting), -(-self._capacity // _ROWS_PER_SLOT))
         self._free_slots = list(range(self._capacity, self._capacity + num_slots))
-        _require_room(
-            engine.cache_size, engine.device, num_active=self._capacity, num_slots=num_slots, requests=requests
-        )
+        _require_room(model.cache_size, model.device, num_active=self._capacity, num_slots=num_slots, requests=requests)
         self._cache = KVCache(
             num_rows=self._capacity + num_slots,
             capacity_tokens=longest(requests),
-            device=engine.device,
-            kernels=engine.kernels,
+            device=model.device,
+            kernels=model.kernels,
         )
         # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead
         # of that (behind images), the random stream, how it is sampled.
         self._tokens, self._positions, self._ahead, self._keys = (
-            torch.zeros(0, dtype=torch.int64, device=engine.device) for _ in "tpak"
+            torch.zeros(0, dtype=torch.int64, device=model.device) for _ in "tpak"
         )
-        self._settings = Settings.of([], engine.device)
+        self._settings = Settings.of([], model.device)
 
     def is_unfinished(self) -> bool:
         return bool(self._waiting or self._prompts or self.rows)
@@ -136,7 +131,7 @@ class Decoding:
         slots = [self._free_slots.pop() for _ in admitted]
         of_prompts = [self._requests[index] for index in admitted]
         prompts = [torch.tensor(request.prompt_ids + request.partial_token_ids) for request in of_prompts]
-        device = self._engine.device
+        device = self._model.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self._cache.begin_prefill(torch.tensor(slots, device=device), [len(prompt) for prompt in prompts])
@@ -144,11 +139,11 @@ class Decoding:
         ahead = torch.zeros_like(lengths)
         images = [request.images for request in of_prompts]
         shown = [one for one in images if one is not None]
-        if self._engine.sight is not None and shown:
-            positions, ahead = self._engine.sight.places(prompts, images)
-        hidden = self._engine.hidden_states(padded, positions, self._cache, shown)
+        if self._model.sight is not None and shown:
+            positions, ahead = self._model.sight.places(prompts, images)
+        hidden = self._model.hidden_states(padded, positions, self._cache, shown)
         last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
-        logits = self._engine.logits(last, self._projection)
+        logits = self._model.logits(last, self._projection)
         experts = None if self._record is None else self._record.take().unflatten(0, padded.shape)
         for place, (index, slot, prompt) in enumerate(zip(admitted, slots, prompts, strict=True)):
             self._prompts.append(
@@ -165,7 +160,7 @@ class Decoding:
 
     def _begin(self, prompt: _Prompt, members: range) -> None:
         """Appends a row for each of these completions of a prompt."""
-        device, request = self._engine.device, self._requests[prompt.request]
+        device, request = self._model.device, self._requests[prompt.request]
         first_row, num_rows = len(self.rows), len(members)
         self._cache.copy_prompt(prompt.slot, slice(first_row, first_row + num_rows), prompt.num_tokens)
         keys = []
@@ -184,12 +179,12 @@ class Decoding:
         span = max(_num_given(self._requests[row.request]) + len(row.token_ids) for row in self.rows)
         self._cache.begin_decode(self._positions, span=span)
         positions = self._positions + self._ahead
-        hidden = self._engine.hidden_states(self._tokens[:, None], positions[:, None], self._cache)
+        hidden = self._model.hidden_states(self._tokens[:, None], positions[:, None], self._cache)
         self._positions = self._positions + 1
         if self._record is not None:
             for row, experts in zip(self.rows, self._record.take(), strict=True):
                 row.experts.append(experts[None])
-        return self._sample(self._engine.logits(hidden[:, 0], self._projection), 0)
+        return self._sample(self._model.logits(hidden[:, 0], self._projection), 0)
 
     def _sample(self, logits: Tensor, first_row: int) -> list[tuple[Row, FinishReason]]:
         """Samples for rows from `first_row` on; takes finished rows out."""
@@ -198,7 +193,7 @@ class Decoding:
             logits,
             self._settings[first_row:],
             uniforms(keys, positions),
-            banned=self._engine.banned,
+            banned=self._model.banned,
         )
         self._tokens[first_row:] = tokens
         finished: dict[int, FinishReason] = {}
@@ -219,7 +214,7 @@ class Decoding:
                 if request.partial_token_ids and request.stop
                 else row.token_ids
             )
-            stop = self._engine.is_stopped(said, request.stop)
+            stop = self._model.is_stopped(said, request.stop)
             if stop or len(row.token_ids) == request.max_tokens:
                 finished[slot] = "stop" if stop else "length"
         rows = [(self.rows[slot], reason) for slot, reason in finished.items()]
@@ -234,7 +229,7 @@ class Decoding:
         gone = set(slots)
         movers = [slot for slot in range(remaining, len(self.rows)) if slot not in gone]
         if gaps:
-            source, target = (torch.tensor(x, device=self._engine.device) for x in (movers, gaps))
+            source, target = (torch.tensor(x, device=self._model.device) for x in (movers, gaps))
             self._cache.move_rows(source, target)
             for per_row in (self._tokens, self._positions, self._ahead, self._keys):
                 per_row[target] = per_row[source]

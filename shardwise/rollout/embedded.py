@@ -16,9 +16,7 @@ from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
 from shardwise.families import (
     UNREGISTERED_ATTENTION,
-    attention_layers,
     attention_of,
-    backbone,
     hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
@@ -30,29 +28,20 @@ from shardwise.memfd import SharedTensors
 from shardwise.model_config import read_model_config
 from shardwise.ops import (
     HostCopies,
-    LogitTransform,
     ModuleTrace,
     plain_name,
-    project_float32,
-    repeated_projection,
     traced,
 )
-from shardwise.rollout.decode_kernels import DecodeKernels
+from shardwise.rollout.cached_model import CachedModel
 from shardwise.rollout.decoding import Decoding, Row, longest
-from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import (
     CACHED_ATTENTION,
-    CachedMixer,
-    CacheSize,
-    KVCache,
     cache_mixers,
     register_cached_attention,
 )
 from shardwise.rollout.request_limits import RequestLimits
-from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
-from shardwise.rollout.stop_strings import Decode, brings_stop
-from shardwise.rollout.vision import Sight
-from shardwise.types import Completion, GenerateRequest, Images
+from shardwise.rollout.stop_strings import Decode
+from shardwise.types import Completion, GenerateRequest
 
 
 class EmbeddedEngine:
@@ -84,34 +73,26 @@ class EmbeddedEngine:
 
         Raises:
             ConfigError: compile_decode on a CPU, and there is no C++ compiler; tokens outside the vocabulary.
-            ModelError: as `hidden_states`.
+            ModelError: as `CachedModel.hidden_states`.
         """
         self._model = model
-        self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
-        self._kernels = DecodeKernels() if compile_decode and device.type == "cpu" else None
-        self._max_rows = max_rows
-        self._device = device
+        self._cached = CachedModel(
+            model,
+            max_rows=max_rows,
+            device=device,
+            stop_token_ids=stop_token_ids,
+            bad_token_ids=bad_token_ids,
+            decode=decode,
+            compile_decode=compile_decode,
+        )
         text_config = model.config.get_text_config()
-        require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
-        self._transform = LogitTransform.from_config(text_config)
-        self._attention_layers = attention_layers(text_config)
-        self._mixer_layers = [part.layer for part in model.modules() if isinstance(part, CachedMixer)]
         self._rotary_limit = rotary_limit(text_config)
         self._max_tokens = packed_tokens_limit(text_config)
         self._limits = RequestLimits.of(model.config)
-        ends = end_of_sequence_ids(model.generation_config, model.config)
-        self._stop_ids = frozenset([*ends, *stop_token_ids])
-        self._sight = Sight.of(model, device)
-        # What stands for a part of an image has no meaning without one: the policy may not say it.
-        banned = [*bad_token_ids, *([] if self._sight is None else [self._sight.image_token_id])]
-        self._banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
-        self._decode = decode
         self._adapter = adapter
         self._sleep_level = sleep_level
         self._on_host = HostCopies()
         self._version: int | None = 0
-        self._record: ExpertRecord | None = None
-        self._cache_size = self._measured()
 
     @classmethod
     def from_folder(
@@ -196,7 +177,7 @@ class EmbeddedEngine:
             for number, request in enumerate(requests)
         ]
         num_missing = [request.num_completions for request in requests]
-        decoding = Decoding(self, requests)
+        decoding = Decoding(self._cached, requests)
         while decoding.is_unfinished() and not is_interrupted():
             for row, finish_reason in decoding.advance():
                 results[row.request][row.index] = row.completion(finish_reason, version)
@@ -212,11 +193,14 @@ class EmbeddedEngine:
         """See RolloutEngine.logprobs. One sequence at a time: what a probe asks for is little."""
         self._require_version()
         self._limits.require_scorable(sequences)
-        projection, results = self.projection(), []
+        projection, results = self._cached.projection(), []
         for sequence in sequences:
-            tokens = torch.tensor([sequence], device=self._device)
-            hidden, _ = self._read(tokens)
-            scored = self.logits(hidden[0, :-1], projection).log_softmax(-1).gather(-1, tokens[0, 1:, None])
+            tokens = torch.tensor([sequence], device=self._cached.device)
+            scored = (
+                self._cached.logits(self._cached.read(tokens)[0, :-1], projection)
+                .log_softmax(-1)
+                .gather(-1, tokens[0, 1:, None])
+            )
             results.append(scored[:, 0].tolist())
         return results
 
@@ -272,20 +256,6 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Has nothing that does not go with it."""
 
-    def _read(self, tokens: Tensor) -> tuple[Tensor, KVCache]:
-        """tokens [1, L] of one sequence -> [1, L, D], and what is cached of it. Raises as `hidden_states`."""
-        length = tokens.shape[1]
-        cache = KVCache(num_rows=1, capacity_tokens=length, device=self._device)
-        cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self._device), [length])
-        positions = torch.arange(length, device=self._device)[None]
-        return self.hidden_states(tokens, positions, cache), cache
-
-    @torch.inference_mode()
-    def _measured(self) -> CacheSize:
-        """The cache size, measured by running one token: families differ in the number and sizes of cached heads."""
-        _, cache = self._read(torch.zeros(1, 1, dtype=torch.int64, device=self._device))
-        return cache.size
-
     def _require_version(self) -> int:
         assert not self._on_host, "the engine sleeps"
         if self._version is None:
@@ -293,98 +263,12 @@ class EmbeddedEngine:
         return self._version
 
     def _require_seen(self, requests: Sequence[GenerateRequest]) -> None:
-        if self._sight is not None:
-            self._sight.require_fitting(requests)
+        if self._cached.sight is not None:
+            self._cached.sight.require_fitting(requests)
             return
         for request in requests:
             if request.images is not None:
                 raise ModelError(f"{request.uid} has images, and {type(self._model).__name__} sees none")
-
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, cache: KVCache, images: Sequence[Images] = ()
-    ) -> Tensor:
-        """input_ids [B, L], position_ids [B, L] or [3, B, L] -> [B, L, D].
-
-        Args:
-            images: those that input_ids have tokens for, in their order.
-
-        Raises:
-            ModelError: not every layer computed its attention, or what it carries on, through the cache.
-        """
-        # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
-        forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else backbone(self._model)
-        if self._record is not None:
-            self._record.begin()
-        with cache.in_use():
-            seen = {} if self._sight is None else self._sight.look(images)
-            output = forward(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_cache=cache, **seen)
-        for what, seen_layers, layers in (
-            ("attention", cache.layers_seen, self._attention_layers),
-            ("sequence mixer", cache.mixers_seen, self._mixer_layers),
-        ):
-            if seen_layers != layers:
-                raise ModelError(
-                    f"{type(self._model).__name__} is not supported: its {len(layers)} layers called the cached {what} "
-                    f"{len(seen_layers)} times instead of once each, in order"
-                )
-        return output.last_hidden_state
-
-    def expert_record(self) -> ExpertRecord:
-        """Of the newest `hidden_states`, from the first call of this on.
-
-        Raises:
-            ModelError: the model has no experts.
-        """
-        if self._record is None:
-            self._record = ExpertRecord(self._model)
-        return self._record
-
-    def projection(self) -> Tensor:
-        """[V, D], what `logits` takes; valid until the weights change."""
-        weight = self._model.get_output_embeddings().weight
-        return repeated_projection(weight) if self._kernels is None else weight
-
-    def logits(self, hidden: Tensor, projection: Tensor) -> Tensor:
-        """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
-        project = project_float32 if self._kernels is None else self._kernels.project
-        return self._transform.forward_(project(hidden, projection))
-
-    def is_stopped(self, token_ids: list[int], stop: Sequence[str]) -> bool:
-        """Whether the last token ends a completion, or has brought a stop string into its text."""
-        if token_ids[-1] in self._stop_ids:
-            return True
-        if not stop:
-            return False
-        assert self._decode is not None, "stop strings need an engine that was given `decode`"
-        return brings_stop(token_ids, stop, self._decode)
-
-    @property
-    def banned(self) -> Tensor | None:
-        """[M] int64, tokens that are never drawn."""
-        return self._banned
-
-    @property
-    def sight(self) -> Sight | None:
-        """None of a model that sees no images."""
-        return self._sight
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def cache_size(self) -> CacheSize:
-        """Of what a sequence is decoded from."""
-        return self._cache_size
-
-    @property
-    def kernels(self) -> DecodeKernels | None:
-        """Of decode steps; None: torch's."""
-        return self._kernels
-
-    @property
-    def max_rows(self) -> int:
-        return self._max_rows
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

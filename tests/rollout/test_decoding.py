@@ -16,13 +16,13 @@ STOPS = list(range(3, 13))
 
 def counted(engine):
     """[B, L] of every forward pass."""
-    shapes, forward = [], engine.hidden_states
+    shapes, forward = [], engine._cached.hidden_states
 
     def note(input_ids, *arguments):
         shapes.append(tuple(input_ids.shape))
         return forward(input_ids, *arguments)
 
-    engine.hidden_states = note
+    engine._cached.hidden_states = note
     return shapes
 
 
@@ -87,7 +87,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_and_one_that_jus
     ]
     expected = engine.generate(wanted)
     scale = 2**20  # as if the model were so much larger: numbers that show
-    monkeypatch.setattr(engine, "_cache_size", CacheSize(token_bytes=TOKEN_BYTES * scale, carried_bytes=0))
+    monkeypatch.setattr(engine._cached, "cache_size", CacheSize(token_bytes=TOKEN_BYTES * scale, carried_bytes=0))
     needed = 18 * 34 * TOKEN_BYTES * scale
     monkeypatch.setattr(decoding, "free_bytes", lambda device: needed + spare_bytes)
     if spare_bytes == 0:
@@ -108,9 +108,9 @@ def test_the_size_of_a_cache_is_that_of_the_formula(model_folders, monkeypatch):
     engine = EmbeddedEngine.from_folder(
         model_folders["qwen3"], dtype=torch.float32, max_rows=16, device=torch.device("cpu")
     )
-    assert engine.cache_size == CacheSize(token_bytes=TOKEN_BYTES, carried_bytes=0)
+    assert engine._cached.cache_size == CacheSize(token_bytes=TOKEN_BYTES, carried_bytes=0)
     caches, cache = [], decoding.KVCache
     monkeypatch.setattr(decoding, "KVCache", lambda **options: caches.append(cache(**options)) or caches[-1])
     engine.generate([GenerateRequest(uid="a", prompt_ids=[4] * 7, num_completions=9, max_tokens=5, temperature=1.0)])
     stored = [tensor for pair in caches[0]._layers.values() for tensor in pair]
-    assert sum(tensor.nbytes for tensor in stored) == (9 + 1) * engine.cache_size.row_bytes(12)
+    assert sum(tensor.nbytes for tensor in stored) == (9 + 1) * engine._cached.cache_size.row_bytes(12)

@@ -110,8 +110,8 @@ def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, sam
     """A group that fits is shown to the tower once; image tokens are never drawn."""
     engine = open_engine(folder, max_rows)
     num_seen = []
-    look = engine.sight.look
-    monkeypatch.setattr(engine.sight, "look", lambda images: num_seen.append(len(images)) or look(images))
+    look = engine._cached.sight.look
+    monkeypatch.setattr(engine._cached.sight, "look", lambda images: num_seen.append(len(images)) or look(images))
     asked = [asking(sample, temperature=1.0, num_completions=4, max_tokens=6) for sample in samples]
     groups = engine.generate(asked)
     for sample, group in zip(samples, groups, strict=True):

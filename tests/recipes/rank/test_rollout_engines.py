@@ -23,7 +23,7 @@ def test_an_embedded_engine_samples_as_its_config_says(model_folder):
         return engine, engine.generate([request])[0]
 
     engine, free = sample(max_concurrent_sequences=2)
-    assert engine.max_rows == 2
+    assert engine._cached.max_rows == 2
     first = free[0].token_ids
     _, banned = sample(bad_token_ids=[first[0]])
     assert banned[0].token_ids[0] != first[0]
