@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
@@ -30,6 +31,22 @@ from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Of a run that is ready for its first step."""
+
+    run: Run
+    ranks: Ranks
+    learner: Learner
+    pipeline: Pipeline
+    rollouter: Rollouter
+    weights: WeightSync
+    tokens: TokenAccount
+    held_out: list[Example]
+    counts: Metrics
+    """Of the rows that were read."""
+
+
 def train(config: RLConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step consumes `rollout.num_prompts` groups and makes num_minibatches x num_epochs
     optimizer steps.
@@ -37,6 +54,41 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     Args:
         group: every rank; the last ones only sample where rollout.placement=split.
     """
+    with _opened(config, group) as parts:
+        run, pipeline, weights = parts.run, parts.pipeline, parts.weights
+        sample_log = run.sample_log()
+        weights.sync(run.first_step - 1)
+        weights.probe(run.first_step - 1)
+        pipeline.start(run.first_step)
+        for step in run.steps():
+            with run.spans("rollout"):
+                rollout = pipeline.take(step)
+            metrics = rollout.metrics | parts.learner.learn(rollout, step, run.spans)
+            parts.tokens.add(metrics)
+            validates = bool(parts.held_out) and run.should_validate(step)
+            incidents: dict[str, float] = {}
+            if validates or pipeline.takes_weights():
+                with _serving(pipeline, step, run.spans, samples=validates):
+                    with run.spans("sync"):
+                        metrics |= weights.sync(step)
+                    with run.spans("probe"):
+                        metrics |= weights.probe(step)
+                    if validates and config.reward is not None:
+                        with run.spans("validate"):
+                            metrics |= greedy_accuracy(parts.rollouter, parts.held_out, config.reward)
+                    incidents = parts.ranks.take_restarts() | weights.shares
+            with named_failures(run.output_dir):
+                sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
+            are_ahead = parts.ranks.are_split
+            metrics |= parts.counts | _rollout_metrics(rollout.groups, config, version=step - 1, are_ahead=are_ahead)
+            if are_ahead:
+                run.spans.add("rollout_idle", pipeline.take_idle_seconds())
+            run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
+
+
+@contextmanager
+def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
+    """Reads the data, builds every engine, and continues the run that is there, if one is."""
     ranks = Ranks.of(group, config)
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
@@ -54,7 +106,6 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     sync_gate: SyncGate | None = None
     if config.rollout.partial and config.rollout.split is not None:
         sync_gate = SyncGate(ranks.interrupt_sampling, timeout_seconds=config.rollout.split.timeout_seconds)
-    counts = {f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()}
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
         Rollouter(
@@ -82,40 +133,23 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         ) as run,
         TokenAccount("rl") as tokens,
     ):
-        sample_log = run.sample_log()
-        weights = WeightSync(
-            engines.policy,
-            ranks,
-            examples.rows,
-            probe_every_syncs=config.rollout.probe_every_syncs,
-            image_token_id=None if model.vision is None else model.vision.image_token_id,
+        yield _Parts(
+            run=run,
+            ranks=ranks,
+            learner=learner,
+            pipeline=pipeline,
+            rollouter=rollouter,
+            weights=WeightSync(
+                engines.policy,
+                ranks,
+                examples.rows,
+                probe_every_syncs=config.rollout.probe_every_syncs,
+                image_token_id=None if model.vision is None else model.vision.image_token_id,
+            ),
+            tokens=tokens,
+            held_out=held_out,
+            counts={f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()},
         )
-        weights.sync(run.first_step - 1)
-        weights.probe(run.first_step - 1)
-        pipeline.start(run.first_step)
-        for step in run.steps():
-            with run.spans("rollout"):
-                rollout = pipeline.take(step)
-            metrics = rollout.metrics | learner.learn(rollout, step, run.spans)
-            tokens.add(metrics)
-            validates = bool(held_out) and run.should_validate(step)
-            incidents: dict[str, float] = {}
-            if validates or pipeline.takes_weights():
-                with _serving(pipeline, step, run.spans, samples=validates):
-                    with run.spans("sync"):
-                        metrics |= weights.sync(step)
-                    with run.spans("probe"):
-                        metrics |= weights.probe(step)
-                    if validates and config.reward is not None:
-                        with run.spans("validate"):
-                            metrics |= greedy_accuracy(rollouter, held_out, config.reward)
-                    incidents = ranks.take_restarts() | weights.shares
-            with named_failures(run.output_dir):
-                sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
-            metrics |= counts | _rollout_metrics(rollout.groups, config, version=step - 1, are_ahead=ranks.are_split)
-            if ranks.are_split:
-                run.spans.add("rollout_idle", pipeline.take_idle_seconds())
-            run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
 
 
 @contextmanager
