@@ -64,7 +64,7 @@ def filled(name, samples):
                 advantages=noise(1.0),
                 values=noise(0.2),
                 returns=noise(0.5),
-                weights=1 + 0.1 * noise(1.0).abs(),
+                importance_weights=1 + 0.1 * noise(1.0).abs(),
                 selected=noise(1.0) > 1 if name in ("clip_cov", "kl_cov") else None,
                 reward=0.5 - place % 2,
             )

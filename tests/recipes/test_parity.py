@@ -92,8 +92,10 @@ def other_norm(engine, _):
 
 
 def other_logits(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_transform", lambda: None)
-    monkeypatch.setattr(engine, "logits", lambda hidden, projection: 2 * (hidden.float() @ projection[:261].float().T))
+    monkeypatch.setattr(engine._cached, "_transform", lambda: None)
+    monkeypatch.setattr(
+        engine._cached, "logits", lambda hidden, projection: 2 * (hidden.float() @ projection[:261].float().T)
+    )
 
 
 def forgetful_cache(_, monkeypatch):
@@ -165,7 +167,7 @@ def test_what_is_computed_elsewhere_and_agrees_again_is_no_difference(model_fold
         engine._model.model.layers[0].register_forward_pre_hook(
             lambda _, args, kwargs: ((args[0] / 2, *args[1:]), kwargs), with_kwargs=True
         )
-        monkeypatch.setattr(engine, "projection", lambda: right(*args, **options).projection())
+        monkeypatch.setattr(engine._cached, "projection", right(*args, **options)._cached.projection)
         return engine
 
     monkeypatch.setattr(parity_module, "build_rollout", build)

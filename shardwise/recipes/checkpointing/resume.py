@@ -162,7 +162,7 @@ def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, take
             return _Found(folder, damage, _lost_states(folder, verify, may_be_lost=takes_weights))
         except ModelError as error:
             if not falls_back:
-                weights = f", or go on {_ITS_WEIGHTS}" if _is_whole_without_shards(folder, verify) else ""
+                weights = f", or resume {_ITS_WEIGHTS}" if _is_whole_without_shards(folder, verify) else ""
                 raise ModelError(f"{error}; {_RESTORE}{weights}") from None
             damage.append(str(error))
     if damage:
@@ -193,7 +193,7 @@ def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> dict[str
 def _without_states(folders: Collection[Path], verify: Verify) -> str:
     """For the error of a run of which no checkpoint is whole: what else there is to resume from, if anything."""
     if any(_is_whole_without_shards(folder, verify) for folder in folders):
-        return f", or go on {_ITS_WEIGHTS}"
+        return f", or resume {_ITS_WEIGHTS}"
     weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
     if weights is None:
         return ""
