@@ -94,7 +94,7 @@ class GenerateRequest:
     """Routing key: requests with the same value share a prompt prefix (the turns of a prompt's episodes) and go to the
     same engine where engines cache prefixes."""
     first_index: int = 0
-    """Of the first completion in its group."""
+    """The index of this request's first completion among its prompt's; not 0 where it continues later ones."""
     partial_token_ids: list[int] = field(default_factory=list)
     """Tokens of a single completion that were sampled before an interruption; the engine continues after them, and
     `max_tokens` counts new tokens only. Where an engine draws by position (embedded), the result is that of an
@@ -187,7 +187,9 @@ class Completion:
 
     def _experts_then(self, more: Self) -> Tensor | None:
         """What goes on computes the tokens so far once more, maybe with other weights: their first choice counts."""
-        if self.experts is None or more.experts is None:
+        if more.experts is None:  # interrupted before its first token
+            return self.experts
+        if self.experts is None:
             return more.experts
         return torch.cat([self.experts, more.experts[len(self.experts) :]])
 
@@ -397,7 +399,7 @@ class MetricValue:
         return replace(self, total=float(self.total), count=float(self.count))
 
     @property
-    def is_of_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it is a mean of no values, which is not reported."""
         return self.kind == "mean" and not float(self.count)
 

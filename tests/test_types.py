@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from shardwise.types import MetricValue, Sample, TokenBatch, merge_metrics
+from shardwise.types import Completion, MetricValue, Sample, TokenBatch, merge_metrics
 
 
 def test_merging_parts_gives_the_metric_of_the_whole():
@@ -75,3 +75,21 @@ def test_a_batch_moves_every_tensor_and_nothing_else():
     assert moved.sample_index == [0]
     assert moved.old_logprobs is None
     assert batch.input_ids.device.type == "cpu"
+
+
+def test_choices_of_experts_stay_those_of_the_pass_that_sampled_whatever_is_interrupted():
+    """Three versions; the second was interrupted before its first token. Each pass computes all tokens before it."""
+
+    def part(tokens, version, choices):
+        experts = None if choices is None else torch.tensor(choices).view(-1, 1, 1)
+        return Completion(
+            token_ids=tokens,
+            logprobs=[-1.0] * len(tokens),
+            finish_reason="interrupted",
+            policy_version=version,
+            experts=experts,
+        )
+
+    whole = part([5, 6], 1, [10, 11, 12]).then(part([], 2, None)).then(part([7], 3, [20, 21, 22, 23]))
+    assert whole.experts.flatten().tolist() == [10, 11, 12, 23]
+    assert whole.versions == [1, 1, 3]

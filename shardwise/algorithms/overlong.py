@@ -11,7 +11,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, fa
     -factor at max_tokens: min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0).
 
     Args:
-        lengths: [N] int64, sampled tokens of each completion.
+        lengths: [N] int64, response tokens of each completion, with what was answered between its turns.
         max_tokens: the most tokens a completion can have.
         buffer_tokens: over how many tokens the penalty grows, 1..max_tokens.
         factor: the penalty at max_tokens, positive.

@@ -1,13 +1,22 @@
 """The base of every config class: frozen, no unknown keys, errors that name the key path and the nearest valid one."""
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.yaml_values import read_yaml, value_of, yaml_of
@@ -121,6 +130,25 @@ class Choice(Config):
     def arguments(self) -> dict[str, Any]:
         """Its other keys and their values: what the function of that name takes by keyword."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != self.tag}
+
+
+def _plain(value: Any, path: str = "") -> Any:
+    """Raises ValueError: JSON, as which it reaches ranks and checkpoints, would make something else of a part of it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{path}{key}: keys are text here; write it in quotes")
+            _plain(inner, f"{path}{key}.")
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            _plain(inner, f"{path}{place}.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path.removesuffix('.')}={value}: numbers are finite here; null may stand for none")
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""By keyword, for what is not ours. Numbers in it are finite and keys are text."""
 
 
 def _as_list(given: object) -> object:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.config.base import Choice
+from shardwise.config.base import Arguments, Choice
 
 
 def named(default: str) -> BeforeValidator:
@@ -29,5 +29,5 @@ class Custom(Choice):
     name: Literal["custom"] = "custom"
     function: str
     """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Arguments = Field(default_factory=dict)
     """Passed by keyword."""

@@ -1,10 +1,10 @@
 """Where rows come from and how they become tokens."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwise.config.base import Config, OneOrMore
+from shardwise.config.base import Arguments, Config, OneOrMore
 
 OverlongPolicy = Literal["error", "drop", "truncate"]
 
@@ -18,7 +18,7 @@ class ReasoningGymTask(Config):
     """So many problems."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Another seed makes other problems: give training and validation files different ones."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Arguments = Field(default_factory=dict)
     """Of the dataset's own config: how hard its problems are."""
 
 

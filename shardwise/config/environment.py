@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Choice
+from shardwise.config.base import Arguments, Choice
 
 CallFormat = Literal["hermes", "qwen"]
 
@@ -31,7 +31,7 @@ class CustomEnvironment(_Environment):
     path: str
     """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
     (docs/environments.md); every completion gets an instance of its own."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Arguments = Field(default_factory=dict)
     """Keyword arguments of every instance."""
 
 
@@ -72,7 +72,7 @@ class AgentEnvironment(_Environment):
     """`path/to/file.py:name` or `package.module:name`, a function or a coroutine function, called once for every
     completion as function(example, endpoint) (docs/environments.md); returns the reward, a number or a dict with
     "score"."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Arguments = Field(default_factory=dict)
     """Further keyword arguments of every call."""
     call_format: CallFormat = "hermes"
     """How the policy writes a call of one of the tools in a request: hermes (Hermes, Qwen2.5, Qwen3) or qwen

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Choice, Config
+from shardwise.config.base import Arguments, Choice, Config
 from shardwise.config.engine import FrozenEngineConfig, ModelConfig
 
 
@@ -25,7 +25,7 @@ class FunctionReward(Choice):
     """Names the entry in metrics and errors; not given it is the function's own name."""
     weight: float = 1.0
     """The factor of this score in the reward."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Arguments = Field(default_factory=dict)
     """Further keyword arguments of every call."""
 
     @model_validator(mode="before")

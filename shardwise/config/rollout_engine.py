@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Choice, Config, by_type
+from shardwise.config.base import Arguments, Choice, Config, by_type
 
 
 class EngineProcessConfig(Config):
@@ -81,7 +81,7 @@ class VllmRollout(Choice):
     process: EngineProcessConfig | None = None
     """Run vLLM in a process of its own, which is replaced where it dies or hangs; null: in that of its rank. Needed for
     placement=split."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, such as enforce_eager, max_model_len or kv_cache_memory_bytes. With
     tensor_parallel_size, neighbouring ranks are one engine together; one with a process of its own starts workers on
     devices beside its rank's instead."""
@@ -143,7 +143,7 @@ class SglangRollout(Choice):
     """How long the server may take to start, and to load the weights of a sync."""
     health_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
     """A server that says nothing for so long while it generates is dead."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Further arguments of SGLang's server by their names in ServerArgs, such as attention_backend or
     context_length."""
 

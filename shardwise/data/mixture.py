@@ -17,7 +17,9 @@ class PromptStream:
     """
 
     def __init__(self, sources: Sequence[str], config: PromptDataConfig, *, seed: int) -> None:
-        """Args:
+        """Starts before the first row.
+
+        Args:
             sources: the data source of every row.
         Raises:
             ConfigError: data.mixture names a source that no row has.

@@ -13,7 +13,7 @@ import xxhash
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import BLOCK_BYTES
-from shardwise.observability import write_json_atomic
+from shardwise.observability import to_json, write_json_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ def bytes_hash(data: bytes | memoryview) -> str:
 
 def write_sealed_json(path: Path, content: Any) -> None:
     """Writes {"xxh3": of the content, "content": ...} whole or not at all, durably. Raises OSError."""
-    write_json_atomic(path, {"xxh3": bytes_hash(_canonical(content)), "content": content})
+    read = json.loads(to_json(content))  # the hash is of what will be read: text for keys, null for NaN
+    write_json_atomic(path, {"xxh3": bytes_hash(_canonical(read)), "content": read})
 
 
 def read_sealed_json(path: Path) -> Any:

@@ -126,7 +126,7 @@ def write_json_atomic(path: Path, value: Any) -> None:
     fault_point("write")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(_to_json(value, indent=2) + "\n")
+            file.write(to_json(value, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         fault_point("write")
@@ -171,7 +171,7 @@ class _JsonLines:
         self.close()
 
     def write(self, *rows: Mapping[str, Any]) -> None:
-        self._waiting += "".join(_to_json(row) + "\n" for row in rows).encode()
+        self._waiting += "".join(to_json(row) + "\n" for row in rows).encode()
         try:
             self._flush()
         except OSError as error:
@@ -221,7 +221,8 @@ def _step_of(line: bytes) -> int | None:
     return step if line.endswith(b"\n") and isinstance(step, int) else None
 
 
-def _to_json(value: Any, *, indent: int | None = None) -> str:
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """As all files of a run have it: null for NaN and infinities."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

@@ -98,7 +98,9 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             advantages, returns = gae(token_rewards, loss_mask, values, **chosen.arguments())
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
-            advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=_weights_of_parts(scored))
+            advantages = torch.zeros_like(token_rewards)
+            if parts:  # else every call of the rewards has failed
+                advantages = gdpo(token_rewards, loss_mask, group_ids, parts, weights=_weights_of_parts(scored))
         case "remax":
             assert scored.greedy_rewards is not None
             advantages = remax(token_rewards, loss_mask, group_ids, torch.tensor(list(scored.greedy_rewards)))

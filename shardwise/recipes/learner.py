@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
-from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, RLConfig
+from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, RLConfig, TrainingError
 from shardwise.config.algorithm import BATCH_ADVANTAGES
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
@@ -86,7 +86,7 @@ class Learner:
         samples, metrics = with_advantages(scored, algorithm, kl_coef=self.kl_coef)
         metrics |= replayed
         samples, corrected = with_rollout_correction(samples, algorithm)
-        self._watch_signal(samples)
+        self._warn_of_idle_steps(samples)
         metrics |= corrected | token_metrics(rollout.groups, samples)
         seed = self._config.trainer.seed
         batches = minibatches(samples, algorithm, seed=seed, step=step)
@@ -101,7 +101,7 @@ class Learner:
             metrics |= derived_mismatch_metrics(metrics)
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
-    def _watch_signal(self, samples: Sequence[Sample]) -> None:
+    def _warn_of_idle_steps(self, samples: Sequence[Sample]) -> None:
         """Warns where nothing was learnt for many steps: rewards told nothing apart, or no token was left to train."""
         name = self._algorithm.advantage.name
         has_tokens = any(sample.loss_mask.any() for sample in samples)
@@ -131,20 +131,26 @@ class Learner:
         elif algorithm.needs_old_logprobs:
             samples = _with_scores(samples, "old_logprobs", engines.policy.score(samples))
         if algorithm.kl_coef > 0:
-            own = engines.reference is None
+            is_policy = engines.reference is None
             reference = engines.policy if engines.reference is None else engines.reference
-            scores = reference.score(without_experts(samples), with_adapters=not own)
+            scores = reference.score(without_experts(samples), with_adapters=not is_policy)
             samples = _with_scores(samples, "ref_logprobs", scores)
         if engines.critic is not None:
             samples = _with_scores(samples, "values", engines.critic.score(without_experts(samples)))
         greedy, reward = rollout.greedy_rewards, self._config.reward
+        parts = {} if reward is None else reward_columns(rollout.groups, reward)
+        if algorithm.advantage.name == "gdpo" and not parts and not all(all(g.failed) for g in rollout.groups):
+            raise TrainingError(
+                "algorithm.advantage=gdpo compares the parts of the reward, and the results of reward.manager have "
+                "none in common; let it return the same keys for every completion, or choose another advantage"
+            )
         return Scored(
             samples=samples,
-            reward_parts={} if reward is None else reward_columns(rollout.groups, reward),
+            reward_parts=parts,
             reward_weights={} if reward is None else {entry.name: entry.weight for entry in reward.functions},
-            outcome_rewards=[own for group in rollout.groups for own in group.rewards],
+            outcome_rewards=[reward for group in rollout.groups for reward in group.rewards],
             greedy_rewards=None if greedy is None else [greedy[sample.group] for sample in samples],
-            teacher_logprobs=self._teach(samples, rollout) if engines.teachers else None,
+            teacher_logprobs=self._teacher_logprobs(samples, rollout) if engines.teachers else None,
         )
 
     def _replay_metrics(self, samples: Sequence[Sample], step: int) -> Metrics:
@@ -161,7 +167,7 @@ class Learner:
             found[f"rollout/difference_{name}_experts"] = MetricValue.mean(float(apart.double().sum()), len(apart))
         return found
 
-    def _teach(self, samples: Sequence[Sample], rollout: Rollout) -> list[Tensor]:
+    def _teacher_logprobs(self, samples: Sequence[Sample], rollout: Rollout) -> list[Tensor]:
         """The logprobs of each sample under the teacher of its source."""
         teachers = self._engines.teachers
         sources = [rollout.groups[sample.group].example.data_source for sample in samples]

@@ -18,8 +18,10 @@ class ModelScorer:
     """Scores conversations with a reward model, rendered by its own tokenizer."""
 
     def __init__(self, engine: RemoteEngine, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None) -> None:
-        """Args:
-        context_tokens: the longest sequence the model was made for; None where it sets no limit.
+        """Around an engine that is built.
+
+        Args:
+            context_tokens: the longest sequence the model was made for; None where it sets no limit.
         """
         self.engine = engine
         self._tokenizer = tokenizer

@@ -40,8 +40,8 @@ class _Parts:
     learner: Learner
     pipeline: Pipeline
     rollouter: Rollouter
-    weights: WeightSync
-    tokens: TokenAccount
+    weight_sync: WeightSync
+    token_account: TokenAccount
     held_out: list[Example]
     counts: Metrics
     """Of the rows that were read."""
@@ -55,7 +55,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         group: every rank; the last ones only sample where rollout.placement=split.
     """
     with _opened(config, group) as parts:
-        run, pipeline, weights = parts.run, parts.pipeline, parts.weights
+        run, pipeline, weights = parts.run, parts.pipeline, parts.weight_sync
         sample_log = run.sample_log()
         weights.sync(run.first_step - 1)
         weights.probe(run.first_step - 1)
@@ -64,7 +64,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             with run.spans("rollout"):
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | parts.learner.learn(rollout, step, run.spans)
-            parts.tokens.add(metrics)
+            parts.token_account.add(metrics)
             validates = bool(parts.held_out) and run.should_validate(step)
             incidents: dict[str, float] = {}
             if validates or pipeline.takes_weights():
@@ -79,9 +79,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                     incidents = parts.ranks.take_restarts() | weights.shares
             with named_failures(run.output_dir):
                 sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
-            are_ahead = parts.ranks.are_split
-            metrics |= parts.counts | _rollout_metrics(rollout.groups, config, version=step - 1, are_ahead=are_ahead)
-            if are_ahead:
+            is_split = parts.ranks.are_split
+            metrics |= parts.counts | _rollout_metrics(rollout.groups, config, version=step - 1, is_split=is_split)
+            if is_split:
                 run.spans.add("rollout_idle", pipeline.take_idle_seconds())
             run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
 
@@ -131,7 +131,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
             frozen=[*engines.frozen, *(model.engine for model in reward_models.values())],
             total_steps=total_steps,
         ) as run,
-        TokenAccount("rl") as tokens,
+        TokenAccount("rl") as token_account,
     ):
         yield _Parts(
             run=run,
@@ -139,14 +139,14 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
             learner=learner,
             pipeline=pipeline,
             rollouter=rollouter,
-            weights=WeightSync(
+            weight_sync=WeightSync(
                 engines.policy,
                 ranks,
                 examples.rows,
                 probe_every_syncs=config.rollout.probe_every_syncs,
                 image_token_id=None if model.vision is None else model.vision.image_token_id,
             ),
-            tokens=tokens,
+            token_account=token_account,
             held_out=held_out,
             counts={f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()},
         )
@@ -161,15 +161,15 @@ def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> I
         yield
 
 
-def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, version: int, are_ahead: bool) -> Metrics:
+def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, version: int, is_split: bool) -> Metrics:
     """Of what a step trains on.
 
     Args:
         version: of the weights that the step begins with.
-        are_ahead: ranks of their own sample it, maybe with earlier weights.
+        is_split: ranks of their own sample it, maybe with earlier weights.
     """
     found = rollout_metrics(groups)
-    if are_ahead:
+    if is_split:
         found |= staleness_metrics(groups, version=version)
     if config.reward is not None:
         found |= reward_metrics(groups, mask_failed=config.masks_failed)

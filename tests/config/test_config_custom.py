@@ -74,3 +74,23 @@ def test_numbers_with_an_exponent_are_numbers_wherever_they_stand(tmp_path, text
         assert config.policy_loss.parameters == {"scale": value}
         (tmp_path / "again.yaml").write_text(config.to_yaml())
         assert AlgorithmConfig.load(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ("{bound: .inf}", "bound=inf: numbers are finite here; null may stand for none"),
+        ("{bounds: [1, .nan]}", "bounds.1=nan: numbers are finite here"),
+        ("{of: {2: 0.1}}", "of.2: keys are text here; write it in quotes"),
+    ],
+)
+def test_parameters_that_would_reach_the_ranks_as_something_else_are_refused(parameters, told):
+    with pytest.raises(ConfigError, match=f"policy_loss.parameters: {told}"):
+        AlgorithmConfig.load(None, [f"policy_loss={{function: 'a.py:b', parameters: {parameters}}}"])
+
+
+def test_parameters_reach_the_ranks_as_they_are():
+    chosen = "policy_loss={function: 'a.py:b', parameters: {a: [1, 2.5, true, null, {b: x}]}}"
+    config = AlgorithmConfig.load(None, [chosen])
+    assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.policy_loss.parameters == {"a": [1, 2.5, True, None, {"b": "x"}]}

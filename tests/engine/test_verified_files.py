@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import pytest
@@ -48,6 +49,11 @@ CONTENT = {"b": [1, 0.1, None, True], "a": {"ü": "x", "1e22": 1e22}}
 def test_sealed_json_comes_back_as_it_was(tmp_path):
     write_sealed_json(tmp_path / "f.json", CONTENT)
     assert read_sealed_json(tmp_path / "f.json") == CONTENT
+
+
+def test_sealed_json_is_read_whatever_json_makes_of_it(tmp_path):
+    write_sealed_json(tmp_path / "f.json", {"t": {2: 1, 10: 2}, "x": [math.inf, math.nan]})
+    assert read_sealed_json(tmp_path / "f.json") == {"t": {"2": 1, "10": 2}, "x": [None, None]}
 
 
 def test_every_flipped_bit_of_sealed_json_is_noticed_or_changes_nothing(tmp_path):

@@ -283,6 +283,20 @@ def test_failed_rewards_are_left_out_where_the_config_says_so(learner_of, make_g
         assert metrics["tokens/masked"] == 6 - num_tokens
 
 
+def test_gdpo_needs_parts_of_the_reward_unless_every_call_failed(learner_of, make_group):
+    """A manager may return no part that all its results have."""
+    tree = {"reward": {"functions": "a:b", "manager": "a:manage", "on_failure": "value"}}
+    learner, group = learner_of(config(advantage="gdpo", tree=tree))
+    without_parts = replace(make_group([1.0, 0.0, 1.0]), reward_parts=[{}, {"length": 2.0}, {}])
+    judged = Rollout(groups=[without_parts], greedy_rewards=None, metrics={})
+    with pytest.raises(TrainingError, match=r"gdpo compares the parts .* reward\.manager have none in common"):
+        learn(learner, judged)
+    failed = Rollout(groups=[make_group([0.0, 0.0], failed=[True, True])], greedy_rewards=None, metrics={})
+    learn(learner, failed)
+    (call,) = calls_of(group, "train")
+    assert all(not advantages.any() for advantages in trained_tokens(call, "advantages").values())
+
+
 def test_a_rejected_token_is_in_no_denominator(learner_of, rollout):
     """The trainer's logprobs are positive here, so every ratio is above the bound."""
     learner, group = learner_of(config(rollout_correction={"rejection": {"high": 1e-3}}))

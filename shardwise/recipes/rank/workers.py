@@ -402,7 +402,7 @@ class Worker:
         self._take_device(role, "params", "optimizer").engine.state.load(Path(folder), verify=False)
 
     def load_weights_alone(self, role: str, folder: str, state: str) -> None:
-        """See `TrainEngine.load_weights_alone`."""
+        """See `EngineState.load_weights_alone`."""
         engine = self._take_device(role, "params", "optimizer").engine
         engine.state.load_weights_alone(Path(folder), Path(state))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from shardwise.config import Gdpo, Gigpo, ModelError, RLConfig
+from shardwise.config import DataError, Gdpo, Gigpo, ModelError, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.advantages import with_overlong_penalty
 from shardwise.recipes.sampling.rollouts import Rollouter, is_correct
@@ -33,7 +33,7 @@ class Rollout:
         return min((completion.policy_version for completion in sampled), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it, with the uid of each row instead of the row."""
+        """JSON-serialisable, with the uid of each row instead of the row."""
         tree = asdict(self)
         for group in tree["groups"]:
             group["example"] = group["example"]["uid"]
@@ -41,22 +41,32 @@ class Rollout:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:
-        """What `to_json` was called on; `examples` holds its rows. Raises ModelError: it is of another FORMAT."""
+        """What `to_json` was called on; `examples` holds its rows.
+
+        Raises:
+            ModelError: it is of another FORMAT. DataError: a row is gone, or has another name.
+        """
         written = tree.get("format", 1)  # versions that did not say it
         if written != FORMAT:
             raise ModelError(
                 f"the checkpoint holds rollouts that were sampled ahead, in format {written}, and this version of "
-                f"Shardwise reads {FORMAT}; go on with the version that wrote it, or begin a new run from its weights "
-                "(model.path=CHECKPOINT/hf, trainer.resume=never)"
+                f"Shardwise reads {FORMAT}; resume it with the version that wrote it, or begin a new run from its "
+                "weights (model.path=CHECKPOINT/hf, trainer.resume=never)"
             )
         by_uid = {example.uid: example for example in examples}
 
         def group_of(group: dict[str, Any]) -> RolloutGroup:
+            if (uid := group["example"]) not in by_uid:
+                raise DataError(
+                    f"the checkpoint holds rollouts of the row {uid!r}, and the training rows have none of that name, "
+                    "of which the folder is a part where two files are called alike; give data.train_files as they "
+                    "were, or begin a new run from its weights (model.path=CHECKPOINT/hf, trainer.resume=never)"
+                )
             completions = [
                 Completion(**{**completion, "spans": [SampledSpan(**span) for span in completion["spans"]]})
                 for completion in group["completions"]
             ]
-            return RolloutGroup(**{**group, "example": by_uid[group["example"]], "completions": completions})
+            return RolloutGroup(**{**group, "example": by_uid[uid], "completions": completions})
 
         metrics = {name: MetricValue(**value) for name, value in tree["metrics"].items()}
         groups = [group_of(group) for group in tree["groups"]]

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shardwise.config import ModelError, PromptDataConfig, TrainingError
+from shardwise.config import DataError, ModelError, PromptDataConfig, TrainingError
 from shardwise.data import PromptStream
 from shardwise.recipes.sampling.pipeline import Pipeline
 from shardwise.recipes.sampling.sampler import Rollout
@@ -178,8 +178,17 @@ def test_a_rollout_of_a_checkpoint_is_read_in_the_format_that_it_names_and_in_no
     assert json.loads(json.dumps(again)) == written
     del written["format"]  # as the versions before wrote it, without spans
     del written["groups"][0]["completions"][0]["spans"]
-    with pytest.raises(ModelError, match=r"in format 1, and this version of Shardwise reads 2; go on with the version"):
+    with pytest.raises(
+        ModelError, match=r"in format 1, and this version of Shardwise reads 2; resume it with the version"
+    ):
         Rollout.from_json(written, EXAMPLES)
+
+
+def test_a_rollout_of_a_row_that_is_gone_names_it():
+    written = json.loads(FORMAT_2)
+    uid = written["groups"][0]["example"]
+    with pytest.raises(DataError, match=f"rollouts of the row '{uid}', .* give data.train_files as they were"):
+        Rollout.from_json(written, [example for example in EXAMPLES if example.uid != uid])
 
 
 def test_what_ends_sampling_ends_training():
