@@ -240,8 +240,6 @@ class Sample:
     reward: float = 0.0
     group: int = 0
     """Samples of one prompt share this number."""
-    min_policy_version: int = 0
-    max_policy_version: int = 0
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, (self.token_ids.shape, self.loss_mask.shape)

@@ -72,7 +72,6 @@ class EngineMesh:
     """What fully_shard takes: (fsdp) or (dp_replicate, fsdp), fsdp being dp_shard x sp."""
     sp_group: dist.ProcessGroup | None
     """The ranks that share this rank's sequences; None where it has them alone."""
-    sp_rank: int
     expert_fsdp: DeviceMesh
     """What fully_shard takes for experts: `fsdp`, or (expert_shard) or (dp_replicate, expert_shard) of it."""
     ep: DeviceMesh | None
@@ -87,15 +86,15 @@ def _build(dims: ParallelDims, device_type: str, _world: dist.ProcessGroup) -> E
         fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
     else:
         fsdp = init_device_mesh(device_type, (dims.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp"))
-    sp_group, sp_rank = None, 0
+    sp_group = None
     if dims.sp > 1:
         whole = fsdp._unflatten(fsdp.ndim - 1, (dims.dp_shard, dims.sp), ("dp_shard", "sp"))
-        sp_group, sp_rank = whole.get_group("sp"), whole.get_local_rank("sp")
+        sp_group = whole.get_group("sp")
     if dims.ep == 1:
-        return EngineMesh(dims, fsdp, sp_group, sp_rank, expert_fsdp=fsdp, ep=None)
+        return EngineMesh(dims, fsdp, sp_group, expert_fsdp=fsdp, ep=None)
     whole = fsdp._unflatten(fsdp.ndim - 1, (fsdp_size // dims.ep, dims.ep), ("expert_shard", "ep"))
     expert_fsdp = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
-    return EngineMesh(dims, fsdp, sp_group, sp_rank, expert_fsdp=expert_fsdp, ep=whole["ep"])
+    return EngineMesh(dims, fsdp, sp_group, expert_fsdp=expert_fsdp, ep=whole["ep"])
 
 
 def divisors(number: int) -> list[int]:

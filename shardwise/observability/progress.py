@@ -26,14 +26,11 @@ class Progress:
             progress.update(1, {"train/loss": 1.23})
     """
 
-    def __init__(
-        self, title: str, total_steps: int, *, start_step: int = 0, silent: bool = False, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, title: str, total_steps: int, *, start_step: int = 0, stream: TextIO | None = None) -> None:
         """
         Args:
             total_steps: the number of the last step.
             start_step: steps that were done before, by the run that this one resumes.
-            silent: show nothing.
             stream: where to write; None is standard output.
         """
         self._title = title
@@ -44,9 +41,8 @@ class Progress:
         self._last_line = float("-inf")
         self._shown_step: int | None = None
         self._newest: tuple[int, Mapping[str, float]] | None = None
-        self._silent = silent
         console = Console(file=self._stream)
-        self._live = _live_display(console) if console.is_terminal and not silent else None
+        self._live = _live_display(console) if console.is_terminal else None
         if self._live is not None:
             self._task = self._live.add_task(title, total=total_steps, completed=start_step, metrics="")
 
@@ -64,8 +60,6 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that `step` steps are done, with these metrics, in this order."""
-        if self._silent:
-            return
         self._newest = (step, metrics)
         if self._live is not None:
             self._live.update(self._task, completed=step, metrics=_metrics_text(metrics))

@@ -133,9 +133,9 @@ class SglangEngine:
         params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
         answers = iter(self._run(prompts, params))
         found = [[self._completion(r, next(answers)) for _ in range(r.num_completions)] for r in requests]
-        for place in range(len(found) if on_finished is not None else 0):
-            assert on_finished is not None
-            on_finished(place)
+        if on_finished is not None:
+            for place in range(len(found)):
+                on_finished(place)
         return found
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

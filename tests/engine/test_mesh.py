@@ -85,7 +85,7 @@ def neighbours(fsdp_size, ulysses_size):
     groups = {name: dist.get_process_group_ranks(mesh.fsdp.get_group(name)) for name in mesh.fsdp.mesh_dim_names}
     if mesh.sp_group is not None:
         groups["sp"] = dist.get_process_group_ranks(mesh.sp_group)
-        assert groups["sp"][mesh.sp_rank] == dist.get_rank()
+        assert groups["sp"][dist.get_rank(mesh.sp_group)] == dist.get_rank()
     return groups
 
 

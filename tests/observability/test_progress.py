@@ -61,14 +61,6 @@ def test_a_resumed_run_estimates_from_its_own_steps(clock):
     assert stream.getvalue() == "rl  step 91/100  left 0:01:30\n"
 
 
-def test_silent_shows_nothing_anywhere(clock):
-    assert run(clock, steps=3, total_steps=3, seconds_per_step=5, silent=True) == []
-    terminal = Terminal()
-    with Progress("sft", 3, silent=True, stream=terminal) as bar:
-        bar.update(3, {"train/loss": 1.0})
-    assert terminal.getvalue() == ""
-
-
 def test_a_terminal_gets_a_live_bar_with_the_metrics(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")

@@ -46,8 +46,6 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
                     spans=completion.spans,
                     reward=reward,
                     group=number,
-                    min_policy_version=completion.policy_version,
-                    max_policy_version=completion.newest_version,
                 )
             )
     return samples

@@ -109,7 +109,6 @@ def roll_out(worker: Worker) -> list[Sample]:
                     loss_mask=place >= 0,
                     rollout_logprobs=logprobs,
                     advantages=torch.where(place >= 0, 1.0 - 2.0 * (len(samples) % 2), 0.0),
-                    max_policy_version=completion.policy_version,
                 )
             )
     return samples
@@ -215,7 +214,7 @@ def test_rollout_and_trainer_agree_before_and_after_a_sync_that_follows_a_step(f
     worker.sync_weights(2)
     after = roll_out(worker)
     assert largest_difference(worker, after) < 1e-4
-    assert {sample.max_policy_version for sample in after} == {2}
+    assert {completion.policy_version for group in worker.generate(REQUESTS) for completion in group} == {2}
     assert [s.token_ids.tolist() for s in after] != [s.token_ids.tolist() for s in before]
 
 
