@@ -33,7 +33,7 @@ class RouterReplay:
         """
         self._experts: Tensor | None = None
         self._num_seen: dict[int, int] = {}
-        self._is_counting = False
+        self._compares = self._is_counting = False
         self._counts: Tensor | None = None
         self._choices: dict[int, _Replayed] = {}
         for place, router in enumerate(routers):
@@ -56,7 +56,8 @@ class RouterReplay:
                 f"rollout.router_replay=true: the rollout tells the choices of {experts.shape[1]} routers, and the "
                 f"model that is trained has {self._num_routers}; set it to false"
             )
-        self._experts, self._num_seen, self._is_counting = experts, {}, counts
+        self._experts, self._num_seen = experts, {}
+        self._compares = self._is_counting = counts
         try:
             yield
         finally:
@@ -87,8 +88,10 @@ class RouterReplay:
         start, num_tokens = self._num_seen.get(place, 0), args[0].shape[:-1].numel()
         self._num_seen[place] = (start + num_tokens) % len(self._experts)  # a tiled MLP brings the next ones
         experts = self._experts[start : start + num_tokens, place].long()
-        if self._is_counting:
-            self._count(router, module, args, experts)
+        if self._compares:  # also where it is computed again: selective checkpointing counts on the same operations
+            differing = self._compare(router, module, args, experts)
+            if self._is_counting:
+                self._counts = differing if self._counts is None else self._counts + differing
         choice = _Replayed(experts, _num_experts(router))
         choice.__enter__()
         self._choices[place] = choice
@@ -108,14 +111,14 @@ class RouterReplay:
             )
 
     @torch.no_grad()
-    def _count(self, router: Router, module: nn.Module, args: tuple[Tensor, ...], experts: Tensor) -> None:
-        """Of the experts [t, k] that the router chooses by itself those that are not replayed. It is asked for that:
-        once it prefers the groups of the replayed ones, nothing tells what it would have chosen."""
+    def _compare(self, router: Router, module: nn.Module, args: tuple[Tensor, ...], experts: Tensor) -> Tensor:
+        """[2] float64: of the experts [t, k] that the router chooses by itself how many are not replayed, and of how
+        many. It is asked for that: once it prefers the groups of the replayed ones, nothing tells what it would have
+        chosen."""
         own = router.read(module.forward(*args))[1]
         is_given = experts[:, :1] >= 0
         is_same = (own[:, :, None] == experts[:, None, :]).any(-1)
-        counts = torch.stack([(is_given & ~is_same).sum(), is_given.expand_as(experts).sum()]).double()
-        self._counts = counts if self._counts is None else self._counts + counts
+        return torch.stack([(is_given & ~is_same).sum(), is_given.expand_as(experts).sum()]).double()
 
 
 class _Replayed(TorchFunctionMode):

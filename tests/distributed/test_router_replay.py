@@ -24,8 +24,9 @@ NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 6, 2, 2
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTHS = [11, 4, 7, 1, 9]
 CHECKPOINTED = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 CELLS = {
-    1: [{}, {"apply_tiled_mlp": True, "tiled_num_shards": 3, **CHECKPOINTED}],
+    1: [{}, {"apply_tiled_mlp": True, "tiled_num_shards": 3, **CHECKPOINTED}, SELECTIVE],
     2: [CHECKPOINTED, {"ulysses_size": 2, "apply_tiled_mlp": True}],
 }
 
