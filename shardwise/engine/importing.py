@@ -14,7 +14,7 @@ from shardwise.config import ConfigError, ModelError
 from shardwise.engine.conversions import ImportBlock, export_blocks
 from shardwise.engine.export import export_folder, staging_folder
 from shardwise.engine.foreign import ShardedTensors
-from shardwise.engine.loading import checked_blocks
+from shardwise.engine.loading import checked_blocks, require_same_copy
 from shardwise.engine.runtime_state import runtime_state
 
 
@@ -92,7 +92,8 @@ class RuntimeWeights(Mapping[str, Tensor]):
         """Raises ModelError: the source does not fit the model; lists why."""
         self._source = source
         self._block_of: dict[str, ImportBlock] = {}
-        for block in checked_blocks(model, runtime_state(model), source):
+        blocks, self._copies_of = checked_blocks(model, runtime_state(model), source)
+        for block in blocks:
             self._block_of |= dict.fromkeys(self._targets(block), block)
         self._waiting: dict[str, Tensor] = {}
 
@@ -100,6 +101,9 @@ class RuntimeWeights(Mapping[str, Tensor]):
         if name not in self._waiting:
             block = self._block_of[name]
             self._waiting |= block.convert({stored: self._source.read(stored) for stored in block.stored_names()})
+            if stored_copy := self._copies_of.get(name):
+                found = self._source.read(stored_copy)
+                require_same_copy(stored_copy, name, found, self._waiting[name], self._source.folder)
         return self._waiting.pop(name)
 
     def __iter__(self) -> Iterator[str]:

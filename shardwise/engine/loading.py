@@ -62,7 +62,8 @@ def load_weights(
         The bytes this rank read.
     Raises:
         ModelError: on every rank, if on any rank a tensor is missing, left over, of another shape or of a dtype that is
-            no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read.
+            no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read; or if the folder
+            has two tensors that differ for a weight that config.json ties.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
@@ -71,12 +72,28 @@ def load_weights(
             return 0
         wanted = set((copied if copies else runtime) if only is None else only)
         targets = _Targets(runtime | copied, quantized_weights(model), wanted)
-        blocks = checked_blocks(model, runtime, source, fresh)
+        blocks, copies_of = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
             if name not in found:
                 targets.fill(name, whole[tuple(local_box(targets.runtime[name]))])
-        return sum(_load_block(block, source, targets) for block in blocks)
+        num_bytes = sum(_load_block(block, source, targets) for block in blocks)
+        for original, stored_copy in copies_of.items():
+            if original in targets.filled:
+                loaded = local_shard(targets.runtime[original])
+                part = source.read(stored_copy, local_box(targets.runtime[original]))
+                require_same_copy(stored_copy, original, part.to(loaded.device, loaded.dtype), loaded, source.folder)
+                num_bytes += part.nbytes
+        return num_bytes
+
+
+def require_same_copy(name: str, original: str, found: Tensor, expected: Tensor, folder: Path) -> None:
+    """Raises ModelError unless a stored tensor is the weight that config.json says it is: training would drop it."""
+    if not bool(((found == expected) | (found.isnan() & expected.isnan())).all()):
+        raise ModelError(
+            f"{folder} holds a {name} that differs from {original}, and its config.json ties the two "
+            "(tie_word_embeddings=true); set that to false there to keep both, or remove the one that is not meant"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +182,18 @@ def checked_blocks(
     runtime: dict[str, Tensor],
     source: TensorFolder,
     fresh: Mapping[str, Tensor] | None = None,
-) -> list[ImportBlock]:
-    """The blocks that fill the model. Raises ModelError where the folder does not fit it; lists why."""
+) -> tuple[list[ImportBlock], dict[str, str]]:
+    """
+    Returns:
+        The blocks that fill the model; and of weights that config.json ties and the folder has twice, by the name of
+        the one that is filled what the other is stored as.
+    Raises:
+        ModelError: the folder does not fit the model; lists why.
+    """
     if fresh is not None:
         _check_value_head(f"{value_projection_name(model)}.weight", source, fresh)
     blocks, unused = import_blocks(model, runtime, source.specs)
-    tied = set(model.get_expanded_tied_weights_keys())
+    originals: dict[str, str] = model.get_expanded_tied_weights_keys()
     missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
     misfits = _Misfits(missing=sorted(set(missing) - set(fresh or ())))
     for name, tensor in sorted(expected.items()):
@@ -179,8 +202,17 @@ def checked_blocks(
             misfits.wrong_shape.append(f"{name} is {list(spec.shape)}, expected {list(tensor.shape)}")
         if spec.dtype != tensor.dtype and not (tensor.is_floating_point() and spec.dtype in LOADABLE_DTYPES):
             misfits.wrong_dtype.append(f"{name} is {str(spec.dtype).removeprefix('torch.')}")
+    copies: dict[str, str] = {}
+    there = {block.first_target for block in blocks}
+    for block in blocks:
+        original = originals.get(block.first_target)
+        if original in there and block.is_renaming:
+            (copies[original],) = block.stored_names()
+            shape, wanted = source.specs[copies[original]].shape, tuple(runtime[original].shape)
+            if shape != wanted:
+                misfits.wrong_shape.append(f"{copies[original]} is {list(shape)}, expected {list(wanted)}")
     left_over = unused | {name: block.first_target for block in blocks for name in block.stored_names()}
-    ignored = tied | buffer_names(model)
+    ignored = originals.keys() | buffer_names(model)
     misfits.extra = sorted(
         name
         for name, target in left_over.items()
@@ -188,7 +220,7 @@ def checked_blocks(
         if fresh is None or name.split(".")[0] not in LANGUAGE_MODEL_PROJECTIONS
     )
     misfits.raise_if_any(model, source.folder)
-    return [block for block in blocks if block.first_target not in tied]
+    return [block for block in blocks if block.first_target not in originals], copies
 
 
 def _check_value_head(name: str, source: TensorFolder, fresh: Mapping[str, Tensor]) -> None:

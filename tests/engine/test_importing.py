@@ -74,6 +74,15 @@ def test_the_files_are_those_that_transformers_saves(run_ranks, tmp_path, family
     assert len(log) == len(set(log)), "a tensor was read twice"
 
 
+def test_a_tied_copy_that_differs_is_refused(tmp_path):
+    folder = tiny_folder("qwen3", tmp_path / "source")
+    tensors = dict(tiny_model("qwen3").state_dict())
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.5
+    weights = RuntimeWeights(on_meta(folder, torch.float32), sharded(tensors))
+    with pytest.raises(ModelError, match=r"source holds a lm_head\.weight that differs from model\.embed_tokens"):
+        weights["model.embed_tokens.weight"]
+
+
 @pytest.fixture
 def llama(tmp_path):
     folder = tiny_folder("llama", tmp_path / "source")

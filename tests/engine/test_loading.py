@@ -10,8 +10,8 @@ from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_m
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from shardwise.config import ModelError
-from shardwise.engine import loading
+from shardwise.config import EngineConfig, ModelError, OptimizerConfig
+from shardwise.engine import TrainEngine, loading
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import SINGLE_NAME
 from shardwise.engine.weights import full_weights
@@ -161,7 +161,7 @@ def test_checkpoint_of_a_bare_backbone_loads(tmp_path, family):
     assert_same_parameters(loaded, model)
 
 
-def test_tied_copy_and_rotary_frequencies_in_a_checkpoint_are_ignored(qwen):
+def test_an_equal_tied_copy_and_rotary_frequencies_in_a_checkpoint_are_no_hindrance(qwen):
     tensors = load_file(qwen / SINGLE_NAME)
     embedding = tensors["model.embed_tokens.weight"]
     save_file(
@@ -171,7 +171,28 @@ def test_tied_copy_and_rotary_frequencies_in_a_checkpoint_are_ignored(qwen):
     model, num_bytes = load_whole(qwen)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, embedding)
-    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values()) + embedding.nbytes, "it was compared"
+
+
+def load_on_a_rank(folder):
+    with pytest.raises(ModelError) as error:
+        TrainEngine.build(Path(folder), EngineConfig(), device=torch.device("cpu"), optimizer=OptimizerConfig())
+    return str(error.value)
+
+
+def test_a_tied_copy_that_differs_is_refused_on_every_rank(run_ranks, qwen):
+    """As adapters leave it that trained the projection and were merged: transformers would compute with both."""
+    tensors = load_file(qwen / SINGLE_NAME)
+    other = tensors["model.embed_tokens.weight"].clone()
+    other[-1, -1] += 1  # among the rows of the last rank
+    save_file(tensors | {"lm_head.weight": other}, qwen / SINGLE_NAME)
+    first, second = run_ranks(load_on_a_rank, 2, str(qwen))
+    assert first == second
+    assert f"{qwen} holds a lm_head.weight that differs from model.embed_tokens.weight, and its config.json" in first
+    assert "(tie_word_embeddings=true); set that to false there to keep both" in first
+    save_file(tensors | {"lm_head.weight": other[:-1].clone()}, qwen / SINGLE_NAME)
+    with pytest.raises(ModelError, match=r"of the wrong shape \(lm_head\.weight is \["):
+        load_whole(qwen)
 
 
 def test_what_a_family_declares_as_left_over_is_ignored(mixture):
