@@ -40,7 +40,7 @@ def import_weights(
     weights = RuntimeWeights(model, source)
     try:
         export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size, weights=weights)
-    except ModelError:
+    except BaseException:
         shutil.rmtree(staging_folder(target), ignore_errors=True)
         raise
 

@@ -207,12 +207,18 @@ def _numbered_states(file: Path, parameters: Sequence[str]) -> dict[str, Any]:
     """By "KEY/NAME" what one rank holds of the state."""
     content = TorchFile(file, records=_RECORDS).content
     try:
-        numbers = sorted(number for group in content["param_groups"] for number in group["params"])
+        groups = content["param_groups"]
+        numbers = sorted(number for group in groups for number in group["params"])
         states = [
             (parameters[number], key, value) for number, keys in content["state"].items() for key, value in keys.items()
         ]
     except (KeyError, TypeError, IndexError, AttributeError):
-        numbers, states = [], []
+        groups, numbers, states = [], [], []
+    if len(groups) > 1:  # torch numbers them group by group, and which parameters a group has is not written down
+        raise ModelError(
+            f"{file} has {len(groups)} parameter groups, and nothing in it says which parameters are in which; import "
+            "the weights without --config"
+        )
     if numbers != list(range(len(parameters))) or not states:
         raise ModelError(
             f"{file} does not hold AdamW's states for {len(parameters)} parameters; those of FSDP1, which flattens "
@@ -248,7 +254,7 @@ def _shards(origin: str, value: Any, mesh: _Mesh) -> _Shards:
         if wrapper.kind == "DTensor":
             return _dtensor_shards(origin, attributes_of(state), list(mesh.axes.values()))
         if wrapper.kind == "ShardedTensor":
-            return _sharded_tensor_shards(*state[:2])
+            return _sharded_tensor_shards(origin, *state[:2])
     raise ModelError(f"{origin} is neither a tensor nor a shard of one; give the state dict that verl's workers wrote")
 
 
@@ -277,16 +283,21 @@ def _dtensor_shards(origin: str, dtensor: dict[str, Any], mesh_sizes: list[int])
     return _Shards(TensorSpec(dtype, tuple(shape)), [Piece(tuple(offsets), tuple(sizes), local.read)])
 
 
-def _sharded_tensor_shards(local_shards: list[Record], metadata: Record) -> _Shards:
-    """What FSDP1 writes that was given no mesh."""
+def _sharded_tensor_shards(origin: str, local_shards: list[Record], metadata: Record) -> _Shards:
+    """What FSDP1 writes that was given no mesh. Raises ModelError: a shard is not what its metadata say."""
     held = [shard.attributes for shard in local_shards]
     boxes = [shard["metadata"].attributes for shard in held]
-    pieces = [
-        Piece(tuple(box["shard_offsets"]), tuple(box["shard_sizes"]), shard["tensor"].read)
-        for shard, box in zip(held, boxes, strict=True)
-    ]
     whole = metadata.attributes
     dtype = whole["tensor_properties"].state[0]
+    pieces = []
+    for shard, box in zip(held, boxes, strict=True):
+        local, sizes = shard["tensor"], tuple(box["shard_sizes"])
+        if local.spec != TensorSpec(dtype, sizes):
+            raise ModelError(
+                f"{origin} is {local.spec}, and by its metadata it should be {TensorSpec(dtype, sizes)}; bring back "
+                "the files of one save"
+            )
+        pieces.append(Piece(tuple(box["shard_offsets"]), sizes, local.read))
     return _Shards(TensorSpec(dtype, tuple(whole["size"])), pieces)
 
 

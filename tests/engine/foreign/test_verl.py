@@ -85,6 +85,43 @@ def test_fsdp1_makes_up_the_model_and_its_flattened_optimizer_is_refused(run_ran
         found.optimizer_states(list(tensors))
 
 
+def write_fsdp1_with_a_shard_that_is(folder, change):
+    """Rank 1's files, and in them another shard of one weight than their metadata say."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = FullyShardedDataParallel(tiny_model("qwen3"), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+        if dist.get_rank() == 1:
+            (shard,) = state["model.layers.0.mlp.up_proj.weight"].local_shards()
+            held = shard.tensor
+            shard.tensor = {"fewer rows": held[:3], "one row": held[:1], "another dtype": held.double()}[change].clone()
+        torch.save(state, f"{folder}/model_world_size_2_rank_{dist.get_rank()}.pt")
+
+
+@pytest.mark.parametrize("change", ["fewer rows", "one row", "another dtype"])
+def test_a_shard_of_fsdp1_that_is_not_what_its_metadata_say_is_refused(run_ranks, tmp_path, change):
+    """One row would be written to every place."""
+    run_ranks(write_fsdp1_with_a_shard_that_is, 2, str(tmp_path), change)
+    found = refusal(tmp_path)
+    assert "rank_1.pt: model.layers.0.mlp.up_proj.weight is float" in found
+    assert ", and by its metadata it should be float32 [" in found
+
+
+def test_optimizers_with_several_groups_are_refused(copied, of_two):
+    """torch numbers their parameters group by group, which need not be the order of the modules."""
+    names = [name for name in of_two[1] if name != "lm_head.weight"]
+    for rank in (0, 1):
+        file = rank_file(copied, rank, "optim")
+        content = torch.load(file, weights_only=False)
+        (group,) = content["param_groups"]
+        content["param_groups"] = [group | {"params": group["params"][:9]}, group | {"params": group["params"][9:]}]
+        torch.save(content, file)
+    with pytest.raises(ModelError, match=r"optim_world_size_2_rank_0\.pt has 2 parameter groups"):
+        VerlCheckpoint.open(copied).optimizer_states(names)
+
+
 def test_optimizer_states_are_found_by_the_order_of_the_parameters(of_two):
     folder, tensors, expected = of_two
     found = VerlCheckpoint.open(folder)
