@@ -151,7 +151,8 @@ class TeacherConfig(Config):
     model: ModelConfig
     """The teacher, with the vocabulary of its student."""
     engine: FrozenEngineConfig | None = None
-    """Its layout; null takes that of the student."""
+    """Its layout; null takes that of the student. In `distill` both work on the same micro-batches, which the smaller
+    `max_tokens_per_micro_batch` of the two caps."""
 
 
 class DistillConfig(Config):
@@ -171,8 +172,7 @@ class DistillConfig(Config):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         _require_train_files(self.data.train_files)
-        # The teacher works on the student's micro-batches, so its own cap says nothing.
-        _require_room(self.data, {"engine": self.engine})
+        _require_room(self.data, {"engine": self.engine, "teacher.engine": self.teacher_layout()})
         require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
         require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
         return self

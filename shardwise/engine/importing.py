@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError
 from shardwise.engine.conversions import ImportBlock, export_blocks
 from shardwise.engine.export import export_folder, staging_folder
 from shardwise.engine.foreign import ShardedTensors

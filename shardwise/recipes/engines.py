@@ -77,7 +77,7 @@ class RemoteEngine:
 
     def divergence(self, samples: Sequence[Sample], teacher: Self) -> list[Tensor]:
         """[L] float32 of every sample, in order: the divergence from the teacher that its loss names, in nats."""
-        packed = self._pack(samples, keep_together=1)
+        packed = self._pack(samples, keep_together=1, teacher=teacher)
         return unpack(packed, self.group.scatter("divergence", packed.shards, self.role, teacher.role))
 
     def train(self, samples: Sequence[Sample], *, keep_together: int = 1, teacher: Self | None = None) -> Metrics:
@@ -92,7 +92,7 @@ class RemoteEngine:
         Raises:
             TrainingError: a token is not what a rollout engine sampled, where one sampled the samples.
         """
-        packed = self._pack(samples, keep_together=keep_together)
+        packed = self._pack(samples, keep_together=keep_together, teacher=teacher)
         require_sampled(samples, packed)
         counts = packed.denominators
         if counts.num_tokens:
@@ -137,12 +137,14 @@ class RemoteEngine:
         """
         self.group.call("load_weights_alone", self.role, folder, state)
 
-    def _pack(self, samples: Sequence[Sample], *, keep_together: int) -> PackedStep:
-        """One shard for each rank, or for each group of ranks that share their sequences."""
+    def _pack(self, samples: Sequence[Sample], *, keep_together: int, teacher: Self | None = None) -> PackedStep:
+        """One shard for each rank, or for each group of ranks that share their sequences. A teacher works on the same
+        micro-batches, which its own cap limits too."""
+        layouts = [engine.layout for engine in (self, teacher) if engine is not None]
         return pack(
             samples,
             num_shards=self.group.size // self.layout.ulysses_size,
-            max_tokens=self.layout.max_tokens_per_micro_batch,
+            max_tokens=min(layout.max_tokens_per_micro_batch for layout in layouts),
             keep_together=keep_together,
         )
 

@@ -419,6 +419,14 @@ def test_a_group_of_one_does_where_the_baseline_is_another(options):
     assert config.rollout.group_size == 1
 
 
+def test_a_sequence_fits_into_a_micro_batch_of_the_teacher_too():
+    given = ["model.path=m", "data.train_files=d.jsonl", "teacher.model.path=t", "data.max_sequence_tokens=100"]
+    assert message_of(DistillConfig, [*given, "teacher.engine.max_tokens_per_micro_batch=99"]).startswith(
+        "data.max_sequence_tokens=100 is more than teacher.engine.max_tokens_per_micro_batch=99, and a sequence"
+    )
+    assert DistillConfig.load(None, [*given, "teacher.engine.max_tokens_per_micro_batch=100"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

@@ -275,7 +275,9 @@ def test_an_fsdp_size_that_does_not_divide_lists_those_that_do(sft):
 def test_a_mistake_in_the_layout_of_another_model_is_told_as_one_of_that_model(rl):
     done = rl(reference="{fsdp_size: 3}", algorithm__kl_coef=0.1)
     assert_one_line(
-        done, "error: the reference, whose options are not those under `engine`: engine.fsdp_size=3 does not divide"
+        done,
+        "error: the reference, which has the options of `engine` unless it is given its own: ",
+        "engine.fsdp_size=3 does not divide",
     )
 
 

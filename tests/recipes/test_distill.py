@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from shardwise.config import DistillConfig
+from shardwise.config import DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
 from shardwise.recipes.distill import train, validate
 from shardwise.recipes.engines import RemoteEngine
@@ -70,21 +70,34 @@ def test_terms_of_ones_own_that_sum_to_reverse_kl_make_the_same_run(group_of_one
     assert found["own"][0] > 1e-3
 
 
-def test_validation_is_the_mean_over_trained_tokens(fake_group, model_folder):
-    from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig
+def student_and_teacher(group, cap=4096):
+    given = {"model": ModelConfig(path="m"), "num_parameters": 1, "num_trained_parameters": 1, "num_bytes_read": 0}
+    layout = FrozenEngineConfig(max_tokens_per_micro_batch=cap)
+    return (
+        RemoteEngine(group=group, role="student", layout=EngineConfig(), **given),
+        RemoteEngine(group=group, role="teacher", layout=layout, **given),
+    )
 
+
+def test_validation_is_the_mean_over_trained_tokens(fake_group):
     group = fake_group(1, divergence=lambda _, batches, *__: [b.loss_mask * b.input_ids * 0.5 for b in batches])
-    common = {
-        "group": group,
-        "model": ModelConfig(path="m"),
-        "num_parameters": 1,
-        "num_trained_parameters": 1,
-        "num_bytes_read": 0,
-    }
-    student = RemoteEngine(role="student", layout=EngineConfig(), **common)
-    teacher = RemoteEngine(role="teacher", layout=FrozenEngineConfig(), **common)
+    student, teacher = student_and_teacher(group)
     mask = torch.tensor([False, True, True])
     samples = [Sample(uid=str(n), token_ids=torch.tensor([9, n, 2 * n]), loss_mask=mask) for n in (1, 4)]
     found = validate(student, teacher, samples)["val/divergence"]
     assert found.result() == pytest.approx(0.5 * (1 + 2 + 4 + 8) / 4)
     assert group.calls[0][-2:] == ("student", "teacher")
+
+
+@pytest.mark.parametrize(("cap", "sizes"), [(64, [6]), (4, [3, 3])])
+def test_the_cap_of_the_teacher_limits_the_micro_batches_too(fake_group, cap, sizes):
+    sent = []
+
+    def divergence(_, batches, *__):
+        sent.extend(len(batch.input_ids) for batch in batches)
+        return [torch.zeros(len(batch.input_ids)) for batch in batches]
+
+    student, teacher = student_and_teacher(fake_group(1, divergence=divergence), cap)
+    mask = torch.tensor([False, True, True])
+    student.divergence([Sample(uid=str(n), token_ids=torch.arange(3), loss_mask=mask) for n in range(2)], teacher)
+    assert sent == sizes

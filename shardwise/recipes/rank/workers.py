@@ -190,7 +190,7 @@ class Worker:
         except UserError as error:
             if role in OF_MAIN_SECTION:
                 raise
-            error.args = (f"the {role}, whose options are not those under `engine`: {error}",)
+            error.args = (f"the {role}, which has the options of `engine` unless it is given its own: {error}",)
             raise
         self._seats[role] = Seat(built, opened, ImageReader.load(Path(opened.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from shardwise.config import (
     AlgorithmConfig,
+    ConfigError,
     CriticConfig,
     DistillationConfig,
     EngineConfig,
@@ -58,9 +59,19 @@ def test_a_model_beside_the_policy_that_no_rank_can_build_is_named_and_the_error
     folder = tiny_folder("qwen3", tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(ModelError, match=r"^the critic, whose options are not those under `engine`: ") as raised:
+    with pytest.raises(
+        ModelError, match=r"^the critic, which has the options of `engine` unless it is given its own: "
+    ) as raised:
         build_one(Worker(torch.device("cpu")), "critic", folder, EngineConfig(), optimizer=OPTIMIZER)
     assert raised.value.is_shared
+
+
+def test_what_the_policy_freezes_and_a_critic_lacks_is_told_as_the_critics(tmp_path):
+    """A critic without options of its own takes those of the policy."""
+    folder, layout = tiny_folder("qwen3", tmp_path), EngineConfig(freeze_module_prefix=["lm_head"])
+    worker = Worker(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^the critic, which has the options of .*'lm_head' names no"):
+        build_one(worker, "critic", folder, layout, optimizer=OPTIMIZER, head="token_values")
 
 
 def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4):
