@@ -3,12 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.console import tell, warn
 from shardwise.controller.exit_codes import STOPPED, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, num_killed_for_memory, read_notes
 from shardwise.controller.memory import MemoryHistory
@@ -149,10 +149,9 @@ class _Ranks:
             process.kill()
         self.wait_for_all(_LEAVE_SECONDS)
         for rank, pid in self.pids().items():
-            print(
-                f"warning: rank {rank} (process {pid}) has not ended {_LEAVE_SECONDS:.0f} s after SIGKILL: the kernel "
-                "holds it, in a file system or a driver that does not answer; it may keep its device",
-                file=sys.stderr,
+            warn(
+                f"rank {rank} (process {pid}) has not ended {_LEAVE_SECONDS:.0f} s after SIGKILL: the kernel holds it, "
+                "in a file system or a driver that does not answer; it may keep its device"
             )
 
     def codes(self) -> dict[int, int]:
@@ -223,7 +222,7 @@ def _run(
             failure = _diagnose(ranks, faults, num_killed=num_killed, memory=memory)
             return _End(failure.code, failure, _activity(ranks.folder, 0).step)
     how = f" {without_saving()}" if code is None and without_saving is not None else ""
-    print(f"{_STOPS[asked[0]]}; all ranks ended{how}", file=sys.stderr)
+    tell(f"{_STOPS[asked[0]]}; all ranks ended{how}")
     return _End(code_of_signal(asked[0]))
 
 

@@ -1,9 +1,9 @@
 """Starting a job again after a failure, as often as it was allowed and no longer than that helps."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 
+from shardwise.console import tell
 from shardwise.controller.failures import Failure
 
 Mark = tuple[str, int]
@@ -69,7 +69,7 @@ class Restarts:
             return None
         has_own = newest is not None and newest != self._at_start
         start = f"resumes from {newest[0]}" if newest is not None and has_own else "starts as before"
-        print(f"restart {num_done + 1} of {self._num_allowed}: {start}", file=sys.stderr)
+        tell(f"restart {num_done + 1} of {self._num_allowed}: {start}")
         return self._resuming_command if has_own else self._command
 
     @property
@@ -79,4 +79,4 @@ class Restarts:
 
     def _give_up(self, reason: str) -> None:
         history = "".join(f"\n  {number}. {failure.message}" for number, failure in enumerate(self._failures, 1))
-        print(f"error: {reason}; the failures were:{history}", file=sys.stderr)
+        tell(f"error: {reason}; the failures were:{history}")

@@ -4,7 +4,7 @@ from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.convert import convert_folder
 from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, Part, TrainEngine
-from shardwise.engine.export import StagedExport, fsync_folder, fsync_path, named_failures
+from shardwise.engine.export import StagedExport, named_failures
 from shardwise.engine.heads import HeadName
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ExportError, LoraConfig, ModelError
+from shardwise.durable import fsync_folder
 from shardwise.engine.agreement import raised_on_every_rank
-from shardwise.engine.export import fsync_folder, named_failures
+from shardwise.engine.export import named_failures
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
 from shardwise.engine.lora import ADAPTER, adapted_weights, adapter_names, inject_lora

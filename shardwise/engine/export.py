@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ExportError
+from shardwise.durable import fsync_folder
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.gathering import gathered_blocks
@@ -132,21 +133,6 @@ def _num_parameters(model: PreTrainedModel) -> int:
     """Of the exported model: tied weights once, adapters not."""
     left_out = set(model.get_expanded_tied_weights_keys()) | buffer_names(model)
     return sum(tensor.numel() for name, tensor in runtime_state(model).items() if name not in left_out)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Makes the files of a folder, and their names in it, durable."""
-    for path in (*folder.iterdir(), folder):
-        fsync_path(path)
-
-
-def fsync_path(path: Path) -> None:
-    """Makes one file durable, or the names in one folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

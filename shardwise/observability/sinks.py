@@ -4,12 +4,12 @@ same seed can be compared byte by byte."""
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shardwise.console import warn
 from shardwise.fault_plan import fault_point
 
 if TYPE_CHECKING:
@@ -179,11 +179,7 @@ class _JsonLines:
                 raise
             if not self._is_kept:
                 self._is_kept = True
-                print(
-                    f"warning: {self._path} cannot be written ({error}); its lines are kept in memory until it can",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"{self._path} cannot be written ({error}); its lines are kept in memory until it can")
 
     def close(self) -> None:
         try:

@@ -29,7 +29,8 @@ from shardwise.config import (
     ModelError,
 )
 from shardwise.data import load_tokenizer
-from shardwise.engine import PHASES, Fault, TrainEngine, fsync_folder, named_failures, raised_on_every_rank
+from shardwise.durable import fsync_folder
+from shardwise.engine import PHASES, Fault, TrainEngine, named_failures, raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name

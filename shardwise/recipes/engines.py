@@ -1,6 +1,5 @@
 """Engines as recipes see them: on all ranks at once, with samples going in."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +16,7 @@ from shardwise.config import (
     OptimizerConfig,
     SamplingConfig,
 )
+from shardwise.console import warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import HeadName, ParallelDims
@@ -174,9 +174,9 @@ def build_engine(
         ConfigError, ModelError: as `TrainEngine.build`.
     """
     if optimizer is not None and (doubt := missed_peak(optimizer, total_steps, key=optimizer_key)):
-        print(f"warning: {doubt}", file=sys.stderr, flush=True)
+        warn(doubt)
     if doubt := emulated_dtype(getattr(torch, layout.param_dtype)):
-        print(f"warning: {role}: {doubt}", file=sys.stderr, flush=True)
+        warn(f"{role}: {doubt}")
     source = EngineSource(
         model=model, layout=layout, head=head, pad_token_id=pad_token_id, seed=seed, temperature=temperature
     )

@@ -1,6 +1,5 @@
 """The commands as every rank runs them: from options or a config to an exit code."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from shardwise.config import (
     TrainingConfig,
 )
 from shardwise.config.engine import DtypeName
+from shardwise.console import warn
 from shardwise.controller.local import RankGroup
 from shardwise.controller.stall import StallLimit
 from shardwise.engine import take_device
@@ -41,7 +41,7 @@ def run_recipe(config: RecipeConfig) -> int:
 
     def recipe(group: RankGroup) -> None:
         if note := other_release():
-            print(f"warning: {note}; make models proves them with that one", file=sys.stderr, flush=True)
+            warn(f"{note}; make models proves them with that one")
         match config:
             case SFTConfig():
                 train_sft(config, group)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.config import ConfigError, ModelConfig
+from shardwise.console import tell
 from shardwise.data import render_prompt
 from shardwise.engine import take_device
 from shardwise.recipes.build import open_model
@@ -66,7 +67,7 @@ def converse(
 
 def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
-        print("one prompt a line; end with Ctrl-D", file=sys.stderr)
+        tell("one prompt a line; end with Ctrl-D")
     try:
         for line in sys.stdin:
             line.encode()  # in some locales Python reads other bytes as halves of surrogate pairs

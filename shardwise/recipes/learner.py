@@ -1,6 +1,5 @@
 """The training half of an RL step: old and reference logprobs, values, advantages, then the optimizer steps."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from shardwise.algorithms import adaptive_kl_coef, derived_mismatch_metrics
 from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, RLConfig, TrainingError
 from shardwise.config.algorithm import BATCH_ADVANTAGES
+from shardwise.console import warn
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
@@ -120,7 +120,7 @@ class Learner:
                 else "nothing could be learnt, and in this one rollout_correction.rejection or failed rewards (masked) "
                 "have left no token; look at rollout/rejected_sequence_fraction and reward/failed"
             )
-            print(f"warning: no learning signal: for {self._num_idle_steps} steps {cause}", file=sys.stderr, flush=True)
+            warn(f"no learning signal: for {self._num_idle_steps} steps {cause}")
 
     def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
         """Adds what this algorithm needs: old logprobs where the policy moves before the last optimizer step on a

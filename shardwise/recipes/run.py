@@ -1,6 +1,5 @@
 """What every training run does around its steps: the output folder, logs, progress, checkpoints, resuming from one."""
 
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, ModelError, TrainingConfig
+from shardwise.console import warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
 from shardwise.controller.watchdog import enter_phase, enter_step
@@ -236,11 +236,9 @@ class Run:
         """A disk that is not mounted looks like a folder without checkpoints."""
         metrics = self.output_dir / METRICS
         if self._start is None and self._trainer.resume == "auto" and metrics.exists() and metrics.stat().st_size:
-            print(
-                f"warning: {metrics} is of a run of which {self.output_dir / CHECKPOINTS} holds nothing to resume "
-                "from; starts at the beginning and moves its logs aside",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{metrics} is of a run of which {self.output_dir / CHECKPOINTS} holds nothing to resume from; starts "
+                "at the beginning and moves its logs aside"
             )
 
     def _prepare_folder(self) -> None:
@@ -269,17 +267,15 @@ class Run:
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
             for damage in self._start.damage:
-                print(f"warning: {damage}; that checkpoint is passed over and kept aside", file=sys.stderr, flush=True)
+                warn(f"{damage}; that checkpoint is passed over and kept aside")
             for state, damage in self._start.lost_states.items():
-                print(
-                    f"warning: {damage}; {state} resumes from the weights of {self._start.checkpoint} without the "
-                    "optimizer's states, which begin anew (trainer.resume_fallback=weights)",
-                    file=sys.stderr,
-                    flush=True,
+                warn(
+                    f"{damage}; {state} resumes from the weights of {self._start.checkpoint} without the optimizer's "
+                    "states, which begin anew (trainer.resume_fallback=weights)"
                 )
             if not Manifest.read(self._start.checkpoint).all_finite:
                 doubt = "was not looked through for NaN and infinities when it was written"
-                print(f"warning: {self._start.checkpoint} {doubt}", file=sys.stderr, flush=True)
+                warn(f"{self._start.checkpoint} {doubt}")
             print(f"{self._title}: resumes from {self._start.checkpoint}", flush=True)
 
     def _how_to_go_on(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.config import TrainerConfig
+from shardwise.console import tell
 from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
 from shardwise.controller.launch import is_launched, seconds_since_start
 from shardwise.controller.signals import SecondSignal, stop_signals
@@ -92,13 +93,13 @@ class Stopping:
             self._grace = threading.Timer(grace, self._leave, [late])
             self._grace.daemon = True
             self._grace.start()
-            print(f"{self._signal.name}: saves and stops after this step", file=sys.stderr, flush=True)
+            tell(f"{self._signal.name}: saves and stops after this step")
         elif "RANK" not in os.environ or (is_second and not is_launched()):
             self._leave("ended at once")
 
     def _leave(self, reason: str) -> None:
         assert self._signal is not None
-        print(f"{self._signal.name}: {reason} {without_saving(self._trainer)}", file=sys.stderr)
+        tell(f"{self._signal.name}: {reason} {without_saving(self._trainer)}")
         sys.stderr.flush()
         os._exit(code_of_signal(self._signal))
 

@@ -4,7 +4,6 @@ import atexit
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 
 from shardwise.codec import decode, encode
 from shardwise.config import ConfigError, DataError, EngineProcessConfig, ModelError, TrainingError
+from shardwise.console import tell, warn
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
 from shardwise.processes import how_it_ended, variables_of_its_own
@@ -191,7 +191,7 @@ class EngineProcess:
                     self._end(f"was ended: after {now - since:.0f} s it was not done with {what}")
                     raise RequestsLost(str(self._lost()))
                 if now - noticed >= seconds / 4:
-                    _print(f"{self._name}: waiting for {what}, {now - since:.0f} s")
+                    tell(f"{self._name}: waiting for {what}, {now - since:.0f} s")
                     noticed = now
             elif "finished" in message:
                 unfinished.pop(message["finished"], None)
@@ -273,7 +273,7 @@ class EngineProcess:
         self._process.wait()
         if self._reason != "was closed":
             self._printer.join(POLL_SECONDS)
-            _print(f"warning: {self._name} {self._how_it_ended()}")
+            warn(f"{self._name} {self._how_it_ended()}")
 
     def _pass_on_output(self) -> None:
         """The other thread. Ends when nobody can write any more."""
@@ -285,7 +285,7 @@ class EngineProcess:
                 )  # of a progress bar, what it shows last
                 if text:
                     self._last_lines.append(text[:_LINE_CHARACTERS])
-                    _print(text)
+                    tell(text)
 
 
 def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, str]:
@@ -332,7 +332,3 @@ def _shown(uids: Iterable[str]) -> str:
     shown = ", ".join(uids[:_NUM_SHOWN_UIDS])
     more = len(uids) - _NUM_SHOWN_UIDS
     return f"uid {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """A rollout engine in a process of its own, which is replaced when it dies or hangs: its rank notices a delay."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from shardwise.checksum import checksum
 from shardwise.config import ConfigError, EngineLostError
+from shardwise.console import tell
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.process import EngineProcess, ProcessLost, RequestsLost
 from shardwise.rollout.shared_weights import Form, SharedWeights, unpacked
@@ -185,7 +185,7 @@ class SupervisedEngine:
         """A process whose engine serves the weights of the last sync."""
         while self._process is None:
             if self._failures:
-                _print(f"{self._name}: restart {len(self._failures)} of {self._max_restarts}")
+                tell(f"{self._name}: restart {len(self._failures)} of {self._max_restarts}")
             process = self._start(self._weights.descriptor)
             try:
                 self._meet(process)
@@ -230,7 +230,3 @@ class SupervisedEngine:
         )
         history = "".join(f"\n  {number}. {failure}" for number, failure in enumerate(self._failures, start=1))
         raise EngineLostError(f"{self._name} {reason}:{history}") from None
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.config import ConfigError
+from shardwise.durable import fsync_path
 from shardwise.memfd import SharedTensors
 from shardwise.observability import write_json_atomic
 from shardwise.transfer.base import SyncReceipt, WeightSyncError
@@ -127,10 +128,10 @@ class DiskMedium:
             name = _bucket_name(bucket.index)
             self._hashes[name] = _write_bucket(folder / name, header, bucket.segments, data)
         if bucket.is_last and not bucket.failure:
-            _sync_folder(folder)
+            fsync_path(folder)
             write_json_atomic(folder / MARKER, {"version": bucket.version, "xxh3": self._hashes})
-            _sync_folder(folder)
-            _sync_folder(self._folder)
+            fsync_path(folder)
+            fsync_path(self._folder)
         if bucket.is_last:
             self._rendezvous.meet("writing weights", header)
 
@@ -252,8 +253,7 @@ def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor
         part = data[segment.offset : segment.offset + segment.num_bytes]
         tensors[_key(segment)] = segment.entry.tensor(part) if _is_whole(segment) else part
     save_file(tensors, path, metadata={"bucket": header})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync_path(path)
     return xxhash.xxh3_64_hexdigest(np.fromfile(path, dtype=np.uint8).data)
 
 
@@ -305,11 +305,3 @@ def _key(segment: Segment) -> str:
 def _is_whole(segment: Segment) -> bool:
     """Whether it is a tensor that others can read under its name; else it is a part of one, or its changes."""
     return segment.entry.encoding == "whole" and segment.num_bytes == segment.entry.num_bytes
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

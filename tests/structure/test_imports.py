@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
 
-SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes"}
+SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes", "console", "durable"}
 TENSORS = {"codec", "checksum", "memfd"}
 """Of weights and messages between processes."""
 MODELS = {"model_config"}
@@ -31,12 +31,14 @@ MAY_IMPORT = {
     "data": SHARED | MODELS,
     "rewards": SHARED,
     "algorithms": {"types"},
-    "observability": {"types", "fault_plan"},
+    "observability": {"types", "fault_plan", "console"},
     "config": {"fault_plan"},
     "types": set(),
     "fault_plan": set(),
     "scratch": set(),
     "processes": set(),
+    "console": set(),
+    "durable": set(),
     "codec": {"types"},
     "checksum": set(),
     "memfd": set(),
@@ -52,6 +54,8 @@ THIRD_PARTY = {
     "fault_plan": set(),
     "scratch": set(),
     "processes": set(),
+    "console": set(),
+    "durable": set(),
     "codec": {"torch"},
     "checksum": {"torch", "xxhash"},
     "memfd": {"torch"},
@@ -148,7 +152,7 @@ def test_every_import_follows_the_matrix():
         (
             "observability/sinks.py",
             "from shardwise.config.base import Config",
-            "observability may import fault_plan, types",
+            "observability may import console, fault_plan, types",
         ),
         ("types.py", "import shardwise.config", "types may import no other folder"),
         ("types.py", "import pydantic", "types imports the standard library and torch"),

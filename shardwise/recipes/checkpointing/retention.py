@@ -3,11 +3,11 @@
 import math
 import os
 import shutil
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardwise.config import ConfigError, KeepBestConfig, TrainerConfig
+from shardwise.console import warn
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.checkpointing.checkpoints import step_folders, write_latest
 from shardwise.recipes.checkpointing.manifest import Manifest
@@ -53,11 +53,11 @@ def after_saving(run: Path, step: int, trainer: TrainerConfig, reported: Reporte
     try:
         write_latest(run, step)
     except OSError as error:
-        print(f"warning: {run} has no `latest` that names step {step}: {error}", file=sys.stderr, flush=True)
+        warn(f"{run} has no `latest` that names step {step}: {error}")
     try:
         remove_old(run, trainer)
     except OSError as error:
-        print(f"warning: older checkpoints in {run} were not removed: {error}", file=sys.stderr, flush=True)
+        warn(f"older checkpoints in {run} were not removed: {error}")
 
 
 def remove_old(run: Path, trainer: TrainerConfig) -> None:

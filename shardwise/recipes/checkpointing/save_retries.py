@@ -1,11 +1,11 @@
 """What becomes of a run whose checkpoint cannot be saved."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardwise.config import ExportError, NotFiniteError, TrainerConfig
+from shardwise.console import warn
 
 _PAUSE_SECONDS = 1.0
 """Before the first retry; doubled before each of the next."""
@@ -36,7 +36,7 @@ class SaveRetries:
                 if number == self._trainer.save_retries or isinstance(error, NotFiniteError):
                     raise failure from None
                 pause = _PAUSE_SECONDS * 2**number
-                _warn(f"{failure}. Trying again in {pause:.0f} s")
+                warn(f"{failure}. Trying again in {pause:.0f} s")
                 time.sleep(pause)
 
     def note_saved(self) -> None:
@@ -54,13 +54,9 @@ class SaveRetries:
                 raise
             self._failure = error
             self.num_failures += 1
-            _warn(f"{error}. Training continues (trainer.on_save_error=continue)")
+            warn(f"{error}. Training continues (trainer.on_save_error=continue)")
 
     def require_last_saved(self) -> None:
         """Raises what kept the last checkpoint from being saved."""
         if self._failure is not None:
             raise type(self._failure)(f"all steps are done, but {self._failure}")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

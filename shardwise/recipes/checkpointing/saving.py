@@ -2,12 +2,13 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.engine import fsync_folder, fsync_path, named_failures
+from shardwise.console import warn
+from shardwise.durable import fsync_folder, fsync_path
+from shardwise.engine import named_failures
 from shardwise.fault_plan import fault_point
 from shardwise.observability import move_aside
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folder
@@ -57,7 +58,7 @@ def _only_told(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"warning: {final} is saved, but may not survive a power cut: {error}", file=sys.stderr, flush=True)
+        warn(f"{final} is saved, but may not survive a power cut: {error}")
 
 
 def remove_leftovers(run: Path) -> None:

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from shardwise.config import ConfigError
+from shardwise.console import warn
 
 LOCK = "run.lock"
 """In a run's output folder while it is written to: by whom, as JSON."""
@@ -88,11 +88,9 @@ def _take(file: IO[str], path: Path, key: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
-        print(
-            f"warning: the file system of {path.parent} has no locks ({error}), so nothing keeps a second run from "
-            "writing there; start only one",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"the file system of {path.parent} has no locks ({error}), so nothing keeps a second run from writing "
+            "there; start only one"
         )
 
 

@@ -1,6 +1,5 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +21,7 @@ from shardwise.config import (
     SamplingConfig,
     UserError,
 )
+from shardwise.console import warn
 from shardwise.controller.watchdog import go_on
 from shardwise.data import ImageReader, load_tokenizer
 from shardwise.engine import (
@@ -464,9 +464,7 @@ class Worker:
         except ExportError as error:
             said = f"the gradient norm was {step.grad_norm}; it could not be kept: {error}"
         if dist.get_rank() == 0:
-            print(
-                f"warning: optimizer step {step.number} of {step.role} was skipped: {said}", file=sys.stderr, flush=True
-            )
+            warn(f"optimizer step {step.number} of {step.role} was skipped: {said}")
 
     def _checkpoint_writer(self) -> CheckpointWriter:
         assert self._writer is not None, "nothing on this rank writes in the background"

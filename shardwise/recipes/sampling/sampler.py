@@ -112,15 +112,16 @@ class Sampler:
             num_rounds += 1
             sampled += groups
             kept += groups if dynamic is None else filter(self._teaches, groups)
+        num_missing = num_prompts - len(kept)
+        kept = kept or groups
         metrics: Metrics = {}
         if dynamic is not None:
             metrics = {
                 "rollout/num_rounds": MetricValue.max(num_rounds),
                 "rollout/num_dropped_groups": MetricValue.sum(len(sampled) - len(kept)),
-                "rollout/num_missing_groups": MetricValue.sum(num_prompts - len(kept)),
+                "rollout/num_missing_groups": MetricValue.sum(num_missing),
                 **self._sampled_metrics(sampled),
             }
-        kept = kept or groups
         num_tokens = self._rollouter.num_sampled_tokens - num_tokens_before
         num_kept = sum(num_spanned(completion) for group in kept for completion in group.completions)
         metrics |= {

@@ -129,7 +129,7 @@ def test_where_nothing_teaches_the_last_rounds_groups_are_kept(make_group):
     )
     found = sampler.collect(1)
     assert rows_of(found) == [2, 3]
-    assert counts_of(found) == {"rounds": 2, "dropped_groups": 4, "missing_groups": 2}
+    assert counts_of(found) == {"rounds": 2, "dropped_groups": 2, "missing_groups": 2}
 
 
 def test_a_full_first_round_is_the_only_one(make_group):

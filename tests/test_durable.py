@@ -1,0 +1,32 @@
+import os
+
+import pytest
+
+from shardwise.durable import fsync_folder, fsync_path
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Paths that the operating system was asked to write, in order."""
+    paths = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: paths.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    return paths
+
+
+def test_the_names_in_a_folder_are_made_durable_after_the_files(tmp_path, synced):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    fsync_folder(tmp_path)
+    assert sorted(synced[:-1]) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert synced[-1] == str(tmp_path)
+
+
+def test_a_failure_to_write_is_raised_and_leaves_no_open_file(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"):
+        fsync_path(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
