@@ -10,10 +10,13 @@ raw_write   as many bytes as the checkpoint has, each rank its share, in blocks 
             file for each rank and one for each of its threads
 torch_save  `torch.save` of each rank's shards and, on rank 0, of the model in its dtype, with fsync
 dcp         `torch.distributed.checkpoint.save` of the state and the same file of the model, with fsync
-load        reading the state into an engine that was just built, as a run does that resumes
-verify      comparing every hash before that
+load        reading the state into an engine that was just built, as a run does that resumes, verified; its files are in
+            the page cache
+unverified  the same without hashes
+load_cold, unverified_cold
+            likewise, with the files on the disk alone
 
-Files that are read are in the page cache. Beside that:
+Beside that:
 
 recovery    seconds from `kill -9` of a rank of a GRPO run on two ranks, saved every second step, to the next trained
             step: noticed, started again, resumed from the newest checkpoint
@@ -47,9 +50,8 @@ from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
-from shardwise.engine.checkpoint import verify_files
+from shardwise.engine.checkpoint import load_state
 from shardwise.engine.shards import local_shard
-from shardwise.engine.state_files import StateIndex
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.retention import Reported
@@ -113,9 +115,11 @@ class Bench(Worker):
         """What an optimizer step would wait for."""
         self._seats["policy"].engine._copies.wait()
 
-    def verify_state(self, folder: str) -> None:
-        """What comes before loading."""
-        verify_files(StateIndex.read(Path(folder)), Path(folder))
+    def load_unverified(self, role: str, folder: str) -> None:
+        """As `load_state`, without hashes."""
+        optimizer = self._seats[role].engine._optimizer
+        assert optimizer is not None
+        load_state(optimizer, Path(folder), verify=False)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         optimizer = self._seats["policy"].engine._optimizer
@@ -141,6 +145,12 @@ def _save_and_sync(tensors: dict[str, torch.Tensor], path: Path) -> None:
         torch.save(tensors, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, rounds: int) -> dict[str, Any]:
@@ -178,11 +188,15 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
         timed("sync", savers["sync"].save, number, {})
         num_bytes = sum(file.stat().st_size for file in (scratch / "sync").rglob("*") if file.is_file())
         state = str(step_folder(scratch / "sync", number) / "state" / "policy")
-        fresh = build_engine(
-            group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
-        )  # as in a run that resumes: its optimizer has no states yet
-        timed("load", fresh.load_state, state)
-        timed("verify", group.call, "verify_state", state)
+        loads = {"load": "load_state", "unverified": "load_unverified"}
+        for name in sorted(loads, reverse=bool(number % 2)):  # neither is always the second
+            for kind in ("", "_cold"):
+                fresh = build_engine(
+                    group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
+                )  # as in a run that resumes: its optimizer has no states yet
+                if kind:
+                    _drop_from_page_cache(Path(state))
+                timed(name + kind, group.call, loads[name], fresh.role, state)
         timed("score", policy.score, samples)
         timed("async", save_async, number)
         for kind, method, *arguments in (
@@ -271,7 +285,7 @@ def _wait_for(launcher: "subprocess.Popen[bytes]", find: Callable[[], T | None])
 
 
 def ratios_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Rates ours / peer; `pause` is a time / that of a synchronous save, `verified_load` / loading without hashes."""
+    """Rates ours / peer; `pause` is a time / that of a synchronous save, `verified` ones / loading without hashes."""
     seconds = result["seconds"]
 
     def rates(name: str) -> list[float]:
@@ -284,9 +298,8 @@ def ratios_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
         "torch_save": paired_ratios(rates("sync"), rates("torch")),
         "dcp": paired_ratios(rates("sync"), rates("dcp")),
         "pause": paired_ratios(seconds["pause"], seconds["sync"]),
-        "verified_load": paired_ratios(
-            [a + b for a, b in zip(seconds["load"], seconds["verify"], strict=True)], seconds["load"]
-        ),
+        "verified_load": paired_ratios(seconds["load"], seconds["unverified"]),
+        "verified_cold_load": paired_ratios(seconds["load_cold"], seconds["unverified_cold"]),
     }
 
 

@@ -33,6 +33,7 @@ from shardwise.config.environment import (
 )
 from shardwise.config.errors import (
     ConfigError,
+    DamagedError,
     DataError,
     EngineLostError,
     ExportError,

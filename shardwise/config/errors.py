@@ -33,6 +33,10 @@ class ModelError(UserError):
     """A model folder that cannot be loaded, or that does not fit its tokenizer."""
 
 
+class DamagedError(ModelError):
+    """A file that is missing, or is not what was written."""
+
+
 class ExportError(UserError):
     """Weights that could not be written; names the rank and the cause."""
 

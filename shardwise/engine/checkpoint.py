@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from shardwise.config import ExportError, ModelError
+from shardwise.config import DamagedError, ExportError, ModelError
 from shardwise.durable import fsync_folder
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
@@ -112,25 +113,37 @@ class StagedState:
 def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True) -> None:
     """Collective. Takes over what `save_state` wrote on any number of ranks; each rank reads its own shards.
 
-    Every file is verified, and every name, shape and dtype compared, before a tensor is changed. verify=False leaves
-    the hashes out, where they have been compared already.
+    Every file is verified, and every name, shape and dtype compared, before a weight is changed. Where every rank reads
+    whole shards into an optimizer that has no states, these are read once: into new memory, with a hash on the way.
 
+    Args:
+        verify: whether hashes are compared; without them it can be measured what they cost.
     Raises:
-        ModelError: on every rank: a file is missing or damaged, or the state is one of other parameters or of another
-            optimizer; names the file, or the tensors.
+        DamagedError: on every rank: a file of tensors is missing or damaged; names it, and the tensor. An optimizer
+            that had no states then has none. ModelError: the state is one of other parameters or of another optimizer,
+            or its index is damaged.
     """
     with raised_on_every_rank(ModelError):
         index = StateIndex.read(folder)
-        if verify:
-            verify_files(index, folder)
         optimizer.check_numbers(index.numbers)
         _require_same(folder, optimizer.named_tensors(), index, only=MASTER)
+    is_new = not optimizer.has_states
+    if verify and not is_new:
+        _verify_files(index, folder)
     optimizer.create_states({name.partition("/")[2] for name in index.specs if not name.startswith(MASTER)})
-    tensors = optimizer.named_tensors()
-    with raised_on_every_rank(ModelError):
-        _require_same(folder, tensors, index)
-    with raised_on_every_rank(ModelError):
-        _read_shards(tensors, index, folder)
+    try:
+        tensors = optimizer.named_tensors()
+        with raised_on_every_rank(ModelError):
+            _require_same(folder, tensors, index)
+        reads = _planned_reads(tensors, index)
+        if verify and is_new:
+            reads = _verify_or_read(reads, index, folder)
+        with raised_on_every_rank(DamagedError):
+            _for_each(reads, _Read.run, lambda name: SafetensorsReader(folder / name))
+    except ModelError:
+        if is_new:
+            optimizer.drop_states()
+        raise
     optimizer.load_numbers(index.numbers)
 
 
@@ -143,10 +156,11 @@ def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
     return index.numbers
 
 
-def verify_files(index: StateIndex, folder: Path) -> None:
-    """Reads this rank's share of the files, so that the ranks together read each once. Raises ModelError."""
-    for name in own_share(index.files):
-        index.check(folder / name)
+def _verify_files(index: StateIndex, folder: Path) -> None:
+    """Collective. Reads this rank's share of the files, so that the ranks together read each once."""
+    with raised_on_every_rank(DamagedError):
+        for name in own_share(index.files):
+            index.check(folder / name)
 
 
 def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex, *, only: str = "") -> None:
@@ -160,14 +174,66 @@ def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex
         )
 
 
-def _read_shards(tensors: dict[str, Tensor], index: StateIndex, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A box of a stored part, and where it goes."""
+
+    name: str
+    file: str
+    box: list[slice]
+    is_of_whole_part: bool
+    target: Tensor
+    """On any device."""
+
+    def run(self, file: SafetensorsReader, seen: Callable[[memoryview], object] = lambda block: None) -> None:
+        """`seen` gets the bytes as they are read. Raises ModelError: they cannot be."""
+        is_direct = self.target.device.type == "cpu" and self.target.is_contiguous()
+        value = self.target if is_direct else torch.empty(self.target.shape, dtype=self.target.dtype)
+        file.read_into(value, self.name, self.box, seen=seen)
+        if not is_direct:
+            self.target.copy_(value)
+
+
+def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]:
+    """What this rank reads."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata(), is_coordinator=dist.get_rank() == 0)
-    readers: dict[str, SafetensorsReader] = {}
-    with ExitStack() as stack:
-        for item in planner.create_local_plan().items:
-            file = index.file_of(item.storage_index.fqn, item.storage_index.offset)
-            if file not in readers:
-                readers[file] = stack.enter_context(closing(SafetensorsReader(folder / file)))
-            box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
-            planner.resolve_tensor(item).copy_(readers[file].read(item.storage_index.fqn, box))
+    reads = []
+    for item in planner.create_local_plan().items:
+        name, part = item.storage_index.fqn, index.part_of(item.storage_index.fqn, item.storage_index.offset)
+        box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
+        is_whole = tuple(item.lengths) == part.sizes
+        reads.append(_Read(name, part.file, box, is_whole, planner.resolve_tensor(item)))
+    return reads
+
+
+def _verify_or_read(reads: Sequence[_Read], index: StateIndex, folder: Path) -> list[_Read]:
+    """Collective. Verifies what the ranks read and, where all of it is whole parts, reads the optimizer's states
+    meanwhile. Returns what is left to read. Raises DamagedError."""
+    if not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
+        _verify_files(index, folder)
+        return list(reads)
+
+    def verify(read: _Read, file: SafetensorsReader) -> None:
+        digest = xxhash.xxh3_64()
+        if read.name.startswith(MASTER):
+            for block in file.blocks(read.name):
+                digest.update(block)
+        else:
+            read.run(file, digest.update)
+        index.files[read.file].check_tensor(file.path, read.name, digest.hexdigest())
+
+    with raised_on_every_rank(DamagedError):
+        _for_each(reads, verify, lambda name: index.open(folder / name))
+    return [read for read in reads if read.name.startswith(MASTER)]
+
+
+def _for_each(
+    reads: Sequence[_Read],
+    work: Callable[[_Read, SafetensorsReader], object],
+    open_file: Callable[[str], SafetensorsReader],
+) -> None:
+    """With the file that it reads, in as many threads as torch computes with."""
+    with ExitStack() as stack, ThreadPoolExecutor(max(2, torch.get_num_threads())) as threads:
+        files = {name: stack.enter_context(closing(open_file(name))) for name in {read.file: None for read in reads}}
+        list(threads.map(lambda read: work(read, files[read.file]), reads))

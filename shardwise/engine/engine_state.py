@@ -57,12 +57,12 @@ class EngineState:
 
         return StagedState.of(self._optimizer, self._current_plan(), self._buffers)
 
-    def load(self, folder: Path, *, verify: bool = True) -> None:
-        """Takes over what an engine of any layout wrote there. See `checkpoint.load_state`."""
+    def load(self, folder: Path) -> None:
+        """Takes over what an engine of any layout wrote there, verified. See `checkpoint.load_state`."""
         from shardwise.engine.checkpoint import load_state
 
         self._copies.wait()
-        load_state(self._optimizer, folder, verify=verify)
+        load_state(self._optimizer, folder)
 
     def load_weights_alone(self, folder: Path, state: Path) -> None:
         """Takes over weights, with the optimizer states of a new engine. Frozen weights stay as they are.
@@ -86,6 +86,7 @@ class EngineState:
             trained = {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
             fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
             load_weights(model, folder / "hf", fresh=fresh, only=trained)
+        self._optimizer.drop_states()
         self._optimizer.load_numbers(numbers)
 
     def _current_plan(self) -> "StatePlan":

@@ -176,6 +176,16 @@ class ShardedOptimizer:
                 named[f"{key}/{self._names[id(parameter)]}"] = _sharded_like(value, parameter)
         return named
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there was an update, or `create_states`."""
+        return any(optimizer.state for optimizer in self.optimizers)
+
+    def drop_states(self) -> None:
+        """The next update begins with new ones."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
     def create_states(self, names: Collection[str]) -> None:
         """Collective. Gives these parameters the states that their first update would create. Weights stay as they are:
         it is an update by a gradient of 0, at a learning rate of 0."""

@@ -140,18 +140,8 @@ class SafetensorsReader:
         Raises:
             ModelError: the file system could not deliver it, or it has to be finite and is not.
         """
-        spec, start = self._entries[name]
-        result = torch.empty([part.stop - part.start for part in box], dtype=spec.dtype)
-        if not result.numel():
-            return result
-        target = host_bytes(result)
-        done = 0
-        try:
-            for offset, num_bytes in _runs(spec, box):
-                self._read_into(target[done : done + num_bytes], self._data_start + start + offset)
-                done += num_bytes
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+        result = torch.empty([part.stop - part.start for part in box], dtype=self._entries[name][0].dtype)
+        self.read_into(result, name, box)
         if self._require_finite and not is_finite(result):
             raise ModelError(
                 f"{self.path}: {name} holds NaN or infinities, so nothing could be computed with it; copy the file "
@@ -159,16 +149,35 @@ class SafetensorsReader:
             )
         return result
 
+    def read_into(
+        self, target: Tensor, name: str, box: Box, *, seen: Callable[[memoryview], object] = lambda block: None
+    ) -> None:
+        """The same into memory that is there.
+
+        Args:
+            target: contiguous, on the host, in the dtype of the file and of the shape of the box.
+            seen: gets the bytes in their order, block by block, while the block is in the processor's cache.
+        Raises:
+            ModelError: the file system could not deliver it.
+        """
+        if not target.numel():
+            return
+        spec, start = self._entries[name]
+        data, done = host_bytes(target), 0
+        for offset, num_bytes in _runs(spec, box):
+            for place in range(offset, offset + num_bytes, BLOCK_BYTES):
+                block = data[done : done + min(BLOCK_BYTES, offset + num_bytes - place)]
+                self._read_block(block, name, start + place)
+                seen(block)
+                done += len(block)
+
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor, block by block, each in the memory of the one before. Raises ModelError as `read`."""
         spec, start = self._entries[name]
         buffer = memoryview(bytearray(min(BLOCK_BYTES, spec.nbytes)))
         for offset in range(0, spec.nbytes, BLOCK_BYTES):
             block = buffer[: spec.nbytes - offset]
-            try:
-                self._read_into(block, self._data_start + start + offset)
-            except (OSError, ValueError) as error:
-                raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+            self._read_block(block, name, start + offset)
             yield block
 
     def close(self) -> None:
@@ -200,10 +209,17 @@ class SafetensorsReader:
 
     def _bytes(self, length: int) -> bytes:
         buffer = bytearray(length)
-        self._read_into(memoryview(buffer), 0)
+        self._fill(memoryview(buffer), 0)
         return bytes(buffer)
 
-    def _read_into(self, target: memoryview, offset: int) -> None:
+    def _read_block(self, target: memoryview, name: str, offset: int) -> None:
+        """Of the tensor's bytes those from `offset` on, counted from where the data begin."""
+        try:
+            self._fill(target, self._data_start + offset)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+
+    def _fill(self, target: memoryview, offset: int) -> None:
         """Threads may read at once: the file has no position that they share."""
         done = 0
         while done < len(target):  # one call returns at most 2 GiB

@@ -108,7 +108,13 @@ class ShardFile:
             return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
 
     def check(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> None:
-        """Reads all of it. Raises ModelError: missing, cut or changed; names the tensor.
+        """Reads all of it. Raises ModelError as `open` and `check_tensor`."""
+        with closing(self.open(path, tensors=tensors)) as file:
+            for name, found in _tensor_hashes(file).items():
+                self.check_tensor(path, name, found)
+
+    def open(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> SafetensorsReader:
+        """For reading tensors that are to be compared. Raises ModelError: missing, cut, or with another header.
 
         Args:
             tensors: dtype and shape of each, as `described`, where they are recorded: a whole file with others, such as
@@ -121,15 +127,21 @@ class ShardFile:
         except ModelError:
             check_size(path, self.num_bytes)
             raise ModelError(changed) from None
-        with closing(reader) as file:
-            if tensors is not None and (problems := differences(tensors, described(file))):
+        try:
+            if tensors is not None and (problems := differences(tensors, described(reader))):
                 raise ModelError(f"{changed}: {problems}")
             check_size(path, self.num_bytes)
-            if bytes_hash(file.header) != self.header_xxh3:
+            if bytes_hash(reader.header) != self.header_xxh3:
                 raise ModelError(changed)
-            for name, found in _tensor_hashes(file).items():
-                if found != self.tensor_xxh3[name]:
-                    raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3)")
+        except ModelError:
+            reader.close()
+            raise
+        return reader
+
+    def check_tensor(self, path: Path, name: str, xxh3: str) -> None:
+        """Raises ModelError: the bytes of a tensor, of which this is the hash, are not those that were written."""
+        if xxh3 != self.tensor_xxh3[name]:
+            raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3)")
 
 
 def described(file: SafetensorsReader) -> dict[str, str]:
@@ -197,18 +209,17 @@ class StateIndex:
     def check(self, path: Path) -> None:
         """Reads one of `files`. Raises ModelError: missing, cut or changed, or with other parts than it should have;
         names the tensor."""
-        tensors = {
-            name: str(TensorSpec(self.specs[name].dtype, part.sizes))
-            for name, parts in self.parts.items()
-            for part in parts
-            if part.file == path.name
-        }
-        self.files[path.name].check(path, tensors=tensors)
+        self.files[path.name].check(path, tensors=self._described(path.name))
 
-    def file_of(self, name: str, offsets: Sequence[int] | None) -> str:
-        """Where the part of a tensor is that begins at the offsets."""
+    def open(self, path: Path) -> SafetensorsReader:
+        """One of `files`, for reading tensors that are to be compared. Raises ModelError: missing, cut, or with other
+        parts than it should have."""
+        return self.files[path.name].open(path, tensors=self._described(path.name))
+
+    def part_of(self, name: str, offsets: Sequence[int] | None) -> Part:
+        """The part of a tensor that begins at the offsets."""
         assert offsets is not None
-        return next(part.file for part in self.parts[name] if part.offsets == tuple(offsets))
+        return next(part for part in self.parts[name] if part.offsets == tuple(offsets))
 
     def metadata(self) -> Metadata:
         """The same for the planners of torch.distributed.checkpoint."""
@@ -222,6 +233,15 @@ class StateIndex:
                 for name, spec in self.specs.items()
             }
         )
+
+    def _described(self, file: str) -> dict[str, str]:
+        """By name, dtype and shape of the parts that it holds."""
+        return {
+            name: str(TensorSpec(self.specs[name].dtype, part.sizes))
+            for name, parts in self.parts.items()
+            for part in parts
+            if part.file == file
+        }
 
 
 def _part(tree: dict[str, Any]) -> Part:

@@ -125,9 +125,10 @@ class RemoteEngine:
         """Likewise what `save` would write into the folder `state`."""
         self.group.call("stage_state", self.role, subfolder)
 
-    def load_state(self, folder: str) -> None:
-        """Goes on from what was written there, on any layout."""
-        self.group.call("load_state", self.role, folder)
+    def load_state(self, folder: str) -> str | None:
+        """Goes on from what was written there, on any layout. Returns what is damaged there; None where nothing is."""
+        damage: str | None = self.group.call("load_state", self.role, folder)[0]
+        return damage
 
     def load_weights_alone(self, folder: str, state: str) -> None:
         """Goes on from what `save` wrote into `folder`, without the optimizer's states.

@@ -1,12 +1,12 @@
 """What every training run does around its steps: the output folder, logs, progress, checkpoints, resuming from one."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, ModelError, TrainingConfig
+from shardwise.config import ConfigError, TrainingConfig
 from shardwise.console import warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
@@ -15,10 +15,11 @@ from shardwise.engine import named_failures
 from shardwise.observability import METRICS, Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
+from shardwise.recipes.checkpointing.loader import Loader
 from shardwise.recipes.checkpointing.manifest import Manifest
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.checkpointing.retention import Reported
-from shardwise.recipes.checkpointing.saver import Saver, state_subfolder
+from shardwise.recipes.checkpointing.saver import Saver
 from shardwise.recipes.checkpointing.saving import NONFINITE, remove_leftovers
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import RemoteEngine
@@ -85,6 +86,7 @@ class Run:
         self._reported = Reported()
         self._loaded = {"load/bytes_read": sum(engine.num_bytes_read for engine in (*engines.values(), *frozen))}
         """For the first row of performance.jsonl that is written."""
+        self._loader = Loader(engines)
         self._saver = Saver(
             self.output_dir,
             config,
@@ -125,7 +127,7 @@ class Run:
             return self
         with ExitStack() as stack:
             stack.enter_context(writer_lock(self.output_dir))
-            self._start = find_start(self._config, files=self._files, verify=self._verify)
+            self._start = find_start(self._config, files=self._files, reader=self._loader)
             self._restore()
             self._warn_of_lost_checkpoints()
             self._prepare_folder()
@@ -213,24 +215,13 @@ class Run:
         return step == self._total_steps or (every > 0 and step % every == 0)
 
     def _restore(self) -> None:
-        """Brings engines and parts to where the checkpoint was."""
+        """Brings the parts to where the checkpoint was, and of the engines those whose states are lost."""
         if self._start is None:
             return
         if self._start.parts is not None:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
-        for name, engine in self._engines.items():
-            state = self._start.checkpoint / state_subfolder(engine)
-            if state.name in self._start.lost_states:
-                engine.load_weights_alone(str(self._start.checkpoint / name), str(state))
-            else:
-                engine.load_state(str(state))
-
-    def _verify(self, checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
-        """Raises ModelError: a file of the checkpoint is damaged."""
-        damage, *_ = self._group.call("verify_files", str(checkpoint), None if shards_of is None else list(shards_of))
-        if damage is not None:
-            raise ModelError(damage)
+        self._loader.load_weights_alone(self._start.checkpoint, self._start.lost_states)
 
     def _warn_of_lost_checkpoints(self) -> None:
         """A disk that is not mounted looks like a folder without checkpoints."""

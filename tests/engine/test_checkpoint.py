@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
-from resumed_engines import LORA, assert_same, build, resumed, steps, uninterrupted
+from resumed_engines import LORA, assert_same, build, resumed, state_of, steps, uninterrupted
 from safetensors.torch import load_file
 from sharded_lora import full
 from tiny_models import tiny_folder
@@ -102,16 +102,20 @@ def kept(run_ranks, tmp_path_factory):
     return Path(folder), Path(state)
 
 
-def refused(folder, states, engines):
-    """The errors of loading each state into an engine; none may have changed a weight."""
+def refused(folder, states, engines, num_steps=0):
+    """The errors of loading each state into an engine, after steps of its own; none may have changed a tensor, nor left
+    optimizer states where there were none."""
     errors = []
     for state, (engine, optimizer) in zip(states, engines, strict=True):
-        fresh = build(folder, engine, optimizer)
-        before = {name: full(tensor).clone() for name, tensor in fresh._optimizer.named_tensors().items()}
+        own = build(folder, engine, optimizer)
+        steps(own, range(num_steps))
+        before, numbers = state_of(own)
         with pytest.raises(ModelError) as error:
-            fresh.state.load(Path(state))
-        after = fresh._optimizer.named_tensors()
+            own.state.load(Path(state))
+        after = own._optimizer.named_tensors()
+        assert after.keys() == before.keys()
         assert all(torch.equal(full(after[name]), tensor) for name, tensor in before.items())
+        assert own.state.numbers() == numbers
         errors.append(str(error.value))
     return errors
 
@@ -143,16 +147,51 @@ DAMAGES = {
 }
 
 
-def test_a_damaged_file_is_named_on_every_rank_before_anything_is_loaded(run_ranks, kept, tmp_path):
+@pytest.mark.parametrize(
+    ("world_size", "num_steps"), [(2, 0), (2, 1), (3, 0)], ids=["hashed on the way", "used before", "resharded"]
+)
+def test_a_damaged_file_is_named_on_every_rank_before_anything_is_loaded(
+    run_ranks, kept, tmp_path, world_size, num_steps
+):
     copies = [Path(shutil.copytree(kept[1], tmp_path / name)) for name in DAMAGES]
     for copied, (damage, _) in zip(copies, DAMAGES.values(), strict=True):
         damage(copied)
-    first, second = run_ranks(refused, 2, str(kept[0]), list(map(str, copies)), [({}, {})] * len(copies))
-    assert first == second
+    states, engines = list(map(str, copies)), [({}, {})] * len(copies)
+    first, *others = run_ranks(refused, world_size, str(kept[0]), states, engines, num_steps)
+    assert all(other == first for other in others)
     for error, copied, (_, expected) in zip(first, copies, DAMAGES.values(), strict=True):
         assert f"{copied}/{expected}" in error
     bit = first[list(DAMAGES).index("last bit")]
     assert any(f"{key}/" in bit for key in ("master", "exp_avg", "exp_avg_sq", "step")), "the tensor is named"
+
+
+def bytes_read(folder, state, num_steps):
+    """Of tensors, by this rank, in loading a state into an engine after steps of its own."""
+    own, sizes, preadv = build(folder, {}, {}), [], os.preadv
+    steps(own, range(num_steps))
+
+    def counting(file, buffers, offset):
+        sizes.append(len(buffers[0]) if offset > 0 else 0)  # headers are read from the first byte on
+        return preadv(file, buffers, offset)
+
+    os.preadv = counting
+    try:
+        own.state.load(Path(state))
+    finally:
+        os.preadv = preadv
+    return sum(sizes)
+
+
+def test_states_are_read_once_and_weights_twice_where_ranks_read_whole_shards(run_ranks, kept):
+    """All twice where an engine has states, which a damaged file must not change. Step counters are of every rank."""
+    folder, state = kept
+    tensors = [item for file in sorted(state.glob("*.safetensors")) for item in load_file(file).items()]
+    weights = sum(tensor.nbytes for name, tensor in tensors if name.startswith("master/"))
+    counters = sum(tensor.nbytes for name, tensor in tensors if name.startswith("step/"))
+    states = sum(tensor.nbytes for _, tensor in tensors) - weights - counters
+    new, used = (run_ranks(bytes_read, 2, str(folder), str(state), num_steps) for num_steps in (0, 1))
+    assert sum(new) == 2 * weights + states + 2 * counters
+    assert sum(used) == 2 * weights + 2 * states + 3 * counters
 
 
 OTHERS = {

@@ -69,7 +69,7 @@ def test_the_index_comes_back_as_it_was(tmp_path):
     INDEX.write(tmp_path)
     found = StateIndex.read(tmp_path)
     assert found == INDEX
-    assert [found.file_of("exp_avg/a", offsets) for offsets in ((0, 0), torch.Size((2, 0)))] == [
+    assert [found.part_of("exp_avg/a", offsets).file for offsets in ((0, 0), torch.Size((2, 0)))] == [
         "rank_0.safetensors",
         "rank_1.safetensors",
     ]

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from small_run import config_of, run_steps
 
-from shardwise.config import UserError
-from shardwise.recipes.checkpointing.manifest import verify_share
+from shardwise.config import ModelError, UserError
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
+from shardwise.recipes.engine_source import EngineSource
+from shardwise.recipes.rank.workers import Worker
 
 NEWEST = Path("checkpoints", "step_4")
 
@@ -62,10 +63,30 @@ def run(stopped, tmp_path) -> Path:
     return shutil.copytree(stopped, tmp_path / "run")
 
 
+class Reader:
+    """Brings a new engine to checkpoints, as a run does, on ranks that all call it."""
+
+    def __init__(self, config):
+        self._worker = Worker(torch.device("cpu"))
+        source = EngineSource(model=config.model, layout=config.engine)
+        self._worker.build_engine(
+            "policy", source.model_dump_json(), config.trainer.optimizer_config().model_dump_json()
+        )
+
+    def verify(self, checkpoint):
+        if damage := self._worker.verify_files(str(checkpoint)):
+            raise ModelError(damage)
+
+    def load(self, checkpoint):
+        damage = self._worker.load_state("policy", str(checkpoint / "state" / "policy"))
+        return {"policy": damage} if damage else {}
+
+
 def start_of(run, model, **trainer):
     """On every rank: the step that is done, or the error; and what was passed over."""
+    config = config_of(run, model, **trainer)
     try:
-        start = find_start(config_of(run, model, **trainer), verify=verify_share)
+        start = find_start(config, reader=Reader(config))
     except UserError as error:
         return f"{type(error).__name__}: {error}", []
     return (0, []) if start is None else (start.step, start.damage)

@@ -209,7 +209,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, ru
     run = run_of(tmp_path, group, counter=counter, save_every_steps=2)
     with run:
         assert group.calls == [
-            ("verify_files", str(checkpoints / "step_2"), None),
+            ("verify_files", str(checkpoints / "step_2")),
             ("load_state", "policy", str(checkpoints / "step_2" / "state" / "policy")),
         ]
         assert counter.number == 20

@@ -1,7 +1,7 @@
 """manifest.json: every file of a checkpoint with its size and hash, of weights dtype, shape and hash of each tensor. It
 is written last, so a checkpoint that has one is whole."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,16 +110,16 @@ def write_manifest(
     write_sealed_json(checkpoint / MANIFEST, content)
 
 
-def verify_share(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
+def verify_share(checkpoint: Path, *, with_shards: bool = True) -> None:
     """Collective. Reads this rank's share of the files.
 
     Args:
-        shards_of: the training states whose shards are among them, by the names of their folders; None: all.
+        with_shards: whether those of training states are among them, which loading them verifies too.
     Raises:
         ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
     """
     with raised_on_every_rank(ModelError):
-        checks = _checks(checkpoint, shards_of)
+        checks = _checks(checkpoint, with_shards=with_shards)
         for name in own_share(checks):
             checks[name](checkpoint / name)
 
@@ -157,12 +157,11 @@ def has_whole_weights(checkpoint: Path) -> bool:
     return bool(weights)
 
 
-def _checks(checkpoint: Path, shards_of: Collection[str] | None) -> dict[str, Callable[[Path], None]]:
+def _checks(checkpoint: Path, *, with_shards: bool) -> dict[str, Callable[[Path], None]]:
     """How each file is compared with what was written, by its path in the checkpoint."""
     files = read_sealed_json(checkpoint / MANIFEST)["files"]
     checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
-    states = [Path(name).parent for name in files if Path(name).name == INDEX]
-    for folder in [state for state in states if shards_of is None or state.name in shards_of]:
+    for folder in [Path(name).parent for name in files if with_shards and Path(name).name == INDEX]:
         index = StateIndex.read(checkpoint / folder)
         checks |= {(folder / shard).as_posix(): index.check for shard in index.files}
     return checks

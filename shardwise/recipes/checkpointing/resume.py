@@ -16,7 +16,6 @@ from shardwise.config import (
     require_known_keys,
     without_places,
 )
-from shardwise.engine.state_files import INDEX
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, fingerprints
@@ -49,31 +48,42 @@ class Start:
     is not in the weights."""
 
 
-class Verify(Protocol):
-    """Reads a checkpoint."""
+class CheckpointReader(Protocol):
+    """Reads what a run may resume from."""
 
-    def __call__(self, checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
-        """Raises ModelError: a file is damaged. `shards_of` names the training states whose shards are read, by their
-        folders in STATE; None: all of them."""
+    def verify(self, checkpoint: Path) -> None:
+        """Raises ModelError: a file is damaged. Shards of training states are left to `load`."""
+        ...
+
+    def load(self, checkpoint: Path) -> Mapping[str, str]:
+        """Brings every engine to its training state there. Returns what is damaged, by the state's folder in STATE;
+        the engine then has the optimizer's states of a new one, and may have any weights.
+
+        Raises ModelError: a state is one of another engine."""
         ...
 
 
-def unverified(checkpoint: Path, *, shards_of: Collection[str] | None = None) -> None:
-    """Takes every file for whole."""
+class _Unread:
+    """Takes every file for whole, and loads none."""
+
+    def verify(self, checkpoint: Path) -> None: ...
+
+    def load(self, checkpoint: Path) -> Mapping[str, str]:
+        return {}
 
 
 def find_start(
     config: TrainingConfig,
     *,
     files: Fingerprints | None = None,
-    verify: Verify = unverified,
+    reader: CheckpointReader | None = None,
 ) -> Start | None:
     """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
     checkpoint of its own, so that the same command goes on.
 
     Args:
         files: what the run reads; None looks at it here, if there is a checkpoint.
-        verify: without it only manifest.json and run.json are looked at.
+        reader: loads what it finds; without one only manifest.json and run.json are looked at.
     Raises:
         ConfigError: there is no such checkpoint, or it was trained with another config, model or data; names the keys.
             ModelError: it is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
@@ -82,24 +92,21 @@ def find_start(
     require_known_keys(trainer.resume_allow, config)
     if trainer.resume == "never":
         return None
-    own, takes_weights = Path(trainer.output_dir), trainer.resume_fallback == "weights"
+    own, search = Path(trainer.output_dir), _Search(config, files, reader or _Unread())
     named = None if trainer.resume == "auto" else os.path.realpath(trainer.resume)
     candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
-    falls_back = trainer.resume_fallback != "fail"
-    found = _newest(candidates, verify, falls_back=falls_back, takes_weights=takes_weights)
+    found = search.newest(candidates, falls_back=trainer.resume_fallback != "fail")
     if found is None and named is not None:
-        found = _named(Path(trainer.resume), verify, takes_weights=takes_weights)
+        found = search.named(Path(trainer.resume))
     if found is None:
         return None
-    content = read_sealed_json(found.checkpoint / STATE / RUN)
-    _require_same(found.checkpoint, content, config, files)
     return Start(
         found.checkpoint,
-        content["step"],
-        content["parts"],
+        found.run["step"],
+        found.run["parts"],
         in_place=os.path.realpath(found.checkpoint.parent) == os.path.realpath(own / CHECKPOINTS),
         damage=found.passed_over,
-        begun_from=content.get("begun_from") if named is None else named,
+        begun_from=found.run.get("begun_from") if named is None else named,
         lost_states=found.lost_states,
     )
 
@@ -145,83 +152,82 @@ def write_run(
 @dataclass(frozen=True, slots=True)
 class _Found:
     checkpoint: Path
+    run: dict[str, Any]
+    """What its RUN says."""
     passed_over: list[str]
     lost_states: Mapping[str, str]
     """These two as in Start."""
 
 
-def _newest(folders: Collection[Path], verify: Verify, *, falls_back: bool, takes_weights: bool) -> _Found | None:
-    """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where no
-    folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not."""
-    damage: list[str] = []
-    for folder in folders:
-        try:
-            if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
-                continue
-            read_sealed_json(folder / STATE / RUN)
-            return _Found(folder, damage, _lost_states(folder, verify, may_be_lost=takes_weights))
-        except ModelError as error:
-            if not falls_back:
-                weights = f", or resume {_ITS_WEIGHTS}" if _is_whole_without_shards(folder, verify) else ""
-                raise ModelError(f"{error}; {_RESTORE}{weights}") from None
-            damage.append(str(error))
-    if damage:
-        raise ModelError(
-            f"{'; '.join(damage)}. No checkpoint to resume from is whole: restore one from a copy, or start anew with "
-            f"trainer.resume=never, which moves what is there aside{_without_states(folders, verify)}"
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """For a checkpoint that a run of this config may resume from."""
 
+    config: TrainingConfig
+    files: Fingerprints | None
+    reader: CheckpointReader
 
-def _lost_states(folder: Path, verify: Verify, *, may_be_lost: bool) -> dict[str, str]:
-    """Raises ModelError: the checkpoint is damaged, and not only in what may be lost."""
-    lost = {}
-    try:
-        verify(folder)
-    except ModelError:
-        if not may_be_lost:
-            raise
-        verify(folder, shards_of=[])
-        for state in sorted(path.parent.name for path in (folder / STATE).glob(f"*/{INDEX}")):
+    def newest(self, folders: Collection[Path], *, falls_back: bool) -> _Found | None:
+        """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where
+        no folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not.
+        ConfigError: it is of another config."""
+        takes_weights = self.config.trainer.resume_fallback == "weights"
+        damage: list[str] = []
+        for folder in folders:
             try:
-                verify(folder, shards_of=[state])
+                if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
+                    continue
+                run = read_sealed_json(folder / STATE / RUN)
+                _require_same(folder, run, self.config, self.files)
+                self.reader.verify(folder)
             except ModelError as error:
-                lost[state] = str(error)
-    return lost
+                damage.append(str(error))
+            else:
+                lost = self.reader.load(folder)
+                if takes_weights or not lost:
+                    return _Found(folder, run, damage, lost)
+                damage += lost.values()
+            if not falls_back:
+                weights = f", or resume {_ITS_WEIGHTS}" if self._is_whole_without_shards(folder) else ""
+                raise ModelError(f"{damage[0]}; {_RESTORE}{weights}")
+        if damage:
+            raise ModelError(
+                f"{'; '.join(damage)}. No checkpoint to resume from is whole: restore one from a copy, or start anew "
+                f"with trainer.resume=never, which moves what is there aside{self._without_states(folders)}"
+            )
+        return None
 
+    def named(self, path: Path) -> _Found:
+        """What trainer.resume names."""
+        folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
+        found = self.newest(folders, falls_back=False)
+        if found is None:
+            raise ConfigError(
+                f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor "
+                "the folder of a run that has one; give such a path, auto or never"
+            )
+        return found
 
-def _without_states(folders: Collection[Path], verify: Verify) -> str:
-    """For the error of a run of which no checkpoint is whole: what else there is to resume from, if anything."""
-    if any(_is_whole_without_shards(folder, verify) for folder in folders):
-        return f", or resume {_ITS_WEIGHTS}"
-    weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
-    if weights is None:
-        return ""
-    return (
-        f", or begin a run without the optimizer's states: model.path={weights}, which is whole, with another "
-        "trainer.output_dir"
-    )
-
-
-def _is_whole_without_shards(folder: Path, verify: Verify) -> bool:
-    try:
-        Manifest.read(folder)
-        read_sealed_json(folder / STATE / RUN)
-        verify(folder, shards_of=[])
-    except ModelError:
-        return False
-    return True
-
-
-def _named(path: Path, verify: Verify, *, takes_weights: bool) -> _Found:
-    folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
-    found = _newest(folders, verify, falls_back=False, takes_weights=takes_weights)
-    if found is None:
-        raise ConfigError(
-            f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor the "
-            "folder of a run that has one; give such a path, auto or never"
+    def _without_states(self, folders: Collection[Path]) -> str:
+        """For the error of a run of which no checkpoint is whole: what else there is to resume from, if anything."""
+        if any(self._is_whole_without_shards(folder) for folder in folders):
+            return f", or resume {_ITS_WEIGHTS}"
+        weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
+        if weights is None:
+            return ""
+        return (
+            f", or begin a run without the optimizer's states: model.path={weights}, which is whole, with another "
+            "trainer.output_dir"
         )
-    return found
+
+    def _is_whole_without_shards(self, folder: Path) -> bool:
+        try:
+            Manifest.read(folder)
+            read_sealed_json(folder / STATE / RUN)
+            self.reader.verify(folder)
+        except ModelError:
+            return False
+        return True
 
 
 def _require_same(

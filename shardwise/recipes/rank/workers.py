@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import (
+    DamagedError,
     DataError,
     EngineConfig,
     ExportError,
@@ -396,10 +397,14 @@ class Worker:
         seat = self._take_device(role, "params", "optimizer")
         self._checkpoint_writer().add_state(role, subfolder, seat.engine.state.stage())
 
-    def load_state(self, role: str, folder: str) -> None:
-        """Takes over a training state whose files `verify_files` has seen; ModelError on every rank if it does not
-        fit."""
-        self._take_device(role, "params", "optimizer").engine.state.load(Path(folder), verify=False)
+    def load_state(self, role: str, folder: str) -> str | None:
+        """Takes over a training state. Returns what is damaged, the same on every rank; None where nothing is.
+        ModelError on every rank if it does not fit."""
+        try:
+            self._take_device(role, "params", "optimizer").engine.state.load(Path(folder))
+        except DamagedError as error:
+            return str(error)
+        return None
 
     def load_weights_alone(self, role: str, folder: str, state: str) -> None:
         """See `EngineState.load_weights_alone`."""
@@ -412,11 +417,11 @@ class Worker:
         with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
-    def verify_files(self, checkpoint: str, shards_of: list[str] | None) -> str | None:
-        """Compares this rank's share of a checkpoint's files with what was written, as `verify_share`. Returns what is
-        damaged, the same on every rank; None where nothing is."""
+    def verify_files(self, checkpoint: str) -> str | None:
+        """Compares this rank's share of a checkpoint's files, but for shards of training states, with what was written.
+        Returns what is damaged, the same on every rank; None where nothing is."""
         try:
-            verify_share(Path(checkpoint), shards_of=shards_of)
+            verify_share(Path(checkpoint), with_shards=False)
         except ModelError as error:
             return str(error)
         return None

@@ -5,7 +5,7 @@ import pytest
 from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
 from shardwise.recipes.checkpointing.manifest import write_manifest
-from shardwise.recipes.checkpointing.resume import STATE, Start, _lost_states, find_start, write_run
+from shardwise.recipes.checkpointing.resume import Start, find_start, write_run
 
 
 def config(output_dir, **trainer) -> SFTConfig:
@@ -226,15 +226,36 @@ def test_a_changed_run_file_is_damage(tmp_path):
         find_start(config(tmp_path))
 
 
-def test_f19_only_the_states_whose_shards_are_lost_are_left_out(tmp_path):
-    for state in ("policy", "critic"):
-        (tmp_path / STATE / state).mkdir(parents=True)
-        (tmp_path / STATE / state / "index.json").touch()
+class Reader:
+    """Of checkpoints in which nothing but these states is damaged."""
 
-    def verify(checkpoint, *, shards_of=None):
-        if shards_of is None or "critic" in shards_of:
-            raise ModelError("a shard of the critic is missing")
+    def __init__(self, damage):
+        self.damage, self.seen = damage, []
 
-    assert _lost_states(tmp_path, verify, may_be_lost=True) == {"critic": "a shard of the critic is missing"}
-    with pytest.raises(ModelError, match="critic"):
-        _lost_states(tmp_path, verify, may_be_lost=False)
+    def verify(self, checkpoint):
+        self.seen.append(("verify", checkpoint.name))
+
+    def load(self, checkpoint):
+        self.seen.append(("load", checkpoint.name))
+        return self.damage.get(checkpoint.name, {})
+
+
+def test_f19_states_whose_shards_are_lost_are_left_out_or_the_checkpoint_before_is_loaded(tmp_path):
+    for step in (2, 3):
+        leave(tmp_path, step)
+    reader = Reader({"step_3": {"critic": "a shard of the critic is missing"}})
+    start = find_start(config(tmp_path, resume_fallback="weights"), reader=reader)
+    assert (start.step, start.damage, start.lost_states) == (3, [], reader.damage["step_3"])
+    start = find_start(config(tmp_path), reader=reader)
+    assert (start.step, start.damage, start.lost_states) == (2, ["a shard of the critic is missing"], {})
+    assert reader.seen == [(call, f"step_{step}") for step in (3, 3, 2) for call in ("verify", "load")]
+    with pytest.raises(ModelError, match=r"critic is missing; restore it .*\(trainer.resume_fallback=weights\)"):
+        find_start(config(tmp_path, resume_fallback="fail"), reader=reader)
+
+
+def test_no_engine_is_loaded_where_the_config_has_changed(tmp_path):
+    leave(tmp_path, 3)
+    reader = Reader({})
+    with pytest.raises(ConfigError, match=r"trainer.seed was 0 and is 1"):
+        find_start(config(tmp_path, seed=1), reader=reader)
+    assert reader.seen == []

@@ -34,12 +34,12 @@ def checkpoint(tmp_path):
     return tmp_path / "step_1"
 
 
-def verified(folders, shards_of=None):
+def verified(folders, with_shards=True):
     """By folder the error, or None."""
     errors = []
     for folder in folders:
         try:
-            verify_share(folder, shards_of=shards_of)
+            verify_share(folder, with_shards=with_shards)
         except ModelError as error:
             errors.append(str(error))
         else:
@@ -91,7 +91,7 @@ def test_a_changed_or_missing_file_is_named_on_every_rank(run_ranks, checkpoint,
     first, second = run_ranks(verified, 2, copies)
     assert first == second
     assert first[0] is None
-    without_shards = run_ranks(verified, 2, copies, [])[0]
+    without_shards = run_ranks(verified, 2, copies, False)[0]
     assert [error is None for error in without_shards] == [True, False, False, False, True, True]
     for error, expected in zip(
         first[1:],

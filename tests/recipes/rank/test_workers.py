@@ -699,7 +699,7 @@ def test_a_state_is_saved_and_loaded_while_other_engines_have_the_device(everyon
     worker.sync_weights(1)
     worker.save("critic", ModelConfig(path=str(everyone)).model_dump_json(), str(tmp_path), str(tmp_path / "critic"))
     worker.sync_weights(2)  # the critic leaves the device again
-    other.load_state("critic", str(tmp_path / "critic"))
+    assert other.load_state("critic", str(tmp_path / "critic")) is None
     other.sync_weights(2)
     for one, two in zip(
         score(worker, samples, "critic", max_tokens=40), score(other, samples, "critic", max_tokens=40), strict=True
@@ -734,6 +734,6 @@ def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):
     hashes = worker.hash_files(str(tmp_path))
     assert hashes == {"a": {"num_bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"text")}}
     write_manifest(tmp_path, [hashes], step=1)
-    assert worker.verify_files(str(tmp_path), None) is None
+    assert worker.verify_files(str(tmp_path)) is None
     (tmp_path / "a").write_text("test")
-    assert f"{tmp_path / 'a'} is damaged" in worker.verify_files(str(tmp_path), None)
+    assert f"{tmp_path / 'a'} is damaged" in worker.verify_files(str(tmp_path))
