@@ -1,4 +1,4 @@
-"""The config.json of a model folder, and what to say of one that transformers cannot use."""
+"""config.json and generation_config.json of a model folder, and what to say of those that transformers cannot use."""
 
 import json
 from collections.abc import Iterator
@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from shardwise.config import ModelError, UserError
+
+GENERATION_CONFIG_NAME = "generation_config.json"
 
 
 def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
@@ -29,6 +31,43 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
             f"{config.model_type}; remove it"
         )
     return config
+
+
+def require_generates(folder: Path, config: PreTrainedConfig) -> None:
+    """Raises ModelError: the folder holds a reward model or a critic. With tied embeddings nothing else would tell: all
+    weights of a language model are there."""
+    for name in config.architectures or ():
+        if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
+            raise ModelError(
+                f"{folder} holds a {name}, a reward model or critic, which has no distribution of tokens; give the "
+                "language model that it was trained from, or one that was trained with it"
+            )
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """What generation_config.json says; None where there is none.
+
+    Raises:
+        ModelError: transformers cannot read it, or would refuse to save it.
+    """
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return None
+    try:
+        config: GenerationConfig = GenerationConfig.from_pretrained(folder)
+        config.validate(strict=True)
+    except (ValueError, OSError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: {text}"
+        ) from None
+    return config
+
+
+def end_of_sequence_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> list[int]:
+    """The tokens that end completions: of the generation config, or of the config where that has none."""
+    ids = None if generation is None else generation.eos_token_id
+    ids = config.eos_token_id if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 @contextmanager

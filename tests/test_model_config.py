@@ -2,10 +2,11 @@ import json
 
 import pytest
 from tiny_models import tiny_folder
+from transformers import Qwen3Config
 
 from shardwise.config import ModelError
 from shardwise.engine.model import build_on_meta
-from shardwise.model_config import blaming_config, read_model_config
+from shardwise.model_config import blaming_config, read_model_config, require_generates
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,11 @@ def test_a_value_that_a_table_lacks_is_named_with_its_key(tmp_path):
 def test_an_error_that_is_in_words_already_stays_as_it_is(tmp_path):
     with pytest.raises(ModelError, match=r"^no experts$"), blaming_config(tmp_path, "CausalLM"):
         raise ModelError("no experts")
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "LlamaForTokenClassification"])
+def test_reward_models_and_critics_are_not_taken_for_language_models(tmp_path, name):
+    with pytest.raises(ModelError, match=f"{tmp_path} holds a {name}, a reward model or critic, which"):
+        require_generates(tmp_path, Qwen3Config(architectures=[name]))
+    for others in (["Qwen3ForCausalLM"], [], None):
+        require_generates(tmp_path, Qwen3Config(architectures=others))

@@ -62,6 +62,22 @@ class SequenceDataConfig(DataConfig):
     """The longest allowed sequence, prompt and response together."""
     on_overlong: OverlongPolicy = "error"
     """What happens to a longer row: stop with an error, drop it, or cut its end off. Both are counted."""
+    tools_column: str = "tools"
+    """What the chat template says that the model may call: a list of JSON schemas as OpenAI and Hugging Face have them,
+    or a string of JSON that holds one; a row without the column has no tools."""
+    images_column: str = "images"
+    """Images for a model with a vision tower, in the order of their places in the messages: paths (from the data file's
+    folder), bytes of files, or objects with one of both; a row without the column has none of its own. Preference and
+    reward-model training refuse rows that have some."""
+
+    @model_validator(mode="after")
+    def _tools_are_rendered(self) -> Self:
+        if not self.apply_chat_template and self.tools_column != type(self).model_fields["tools_column"].default:
+            raise ValueError(
+                f"tools_column={self.tools_column} has no effect without the chat template, which says what the tools "
+                "are; set apply_chat_template=true or remove it"
+            )
+        return self
 
 
 class SupervisedDataConfig(SequenceDataConfig):
@@ -72,21 +88,6 @@ class SupervisedDataConfig(SequenceDataConfig):
     messages_column: str = "messages"
     """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation. A turn
     with tool_calls needs no content."""
-    tools_column: str = "tools"
-    """What the chat template says that the model may call: a list of JSON schemas as OpenAI and Hugging Face have them,
-    or a string of JSON that holds one; a row without the column has no tools."""
-    images_column: str = "images"
-    """Images for a model with a vision tower, in the order of their places in the messages: paths (from the data file's
-    folder), bytes of files, or objects with one of both; a row without the column has none of its own."""
-
-    @model_validator(mode="after")
-    def _tools_are_rendered(self) -> Self:
-        if not self.apply_chat_template and self.tools_column != type(self).model_fields["tools_column"].default:
-            raise ValueError(
-                f"tools_column={self.tools_column} has no effect without the chat template, which says what the tools "
-                "are; set apply_chat_template=true or remove it"
-            )
-        return self
 
 
 class PreferenceDataConfig(SequenceDataConfig):

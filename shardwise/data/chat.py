@@ -97,7 +97,7 @@ def render_prompt(
 
     Args:
         prompt: text (one user message for the chat template), or messages.
-        apply_chat_template: False tokenizes text as it is, with the special tokens that the tokenizer adds by default.
+        apply_chat_template: False tokenizes text as it is, behind the special tokens that the tokenizer puts before it.
         system_prompt: put before messages that have no system message; only with a chat template.
         origin: names the row in errors.
         tools: what the chat template tells the model that it may call.
@@ -109,7 +109,7 @@ def render_prompt(
         text = _render(tokenizer, messages, origin, add_generation_prompt=True, tools=tools)
         token_ids = _encode(tokenizer, text)
     else:
-        token_ids = tokenizer.encode(_plain_prompt(prompt, origin))
+        token_ids = _encode_opening(tokenizer, _plain_prompt(prompt, origin))
     return _at_least_one(token_ids, origin)
 
 
@@ -134,7 +134,7 @@ def render_response_sample(
         answer = {"role": "assistant", "content": response}
         return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages), tools=tools)
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
-    response_ids = [*_encode(tokenizer, response), tokenizer.eos_token_id]
+    response_ids = [*_encode_inside(tokenizer, response), tokenizer.eos_token_id]
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
@@ -166,7 +166,7 @@ def render_observation(
                 f"{origin}: the observation is {describe_type(observation)}, but data.apply_chat_template=false takes "
                 f"strings: {preview(observation)}"
             )
-        return _encode(tokenizer, _characters(observation)) if len(observation) <= max_chars else None
+        return _encode_inside(tokenizer, _characters(observation)) if len(observation) <= max_chars else None
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     before = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
     text = _render(tokenizer, [*before, *checked_messages(messages, origin)], origin, add_generation_prompt=True)
@@ -184,6 +184,28 @@ def render_observation(
     end = token_ids.index(last_token_id)
     ends_the_turn = not tokenizer.decode(token_ids[:end]).strip()
     return token_ids[end + 1 :] if ends_the_turn else token_ids
+
+
+def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token that the chat template ends an assistant's turn with: the tokenizer's end-of-sequence token, else the
+    first special one that follows what was said. Base models often come with a template that ends turns with another
+    token than the one that ends their texts.
+
+    Returns:
+        None where there is no such token, or no chat template that takes a user's message and an answer.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    messages = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
+    try:
+        text = _render(tokenizer, messages, "", add_generation_prompt=False)
+    except DataError:
+        return None
+    token_ids = _encode(tokenizer, text.partition(_ANY_TURN)[2])
+    if tokenizer.eos_token_id in token_ids:
+        return tokenizer.eos_token_id
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((token_id for token_id in token_ids if token_id in special), None)
 
 
 def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -211,9 +233,9 @@ def render_conversation(
 ) -> tuple[list[int], list[bool]]:
     """A conversation with loss on the assistant's turns.
 
-    A trained span begins after the generation prompt, as at inference, and ends with the turn's end-of-sequence token,
-    or with the turn where the template writes none. Turns after the last trained one are left out: nothing learns from
-    them.
+    A trained span begins after the generation prompt, as at inference, and ends with the token that ends the turn (see
+    `turn_end_id`), or with the turn where the template writes none. Turns after the last trained one are left out:
+    nothing learns from them.
 
     Args:
         messages: the first is not the assistant's.
@@ -247,7 +269,7 @@ def render_conversation(
             _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools)
         token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
-        num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer.eos_token_id)
+        num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer)
         loss_mask += [True] * num_trained + [False] * (len(token_ids) - len(prompt_ids) - num_trained)
     return token_ids, loss_mask
 
@@ -408,6 +430,28 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def _encode_opening(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """With the special tokens that the tokenizer puts before a text, without those that it puts behind: something
+    follows."""
+    token_ids, own = tokenizer.encode(text), _encode(tokenizer, text)
+    ends = (end for end in range(len(own), len(token_ids) + 1) if token_ids[end - len(own) : end] == own)
+    return token_ids[: next(ends, None)]
+
+
+def _encode_inside(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Of text that follows other text: without the space that SentencePiece puts before its first word."""
+    token_ids, before = _encode(tokenizer, text), _encode(tokenizer, _BEFORE)
+    first = tokenizer.convert_ids_to_tokens(token_ids[:1])
+    if text.startswith(" ") or not "".join(first).startswith(_SPACE):
+        return token_ids
+    whole = _encode(tokenizer, _BEFORE + text)
+    return whole[len(before) :] if whole[: len(before)] == before else token_ids
+
+
+_BEFORE, _SPACE = "\n", "\N{LOWER ONE EIGHTH BLOCK}"
+"""Text that no word continues, and SentencePiece's own character for a space."""
+
+
 def _extend(
     tokenizer: "PreTrainedTokenizerBase", before: str, before_ids: list[int], text: str, origin: str
 ) -> list[int]:
@@ -418,7 +462,7 @@ def _extend(
     if token_ids[: len(before_ids)] == before_ids:
         return token_ids
     # A token merged over the border. At inference the tokens before it are already there, so they stay as they are.
-    return before_ids + _encode(tokenizer, text[len(before) :])
+    return before_ids + _encode_inside(tokenizer, text[len(before) :])
 
 
 def _not_prefix_stable(before: str, text: str, origin: str) -> str:
@@ -431,10 +475,11 @@ def _not_prefix_stable(before: str, text: str, origin: str) -> str:
     )
 
 
-def _length_to_end(turn_ids: Sequence[int], eos_token_id: int) -> int:
-    if eos_token_id not in turn_ids:
+def _length_to_end(turn_ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> int:
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in turn_ids else turn_end_id(tokenizer)
+    if end is None or end not in turn_ids:
         return len(turn_ids)
-    return len(turn_ids) - list(reversed(turn_ids)).index(eos_token_id)
+    return len(turn_ids) - list(reversed(turn_ids)).index(end)
 
 
 def _at_least_one(token_ids: list[int], origin: str) -> list[int]:

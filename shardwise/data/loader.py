@@ -1,8 +1,7 @@
 """Which rows a step trains on: a pure function of the step, so that resuming needs no saved position."""
 
 import hashlib
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,34 +22,43 @@ class BatchLoader:
     seed: int
     shuffle: bool
     """A new order in every epoch; False keeps the order of the file."""
+    _order: "RowOrder" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.num_rows > 0, self.num_rows
         assert self.batch_size > 0, self.batch_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every row was used at least once, rounded up."""
-        return -(-self.num_rows // self.batch_size)
+        order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
+        object.__setattr__(self, "_order", order)
 
     def indices(self, step: int) -> list[int]:
         """The rows of a step, counted from 0."""
-        order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
-        return [order.row(step * self.batch_size + place) for place in range(self.batch_size)]
+        return [self._order.row(step * self.batch_size + place) for place in range(self.batch_size)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def steps_of(num_epochs: int, *, num_rows: int, batch_size: int) -> int:
+    """Steps until every row was used so often; the last batch is filled up with rows of the next epoch."""
+    return -(-num_rows * num_epochs // batch_size)
+
+
+@dataclass(slots=True, kw_only=True)
 class RowOrder:
     """The order of rows over all epochs, as a function of the position."""
 
     num_rows: int
     seed: int
     shuffle: bool
+    _epoch: int = field(default=-1, init=False, repr=False, compare=False)
+    _rows: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Of the epoch that was asked for last: positions come one after the other."""
 
     def row(self, position: int) -> int:
         """The row at a position, counted from 0; an epoch follows the other."""
         epoch, offset = divmod(position, self.num_rows)
-        return _permutation(self.num_rows, self.seed, epoch)[offset] if self.shuffle else offset
+        if not self.shuffle:
+            return offset
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, _permutation(self.num_rows, self.seed, epoch)
+        return self._rows[offset]
 
 
 def require_as_many_rows(saved: Any, here: Any) -> None:
@@ -64,7 +72,6 @@ def require_as_many_rows(saved: Any, here: Any) -> None:
         )
 
 
-@lru_cache(maxsize=16)
 def _permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
     # Hashed rather than added, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest()

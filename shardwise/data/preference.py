@@ -15,8 +15,18 @@ from shardwise.data.chat import (
     render_response_sample,
     with_system_prompt,
 )
-from shardwise.data.rows import Loaded, Rendered, fit, get_prompt, loaded_sequences, make_sample
+from shardwise.data.rows import (
+    Loaded,
+    Rendered,
+    fit,
+    get_prompt,
+    images_not_shown,
+    loaded_sequences,
+    make_sample,
+    tool_schemas,
+)
 from shardwise.data.sources import Row, describe_type, get_column, get_text, preview, read_rows
+from shardwise.data.vision import row_images
 from shardwise.types import Sample
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ def preference_pairs(
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
-    rows = read_rows(files, max_rows=max_rows)
+    rows = _read_rows(config, files, max_rows=max_rows)
     samples: list[Sample] = []
     num_kept = num_identical = num_truncated = 0
     for row in rows:
@@ -82,7 +92,7 @@ def labelled_samples(
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
-    rows = read_rows(files, max_rows=max_rows)
+    rows = _read_rows(config, files, max_rows=max_rows)
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
@@ -132,6 +142,14 @@ def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
     return mixed
 
 
+def _read_rows(config: PreferenceDataConfig, files: Sequence[str], *, max_rows: int | None) -> list[Row]:
+    rows = read_rows(files, max_rows=max_rows)
+    for row in rows:
+        if row_images(row, config.images_column):
+            raise DataError(images_not_shown(config, row))
+    return rows
+
+
 def _render_pair(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Rendered] | None:
     """Chosen and rejected; None where they are the same."""
     columns = (config.chosen_column, config.rejected_column)
@@ -141,7 +159,10 @@ def _render_pair(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedT
     if chosen == rejected:
         return None
     start = _parting(config, row, chosen, rejected)
-    return [render_conversation(tokenizer, side, row.origin, trained_from=start) for side in (chosen, rejected)]
+    tools = tool_schemas(config, row)
+    return [
+        render_conversation(tokenizer, side, row.origin, trained_from=start, tools=tools) for side in (chosen, rejected)
+    ]
 
 
 def _render_answer(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
@@ -149,7 +170,8 @@ def _render_answer(config: PreferenceDataConfig, row: Row, tokenizer: "PreTraine
         return _render_plain(config, row, config.response_column, tokenizer)
     messages = _conversation(config, row, config.response_column)
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    return render_conversation(tokenizer, messages, row.origin, trained_from=last)
+    tools = tool_schemas(config, row)
+    return render_conversation(tokenizer, messages, row.origin, trained_from=last, tools=tools)
 
 
 def _render_plain(

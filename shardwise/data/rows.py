@@ -99,6 +99,7 @@ def prompt_examples(
     max_rows: int | None,
     tools: Mapping[str, ToolSchema] = MappingProxyType({}),
     vision: Vision | None = None,
+    is_judged: bool = True,
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
 
@@ -108,6 +109,7 @@ def prompt_examples(
     Args:
         vision: of a model that sees images, where they can be shown; None refuses rows that have any.
         tools: by name what a row may offer the model; without any the column that chooses from them is not read.
+        is_judged: whether there is a reward, which needs a ground truth.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -135,7 +137,7 @@ def prompt_examples(
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
-        example = _example(config, row, tokenizer, prompt_ids[-limit:])
+        example = _example(config, row, tokenizer, prompt_ids, is_judged=is_judged)
         if vision is not None and image_refs:
             example = replace(
                 example,
@@ -223,7 +225,7 @@ def _with_image_words(
     """The row with what stands for its images in the words of `column`, and the images."""
     if vision is None or not config.apply_chat_template:
         if row_images(row, config.images_column):
-            raise DataError(_not_shown(config, row))
+            raise DataError(images_not_shown(config, row))
         return row, []
     if not has_column(row, column):
         return row, []
@@ -231,7 +233,8 @@ def _with_image_words(
     return replace(row, values={**row.values, column: plain_cell(row, column, words)}), image_refs
 
 
-def _not_shown(config: SupervisedDataConfig | EvalDataConfig, row: Row) -> str:
+def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> str:
+    """For errors about rows with images."""
     return (
         f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
         "reinforcement learning with rollout.engine=embedded, without an environment or teachers; both only "
@@ -250,7 +253,7 @@ def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTr
             )
         messages = get_column(row, config.messages_column)
         return render_conversation(
-            tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=_schemas(config, row)
+            tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=tool_schemas(config, row)
         )
     if not (has_column(row, config.prompt_column) or has_column(row, config.response_column)):
         raise DataError(
@@ -265,12 +268,12 @@ def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTr
         apply_chat_template=config.apply_chat_template,
         system_prompt=config.system_prompt,
         origin=row.origin,
-        tools=_schemas(config, row) if config.apply_chat_template else (),
+        tools=tool_schemas(config, row) if config.apply_chat_template else (),
     )
 
 
-def _schemas(config: SupervisedDataConfig, row: Row) -> list[ToolSchema]:
-    """The tools of a row."""
+def tool_schemas(config: SequenceDataConfig, row: Row) -> list[ToolSchema]:
+    """The tools of a row. Raises DataError: something else in their column."""
     cell = _tools_cell(row, config.tools_column)
     if cell is None:
         return []
@@ -321,9 +324,17 @@ def _tool_name(item: Any) -> str | None:
     return None
 
 
-def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", prompt_ids: list[int]) -> Example:
-    ground_truth = get_column(row, config.ground_truth_column)
-    if ground_truth is None or ground_truth != ground_truth:  # NaN is what pandas makes of null
+def _example(
+    config: EvalDataConfig,
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_ids: list[int],
+    *,
+    is_judged: bool,
+) -> Example:
+    """What the row asks, with the end of a prompt over the limit."""
+    ground_truth = get_column(row, config.ground_truth_column) if is_judged else None
+    if is_judged and (ground_truth is None or ground_truth != ground_truth):  # NaN is what pandas makes of null
         raise DataError(
             f'{row.origin}: column "{config.ground_truth_column}" is {preview(ground_truth)}, so the reward function '
             "would have nothing to compare with; fill it in or set data.ground_truth_column"
@@ -335,13 +346,14 @@ def _example(config: EvalDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBa
             f"{preview(extra_info)}"
         )
     has_source = has_column(row, config.data_source_column)
-    messages = None
-    if config.apply_chat_template:
-        messages = prompt_messages(get_prompt(config, row), config.system_prompt, row.origin)
+    given, kept_ids = get_prompt(config, row), prompt_ids[-config.max_prompt_tokens :]
+    messages = prompt_messages(given, config.system_prompt, row.origin) if config.apply_chat_template else None
+    # Plain text as it was given: a reward model's tokenizer adds its special tokens to it once more.
+    is_whole_text = messages is None and len(kept_ids) == len(prompt_ids)
     return Example(
         uid=row.origin,
-        prompt_ids=prompt_ids,
-        prompt=tokenizer.decode(prompt_ids),
+        prompt_ids=kept_ids,
+        prompt=given if isinstance(given, str) and is_whole_text else tokenizer.decode(kept_ids),
         data_source=get_text(row, config.data_source_column) if has_source else row.stem,
         ground_truth=ground_truth,
         extra_info=extra_info,

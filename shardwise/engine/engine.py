@@ -39,6 +39,7 @@ from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
 from shardwise.families import UnreadableRouter, with_release
 from shardwise.fault_plan import fault_point
+from shardwise.model_config import end_of_sequence_ids
 from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
 from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
@@ -375,6 +376,12 @@ class TrainEngine:
         """What a resumed run continues from beside the data: masters, optimizer states, counts. To save and to load."""
         assert self._state is not None, "a frozen engine has no training state"
         return self._state
+
+    def end_completions_at(self, token_id: int) -> None:
+        """Lets the generation config of exports say that this token, too, ends completions."""
+        model = self._model.hf_model
+        ends = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
+        model.generation_config.eos_token_id = [*ends, token_id]
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;

@@ -55,7 +55,7 @@ from shardwise.families import (
     vision_path,
     vision_reason,
 )
-from shardwise.model_config import blaming_config, read_model_config
+from shardwise.model_config import blaming_config, read_model_config, require_generates
 from shardwise.ops import plain_name
 
 ROW_BYTES = 16
@@ -309,6 +309,8 @@ def build_on_meta(
     has_value_head = head_name != "logprobs"
     options: dict[str, Any] = {"num_labels": 1} if has_value_head else {}
     config = read_model_config(folder, **options)
+    if not has_value_head:
+        require_generates(folder, config)
     _check_groups_of_heads(folder, config)
     with blaming_config(folder, kind_of(head_name)), torch.device("meta"):
         try:

@@ -9,14 +9,14 @@ from typing import Self
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import Box, SafetensorsReader, TensorSpec
+from shardwise.model_config import read_generation_config
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-GENERATION_CONFIG_NAME = "generation_config.json"
 _LONGEST_NAME = 255
 """Bytes that file systems take for the name of a file."""
 
@@ -179,19 +179,7 @@ def copy_processor_files(source: Path, target: Path) -> None:
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Gives a model that is built from its config the generation config beside it, so that exports keep it.
-
-    Raises:
-        ModelError: transformers cannot read it, or would refuse to save it.
-    """
-    if not (folder / GENERATION_CONFIG_NAME).is_file():
-        return
-    try:
-        config = GenerationConfig.from_pretrained(folder)
-        config.validate(strict=True)
-    except (ValueError, OSError, TypeError) as error:
-        text = " ".join(str(error).split())
-        raise ModelError(
-            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: {text}"
-        ) from None
-    model.generation_config = config
+    """Gives a model that is built from its config the generation config beside it, so that exports keep it. Raises
+    ModelError: it cannot be used."""
+    if (config := read_generation_config(folder)) is not None:
+        model.generation_config = config

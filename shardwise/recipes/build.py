@@ -6,10 +6,12 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig
+from shardwise.console import warn
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
+from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
 from shardwise.families import rotary_limit
-from shardwise.model_config import read_model_config
+from shardwise.model_config import end_of_sequence_ids, read_generation_config, read_model_config
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.manifest import verify_weights
 
@@ -30,10 +32,27 @@ class OpenedModel:
     vision: Vision | None
     """How it is shown images; None for one that sees none."""
 
+    @property
+    def turn_end_id(self) -> int | None:
+        """The token that the chat template ends turns with, where by the model's configs it does not end completions.
+        Raises ModelError: generation_config.json cannot be used."""
+        config = read_model_config(self.folder).get_text_config()
+        end = turn_end_id(self.tokenizer)
+        return None if end in end_of_sequence_ids(read_generation_config(self.folder), config) else end
+
     def vision_in(self, rollout: SamplingConfig) -> Vision | None:
         """What shows images to the model where it also samples; None where that is not known how."""
         can_show = isinstance(rollout.engine, EmbeddedRollout) and rollout.environment is None
         return self.vision if can_show else None
+
+    def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
+        """Of completions that end turns as the chat template does, and go on."""
+        if (end := self.turn_end_id) is not None and end not in rollout.stop_token_ids:
+            warn(
+                f"the chat template ends turns with {self.tokenizer.convert_ids_to_tokens(end)}, which by "
+                f"generation_config.json and config.json of {self.folder} ends no completion; "
+                f"rollout.stop_token_ids=[{end}] makes it"
+            )
 
     def require_context(self, keys: str, num_tokens: int) -> None:
         """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""

@@ -27,6 +27,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
         config.engine,
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
+        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
         seed=trainer.seed,
     )
     group.call("check_teacher", student.role, teacher.role)

@@ -23,6 +23,8 @@ class EngineSource(BaseModel):
     head: HeadName = "logprobs"
     pad_token_id: int | None = None
     """The tokenizer's, for the head sequence_scores."""
+    turn_end_id: int | None = None
+    """What it learns to end turns with, though by its configs that ends no completion; by those of exports it does."""
     seed: int = 0
     """Of new adapters, and of the rounding of bfloat16 masters."""
     temperature: float = 1.0
@@ -37,7 +39,7 @@ class EngineSource(BaseModel):
         require_finite: bool = True,
     ) -> TrainEngine:
         """As `TrainEngine.build`."""
-        return TrainEngine.build(
+        engine = TrainEngine.build(
             Path(self.model.path),
             self.layout,
             device=device,
@@ -48,3 +50,6 @@ class EngineSource(BaseModel):
             seed=self.seed,
             require_finite=require_finite,
         )
+        if self.turn_end_id is not None:
+            engine.end_completions_at(self.turn_end_id)
+        return engine

@@ -163,6 +163,7 @@ def build_engine(
     seed: int = 0,
     temperature: float = 1.0,
     pad_token_id: int | None = None,
+    turn_end_id: int | None = None,
 ) -> RemoteEngine:
     """Builds an engine on every rank.
 
@@ -170,7 +171,7 @@ def build_engine(
         optimizer: of a trained engine (an EngineConfig), None for a frozen one.
         optimizer_key: where its config is, for warnings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        head, seed, temperature, pad_token_id: see EngineSource.
+        head, seed, temperature, pad_token_id, turn_end_id: see EngineSource.
     Raises:
         ConfigError, ModelError: as `TrainEngine.build`.
     """
@@ -179,7 +180,13 @@ def build_engine(
     if doubt := emulated_dtype(getattr(torch, layout.param_dtype)):
         warn(f"{role}: {doubt}")
     source = EngineSource(
-        model=model, layout=layout, head=head, pad_token_id=pad_token_id, seed=seed, temperature=temperature
+        model=model,
+        layout=layout,
+        head=head,
+        pad_token_id=pad_token_id,
+        turn_end_id=turn_end_id,
+        seed=seed,
+        temperature=temperature,
     )
     trained = () if optimizer is None else (optimizer.model_dump_json(), total_steps)
     built = group.call("build_engine", role, source.model_dump_json(), *trained)

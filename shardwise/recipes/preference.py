@@ -33,6 +33,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
         config.engine,
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
+        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
         seed=trainer.seed,
     )
     reference = Reference(policy, config)

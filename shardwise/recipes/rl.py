@@ -8,6 +8,7 @@ from functools import partial
 from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
+from shardwise.data.loader import steps_of
 from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
@@ -93,12 +94,15 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     require_tool_tags(config.rollout.environment, model.tokenizer)
+    if config.data.apply_chat_template:
+        model.warn_of_endless_turns(config.rollout)
     examples, held_out = _read_data(config, model)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     stream = PromptStream(sources, config.data, seed=config.trainer.seed)
-    steps_per_epoch = -(-len(examples.rows) // config.rollout.num_prompts)
-    total_steps = config.trainer.total_steps or steps_per_epoch * config.trainer.num_epochs
+    total_steps = config.trainer.total_steps or steps_of(
+        config.trainer.num_epochs, num_rows=len(examples.rows), batch_size=config.rollout.num_prompts
+    )
     engines = build_engines(config, model, ranks.trainers, total_steps)
     ranks.build_rollout(model.config, config)
     learner = Learner(engines, config)
@@ -180,7 +184,14 @@ def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], l
     """The rows to train on, with their counts, and those to validate on."""
     data, tools = config.data, tool_schemas(config.rollout.environment)
     vision = None if config.teachers else model.vision_in(config.rollout)
-    read = partial(prompt_examples, data, tokenizer=model.tokenizer, tools=tools, vision=vision)
+    read = partial(
+        prompt_examples,
+        data,
+        tokenizer=model.tokenizer,
+        tools=tools,
+        vision=vision,
+        is_judged=config.reward is not None,
+    )
     examples = read(data.train_files, max_rows=data.max_train_rows)
     held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows if data.validation_files else []
     return examples, held_out

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.config import BatchTrainerConfig
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
-from shardwise.data.loader import require_as_many_rows
+from shardwise.data.loader import require_as_many_rows, steps_of
 from shardwise.recipes.build import OpenedModel
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -72,7 +72,8 @@ def open_rows(
         samples=found.rows,
         held_out=held_out,
         samples_per_row=samples_per_row,
-        total_steps=trainer.total_steps or loader.steps_per_epoch * trainer.num_epochs,
+        total_steps=trainer.total_steps
+        or steps_of(trainer.num_epochs, num_rows=num_rows, batch_size=trainer.batch_size),
         counts={f"data/{name}": MetricValue.max(count) for name, count in found.counts.items()},
         loader=loader,
     )

@@ -24,6 +24,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         config.engine,
         optimizer=config.trainer.optimizer_config(),
         total_steps=rows.total_steps,
+        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
         seed=config.trainer.seed,
     )
     with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:

@@ -15,7 +15,7 @@ from shardwise.ops import LogitTransform, project_float32, repeated_projection
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CachedMixer, CacheSize, KVCache
-from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
 from shardwise.rollout.vision import Sight
 from shardwise.types import Images
@@ -43,7 +43,7 @@ class CachedModel:
         self._transform = LogitTransform.from_config(text_config)
         self._attention_layers = attention_layers(text_config)
         self._mixer_layers = [part.layer for part in model.modules() if isinstance(part, CachedMixer)]
-        ends = end_of_sequence_ids(model.generation_config, model.config)
+        ends = require_ends(model.generation_config, model.config)
         self._stop_ids = frozenset([*ends, *stop_token_ids])
         self._decode = decode
         self._record: ExpertRecord | None = None

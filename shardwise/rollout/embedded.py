@@ -25,7 +25,7 @@ from shardwise.families import (
     unsupported_reason,
 )
 from shardwise.memfd import SharedTensors
-from shardwise.model_config import read_model_config
+from shardwise.model_config import read_model_config, require_generates
 from shardwise.ops import (
     HostCopies,
     ModuleTrace,
@@ -276,6 +276,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list
     load it, or not with such attention."""
     register_cached_attention()
     config = read_model_config(folder)
+    require_generates(folder, config)
     model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
     try:
         model, report = model_class.from_pretrained(

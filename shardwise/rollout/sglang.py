@@ -25,7 +25,7 @@ from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
-from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.vision import refuse_images
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest
@@ -288,10 +288,10 @@ def _require_possible(request: GenerateRequest) -> None:
 def _require_same_ends(folder: Path, skeleton: PreTrainedModel) -> None:
     """SGLang ends at the tokens of both config files, transformers at those of the generation config where it has
     any."""
-    ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
+    ends = require_ends(skeleton.generation_config, skeleton.config)
     if skeleton.config.eos_token_id is None:
         return
-    if others := sorted(set(end_of_sequence_ids(None, skeleton.config)) - set(ends)):
+    if others := sorted(set(require_ends(None, skeleton.config)) - set(ends)):
         raise ModelError(
             f"{folder}: config.json ends completions at token {others[0]}, generation_config.json does not; SGLang "
             "would end at both; make their eos_token_id the same"

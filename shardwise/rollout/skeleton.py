@@ -17,12 +17,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardwise.config import ModelError
 from shardwise.families import language_model_class
-from shardwise.model_config import read_model_config
+from shardwise.model_config import read_model_config, require_generates
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The transformers model of a folder on the meta device. Raises ModelError where transformers cannot read it."""
     config = read_model_config(folder)
+    require_generates(folder, config)
     try:
         with torch.device("meta"):
             model = language_model_class(

@@ -5,23 +5,18 @@ from collections.abc import Sequence
 from transformers import GenerationConfig, PretrainedConfig
 
 from shardwise.config import ConfigError, ModelError
+from shardwise.model_config import end_of_sequence_ids
 
 
-def end_of_sequence_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> list[int]:
-    """Of the generation config, or of the config where that has none.
-
-    Raises:
-        ModelError: neither has one.
-    """
-    ids = None if generation is None else generation.eos_token_id
-    if ids is None:
-        ids = config.eos_token_id
-    if ids is None:
+def require_ends(generation: GenerationConfig | None, config: PretrainedConfig) -> list[int]:
+    """What ends completions. Raises ModelError: neither of the two says it."""
+    ids = end_of_sequence_ids(generation, config)
+    if not ids:
         raise ModelError(
             f"{config.model_type}: neither generation_config.json nor config.json has an eos_token_id, so no "
             "completion would ever end; set one"
         )
-    return [ids] if isinstance(ids, int) else list(ids)
+    return ids
 
 
 def require_words(stop_token_ids: Sequence[int], bad_token_ids: Sequence[int], vocab_size: int) -> None:

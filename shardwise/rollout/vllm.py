@@ -23,7 +23,7 @@ from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
-from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
 from shardwise.rollout.vision import refuse_images
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
@@ -119,7 +119,7 @@ class VllmEngine:
             )
         text_config = skeleton.config.get_text_config()
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
-        ends = end_of_sequence_ids(skeleton.generation_config, skeleton.config)
+        ends = require_ends(skeleton.generation_config, skeleton.config)
         check_vllm(device)
         has_raw_logprobs = temperature == 1
         own = own_arguments(

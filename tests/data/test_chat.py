@@ -1,6 +1,12 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import DataError, ModelConfig, ModelError
 from shardwise.data.chat import (
@@ -10,6 +16,7 @@ from shardwise.data.chat import (
     render_observation,
     render_prompt,
     render_response_sample,
+    turn_end_id,
 )
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 
@@ -470,3 +477,59 @@ def test_trap_33_a_token_id_outside_the_models_vocabulary_is_refused_however_few
     check_vocabulary(with_gap, 401)
     with pytest.raises(ModelError, match="the tokenizer has token ids up to 400, the model's vocabulary ends at 299"):
         check_vocabulary(with_gap, 300)
+
+
+@pytest.fixture
+def base_tokenizer(tokenizer):
+    """As base models have it: texts end with another token than the turns of the chat template."""
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def test_a_turn_is_trained_up_to_the_token_that_ends_it_and_not_what_the_template_writes_behind(base_tokenizer):
+    end = base_tokenizer.convert_tokens_to_ids("<|end|>")
+    assert base_tokenizer.eos_token_id != end
+    token_ids, loss_mask = render_conversation(base_tokenizer, TALK, "row")
+    trained = [text for is_trained, text in spans(base_tokenizer, token_ids, loss_mask) if is_trained]
+    assert trained == ["5<|end|>", "it is 8<|end|>"]
+
+
+def test_what_ends_a_turn_is_found_in_what_the_template_writes(tokenizer, base_tokenizer):
+    end = base_tokenizer.convert_tokens_to_ids("<|end|>")
+    assert turn_end_id(base_tokenizer) == end
+    base_tokenizer.eos_token = "<|end|>"
+    assert turn_end_id(base_tokenizer) == end
+    for template in (WITHOUT_END, "{{ raise_exception('no answers') }}", None):
+        base_tokenizer.chat_template = template
+        assert turn_end_id(base_tokenizer) is None
+
+
+def test_plain_prompts_keep_what_the_tokenizer_puts_before_them_and_not_what_it_puts_behind(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = tokenizer.encode("2+3=")
+    for template, before in (("<s> $A <|end|>", [bos]), ("$A <|end|>", []), ("<s> $A", [bos])):
+        specials = [("<s>", bos), ("<|end|>", eos)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=specials)
+        plain = {"apply_chat_template": False, "system_prompt": None, "origin": "row"}
+        assert render_prompt(tokenizer, "2+3=", **plain) == before + ids
+        token_ids, loss_mask = render_response_sample(tokenizer, "2+3=", "5", **plain)
+        assert token_ids == [*before, *ids, *tokenizer.encode("5", add_special_tokens=False), eos]
+        assert loss_mask == [False] * len(before + ids) + [True] * 2
+
+
+def test_text_that_follows_text_has_no_space_that_was_not_written():
+    """As SentencePiece puts one before the first word of every text."""
+    words = {"<unk>": 0, "\n": 1, "▁": 2, "▁hello": 3, "world": 4, "▁world": 5, "</s>": 6}
+    backend = Tokenizer(Unigram([(word, -float(rank)) for word, rank in words.items()], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = Metaspace(), MetaspaceDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    plain = {"apply_chat_template": False, "system_prompt": None, "origin": "row"}
+    for response, ids in (("world", [4]), (" world", [5])):
+        token_ids, _ = render_response_sample(tokenizer, "hello", response, **plain)
+        assert token_ids == [3, *ids, 6]
+        observed = render_observation(
+            tokenizer, response, apply_chat_template=False, last_token_id=3, origin="row", max_chars=99
+        )
+        assert observed == ids

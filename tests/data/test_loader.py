@@ -1,7 +1,9 @@
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.data.loader import BatchLoader
+from shardwise.data.loader import BatchLoader, RowOrder, steps_of
 
 
 def walk(loader, num_steps):
@@ -19,9 +21,22 @@ def test_batch_larger_than_the_data_spans_epochs():
     assert loader.indices(1) == [1, 0, 1, 0, 1]
 
 
-def test_steps_per_epoch_is_rounded_up():
-    for num_rows, batch_size, steps in [(10, 5, 2), (11, 5, 3), (3, 5, 1), (1, 1, 1)]:
-        assert BatchLoader(num_rows, batch_size, seed=0, shuffle=True).steps_per_epoch == steps
+@pytest.mark.parametrize(
+    ("num_epochs", "num_rows", "batch_size", "steps"),
+    [(1, 10, 5, 2), (1, 11, 5, 3), (1, 3, 5, 1), (10, 33, 32, 11), (3, 5, 4, 4), (3, 32, 100, 1)],
+)
+def test_epochs_are_so_many_passes_over_the_rows_and_one_batch_is_filled_up(num_epochs, num_rows, batch_size, steps):
+    assert steps_of(num_epochs, num_rows=num_rows, batch_size=batch_size) == steps
+
+
+def test_an_order_is_drawn_once_for_an_epoch_however_many_there_are(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("shardwise.data.loader.torch.randperm", lambda n, generator: drawn.append(n) or torch.arange(n))
+    orders = [RowOrder(num_rows=3 + n, seed=0, shuffle=True) for n in range(40)]
+    for position in range(7):
+        for order in orders:
+            order.row(position)
+    assert len(drawn) == sum(-(-7 // order.num_rows) for order in orders)
 
 
 @given(num_rows=st.integers(1, 40), batch_size=st.integers(1, 60), seed=st.integers(0, 2**40))

@@ -357,3 +357,26 @@ def test_mismatched_sequences_are_cut_and_keep_a_trained_token(tokenizer):
     samples[0] = Sample(uid="0", token_ids=samples[0].token_ids[:8], loss_mask=samples[0].loss_mask[:8])
     mixed = mismatched(samples, max_tokens=8)
     assert texts(tokenizer, mixed) == [("123456=a", "a"), ("1=7", "7")]
+
+
+SCHEMA = {"type": "function", "function": {"name": "add"}}
+
+
+def test_rows_show_their_tools(tokenizer, write):
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    shown = json.dumps(SCHEMA)
+    loaded = pairs(tokenizer, write({**PAIR, "tools": [SCHEMA]}))
+    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5", "5"), (f"{shown}2+3=7", "7")]
+    answer = {"prompt": "2+3=", "response": "5", "label": True, "offers": [SCHEMA]}
+    loaded = labelled(tokenizer, write(answer), tools_column="offers")
+    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5", "5")]
+
+
+@pytest.mark.parametrize("read", [pairs, labelled])
+def test_rows_with_images_are_refused(tokenizer, write, read):
+    row = {**PAIR, "response": "5", "label": True, "images": ["a.png"]}
+    with pytest.raises(DataError, match=r'train\.jsonl line 1: column "images" has images, which supervised'):
+        read(tokenizer, write(row))
+    assert read(tokenizer, write({**row, "images": []})).rows

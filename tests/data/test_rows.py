@@ -6,8 +6,9 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
-from shardwise.config import DataError, PromptDataConfig, SupervisedDataConfig
+from shardwise.config import DataError, EvalDataConfig, PromptDataConfig, SupervisedDataConfig
 from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.types import Example
 
@@ -204,6 +205,26 @@ def test_verl_parquet_works_unchanged(tokenizer, tmp_path):
 def test_absent_source_and_extra_info_have_defaults(tokenizer, write):
     [example] = prompts(tokenizer, write(RL_ROW, name="sums.jsonl"), **PLAIN).rows
     assert (example.data_source, example.extra_info, example.prompt) == ("sums", {}, "2+3=")
+
+
+def test_the_text_of_a_plain_prompt_is_that_of_the_row(tokenizer, write):
+    """A reward model's tokenizer adds its special tokens to it by itself."""
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    [example] = prompts(tokenizer, write(RL_ROW), **PLAIN).rows
+    assert example.prompt == "2+3="
+    assert example.prompt_ids == tokenizer.encode("2+3=")
+    assert example.prompt_ids[0] == tokenizer.bos_token_id
+
+
+def test_without_a_reward_no_ground_truth_is_needed(tokenizer, write):
+    files = write({"prompt": "2+3="}, {"prompt": "1+1=", "reward_model": {"ground_truth": None}})
+    with pytest.raises(DataError, match=r"there is no column \"reward_model\.ground_truth\""):
+        prompts(tokenizer, files, **PLAIN)
+    found = prompt_examples(EvalDataConfig(**PLAIN), files, tokenizer, max_rows=None, is_judged=False)
+    assert [example.ground_truth for example in found.rows] == [None, None]
 
 
 def test_ground_truth_may_be_any_json_value_from_any_column(tokenizer, write):

@@ -2,11 +2,13 @@ import json
 import shutil
 
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
-from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.config import ConfigError, ModelConfig, ModelError, SamplingConfig, SFTConfig
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.build import open_companion, open_model
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
+from shardwise.recipes.sft import train
 
 
 def edit(path, **values):
@@ -150,3 +152,47 @@ def test_a_companion_reads_the_same_tokens_and_as_many(model_folder, other_words
         open_companion(ModelConfig(path=str(other_words)), main, keys="k", num_tokens=8)
     with pytest.raises(ConfigError, match="k = 49 tokens, more than the 48 of the model's context"):
         open_companion(ModelConfig(path=str(other_words)), other, keys="k", num_tokens=49)
+
+
+@pytest.fixture
+def base_folder(model_folder, tmp_path):
+    """As many base models are: the chat template ends turns with a token that ends no text."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.eos_token = "<|pad|>"
+    folder = shutil.copytree(model_folder, tmp_path / "base")
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=tokenizer.eos_token_id)
+    return folder
+
+
+def test_a_turn_end_that_ends_no_completion_is_known_and_warned_of(base_folder, folder, capsys):
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert open_folder(folder).turn_end_id is None
+    model = open_folder(base_folder)
+    assert model.turn_end_id == end
+    model.warn_of_endless_turns(SamplingConfig(stop_token_ids=[end]))
+    assert capsys.readouterr().err == ""
+    model.warn_of_endless_turns(SamplingConfig())
+    assert f"ends no completion; rollout.stop_token_ids=[{end}] makes it\n" in capsys.readouterr().err
+    edit(base_folder / "generation_config.json", eos_token_id=[0, end])
+    assert open_folder(base_folder).turn_end_id is None
+
+
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+def test_what_was_trained_to_end_turns_ends_completions_there(base_folder, group_of_one, tmp_path, apply_chat_template):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+3=", "response": "5"}\n')
+    end = AutoTokenizer.from_pretrained(base_folder).convert_tokens_to_ids("<|end|>")
+    config = SFTConfig.parse(
+        {
+            "model": {"path": str(base_folder)},
+            "data": {"train_files": str(rows), "apply_chat_template": apply_chat_template, "max_sequence_tokens": 64},
+            "trainer": {"output_dir": str(tmp_path / "run"), "total_steps": 1, "batch_size": 1, "async_save": False},
+        },
+        origin="test",
+    )
+    train(config, group_of_one)
+    saved = GenerationConfig.from_pretrained(tmp_path / "run" / "checkpoints" / "step_1" / "hf").eos_token_id
+    before = GenerationConfig.from_pretrained(base_folder).eos_token_id
+    assert saved == ([before, end] if apply_chat_template else before)

@@ -2,20 +2,20 @@ import pytest
 from transformers import GenerationConfig, Qwen3Config
 
 from shardwise.config import ConfigError, ModelError
-from shardwise.rollout.special_tokens import end_of_sequence_ids, require_words
+from shardwise.rollout.special_tokens import require_ends, require_words
 
 
 def test_the_generation_config_goes_first_and_may_name_several():
     config = Qwen3Config(eos_token_id=3)
-    assert end_of_sequence_ids(None, config) == [3]
-    assert end_of_sequence_ids(GenerationConfig(), config) == [3]
-    assert end_of_sequence_ids(GenerationConfig(eos_token_id=5), config) == [5]
-    assert end_of_sequence_ids(GenerationConfig(eos_token_id=[5, 7]), config) == [5, 7]
+    assert require_ends(None, config) == [3]
+    assert require_ends(GenerationConfig(), config) == [3]
+    assert require_ends(GenerationConfig(eos_token_id=5), config) == [5]
+    assert require_ends(GenerationConfig(eos_token_id=[5, 7]), config) == [5, 7]
 
 
 def test_a_model_without_one_is_refused():
     with pytest.raises(ModelError, match=r"qwen3: neither .* has an eos_token_id, so no completion would ever end"):
-        end_of_sequence_ids(GenerationConfig(), Qwen3Config(eos_token_id=None))
+        require_ends(GenerationConfig(), Qwen3Config(eos_token_id=None))
 
 
 def test_trap_33_words_outside_the_vocabulary_are_refused():
