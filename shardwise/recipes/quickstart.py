@@ -24,6 +24,11 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     Leaves in output_dir: summary.json, the files of the RL run (see Run), and sft/ with those of the SFT run.
     """
     start = time.perf_counter()
+    if (output_dir / "data").exists():
+        print(
+            f"{output_dir} holds an earlier quickstart: makes its data and model anew and moves its runs aside",
+            flush=True,
+        )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +59,8 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
         ["policy", "accuracy"],
         [[name, f"{value:.1%}"] for name, value in accuracy.items()],
     )
-    print(f'Talk to it:   shardwise generate {output_dir} --prompt "47+85="')
+    print(f'Talk to it:   shardwise generate {output_dir} --prompt "33+44="')
+    print("              An answer such as 07 77 is the sum of the ones, which helps to carry, and then the sum.")
     print(f"Look at it:   tensorboard --logdir {output_dir}")
 
 

@@ -32,6 +32,7 @@ CLASSES = {
     "preference_dpo.yaml": PreferenceConfig,
     "reward_model.yaml": RewardModelConfig,
     "distill.yaml": DistillConfig,
+    "reasoning_gym_grpo.yaml": RLConfig,
     "vl_digits_sft.yaml": SFTConfig,
     "vl_digits_grpo.yaml": RLConfig,
 }

@@ -76,15 +76,32 @@ def write_latest(run: Path, step: int) -> None:
     os.replace(partial, path)
 
 
+def _require_no_run(folder: Path) -> None:
+    """Raises ModelError: a run's folder, or one within it, that holds no weights."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
+        raise ModelError(
+            f"{folder} is a run that has saved no checkpoint yet; wait for the first (trainer.save_every_steps), or name "
+            "another"
+        )
+    if folder.name == CHECKPOINTS and folder.is_dir():
+        raise ModelError(f"{folder} holds the checkpoints of a run; name the run, {folder.parent}, or one of them")
+    runs = sorted(path.parent.parent for path in folder.glob(f"*/{CHECKPOINTS}/step_*"))
+    if runs:
+        raise ModelError(f"{folder} holds runs; name one, such as {runs[0]}")
+
+
 def latest_hf_folder(path: str) -> str:
     """The `hf/` folder of the newest checkpoint if `path` is a run's output folder, of the checkpoint if it is one;
     else `path` itself.
 
     Raises:
-        ModelError: that checkpoint holds an adapter only.
+        ModelError: that checkpoint holds an adapter only, or the run has none yet.
     """
     checkpoint = latest_checkpoint(path)
     if checkpoint is None:
+        _require_no_run(Path(path))
         return path
     if checkpoint.hf is None:
         raise ModelError(

@@ -1,3 +1,6 @@
+import pytest
+
+from shardwise.config import ModelError
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 
 
@@ -33,3 +36,16 @@ def test_a_checkpoint_itself_is_taken(tmp_path, monkeypatch):
 def test_anything_else_is_taken_as_it_is(tmp_path):
     assert latest_hf_folder(str(tmp_path)) == str(tmp_path)
     assert latest_hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_folders_of_runs_without_weights_are_told_from_models(tmp_path):
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ModelError, match=f"{run} is a run that has saved no checkpoint yet; wait for the first"):
+        latest_hf_folder(str(run))
+    (run / "checkpoints" / "step_2" / "hf").mkdir(parents=True)
+    assert latest_hf_folder(str(run)) == str(run / "checkpoints" / "step_2" / "hf")
+    with pytest.raises(ModelError, match=f"checkpoints holds the checkpoints of a run; name the run, {run}, or one"):
+        latest_hf_folder(str(run / "checkpoints"))
+    with pytest.raises(ModelError, match=f"{tmp_path / 'runs'} holds runs; name one, such as {run}"):
+        latest_hf_folder(str(tmp_path / "runs"))
