@@ -1,8 +1,9 @@
 """What a person sees while a run goes on: a live bar on a terminal, a plain line now and then in a log file."""
 
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self, TextIO
 
@@ -12,6 +13,9 @@ from rich.progress import Progress as LiveDisplay
 from rich.table import Column, Table
 
 SECONDS_BETWEEN_LINES = 2.0
+SECONDS_OF_SILENCE = 60.0
+"""After so long without a finished step it is said where the next one is; then after twice as long, and so on."""
+_SECONDS_BETWEEN_LOOKS = 5.0
 LOG_FILE_COLUMNS = 120
 
 
@@ -26,33 +30,50 @@ class Progress:
             progress.update(1, {"train/loss": 1.23})
     """
 
-    def __init__(self, title: str, total_steps: int, *, start_step: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        doing: Callable[[], str] = lambda: "",
+        stream: TextIO | None = None,
+    ) -> None:
         """
         Args:
             total_steps: the number of the last step.
             start_step: steps that were done before, by the run that this one resumes.
+            doing: names what is done in the step that is under way, from another thread.
             stream: where to write; None is standard output.
         """
         self._title = title
         self._total_steps = total_steps
         self._start_step = start_step
+        self._doing = doing
         self._stream = stream or sys.stdout
         self._start = time.monotonic()
         self._last_line = float("-inf")
         self._shown_step: int | None = None
         self._newest: tuple[int, Mapping[str, float]] | None = None
+        self._last_news = self._start
+        self._patience = SECONDS_OF_SILENCE
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="progress", daemon=True)
         console = Console(file=self._stream)
         self._live = _live_display(console) if console.is_terminal else None
         if self._live is not None:
             self._task = self._live.add_task(title, total=total_steps, completed=start_step, metrics="")
 
     def __enter__(self) -> Self:
-        self._start = time.monotonic()
+        self._start = self._last_news = time.monotonic()
         if self._live is not None:
             self._live.start()
+        self._watcher.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._watcher.join()
         if self._live is not None:
             self._live.stop()
         elif self._newest is not None and self._newest[0] != self._shown_step:
@@ -60,11 +81,29 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that `step` steps are done, with these metrics, in this order."""
-        self._newest = (step, metrics)
+        self._newest, self._last_news, self._patience = (step, metrics), time.monotonic(), SECONDS_OF_SILENCE
         if self._live is not None:
             self._live.update(self._task, completed=step, metrics=_metrics_text(metrics))
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or step == self._total_steps:
             self._print_line(step, metrics)
+
+    def note_silence(self) -> None:
+        """Says where the step is that is under way, if the last one was long ago."""
+        silence = time.monotonic() - self._last_news
+        if silence < self._patience:
+            return
+        self._patience *= 2
+        step = 1 + (self._start_step if self._newest is None else self._newest[0])
+        said = f"{self._doing() or 'under way'} for {timedelta(seconds=round(silence))}"
+        if self._live is not None:
+            self._live.update(self._task, metrics=said)
+        elif step <= self._total_steps:
+            print(f"{self._title}  step {step}/{self._total_steps}  {said}", file=self._stream, flush=True)
+
+    def _watch(self) -> None:
+        """The other thread."""
+        while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
+            self.note_silence()
 
     def _print_line(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_line, self._shown_step = time.monotonic(), step

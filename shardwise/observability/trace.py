@@ -36,6 +36,11 @@ class Spans:
             self.add(name, time.perf_counter() - start)
             self._change(outer)
 
+    @property
+    def current(self) -> str:
+        """The name of the innermost span that is under way; "" where none is."""
+        return self._name
+
     def add(self, name: str, seconds: float) -> None:
         """Counts seconds that were measured elsewhere."""
         self._seconds[name] += seconds

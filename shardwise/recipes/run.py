@@ -139,7 +139,9 @@ class Run:
             )
             self._log = stack.enter_context(log)
             self._announce()
-            progress = Progress(self._title, self._total_steps, start_step=self.first_step - 1)
+            progress = Progress(
+                self._title, self._total_steps, start_step=self.first_step - 1, doing=lambda: self.spans.current
+            )
             self._progress = stack.enter_context(progress)
             stack.enter_context(self._stopping)
             self._open = stack.pop_all()

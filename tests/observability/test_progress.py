@@ -1,4 +1,5 @@
 import io
+import time
 
 import pytest
 
@@ -84,3 +85,32 @@ def test_print_table_shows_text_as_it_is_and_aligns_numbers():
     ]
     assert cells == [["source", "rows", "greedy"], ["sums [a]", "200", "0.5"], ["b", "3", "0.3333"]]
     assert "│  200 │" in lines[4]
+
+
+def test_a_long_step_says_where_it_is_ever_more_rarely(clock):
+    stream, phases = io.StringIO(), iter(["rollout", "train", ""])
+    with Progress("rl", 10, start_step=4, doing=lambda: next(phases), stream=stream) as bar:
+        for _ in range(60):
+            clock.now += 5
+            bar.note_silence()
+        assert stream.getvalue().splitlines() == [
+            "rl  step 5/10  rollout for 0:01:00",
+            "rl  step 5/10  train for 0:02:00",
+            "rl  step 5/10  under way for 0:04:00",
+        ]
+        bar.update(5, {})
+        clock.now += 59
+        bar.note_silence()
+    assert len(stream.getvalue().splitlines()) == 4
+
+
+def test_the_other_thread_looks_and_ends_with_the_loop(monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(progress, "SECONDS_OF_SILENCE", 0.0)
+    stream = io.StringIO()
+    with Progress("rl", 10, stream=stream) as bar:
+        while not stream.getvalue():
+            time.sleep(0.01)
+        assert bar._watcher.is_alive()
+    assert not bar._watcher.is_alive()
+    assert stream.getvalue().startswith("rl  step 1/10  under way for 0:00:00\n")

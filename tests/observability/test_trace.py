@@ -38,7 +38,8 @@ def test_spans_tell_which_of_them_is_under_way():
     spans = Spans(seen.append)
     with spans("outer"):
         with spans("inner"):
-            pass
+            assert spans.current == "inner"
+        assert spans.current == "outer"
         with pytest.raises(ValueError, match="inside"), spans("failing"):
             raise ValueError("inside")
     assert seen == ["outer", "inner", "outer", "failing", "outer", ""]

@@ -145,7 +145,7 @@ def test_a_slow_rank_is_told_in_the_line_of_its_step_and_among_the_timings(tmp_p
     assert all(set(row) == {"step", "train/loss"} for row in lines(tmp_path / "metrics.jsonl"))
     for row in lines(tmp_path / "performance.jsonl"):
         assert (row["train/forward_slowest_rank"], row["train/forward_imbalance"]) == (1, 3)
-    assert "train/loss 1  slow rank 1  times 3\n" in capsys.readouterr().out
+    assert "train/loss 1  rank 1 slower by a factor of 3\n" in capsys.readouterr().out
 
 
 def test_a_checkpoint_holds_every_engine_in_a_folder_of_its_own(tmp_path, fake_group, run_of):
