@@ -14,10 +14,10 @@ from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import Spans
 from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.rl import build_engines
-from shardwise.recipes.sampling.rollouts import Rollouter
+from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.recipes.sampling.sampler import Sampler
 from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics

@@ -9,6 +9,7 @@ from typing import get_args
 
 from shardwise import __version__
 from shardwise.config import RECIPES, TrainerConfig
+from shardwise.config.base import EXAMPLE_OVERRIDE
 from shardwise.config.engine import DtypeName
 
 _HELP = {
@@ -35,7 +36,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     strange = [text for text in rest if text.startswith("-") or "=" not in text or options.command not in RECIPES]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(strange)}")
     if rest:
         options.overrides += rest
     return options
@@ -43,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _add_recipe(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("-c", "--config", help="YAML file; without it every key comes from overrides and defaults")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=20")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=f"e.g. {EXAMPLE_OVERRIDE}")
     _add_nproc(command, default=1)
     if name != "eval":
         command.add_argument(

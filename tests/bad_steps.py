@@ -10,7 +10,7 @@ from shardwise.config import EngineConfig, FrozenEngineConfig, ModelConfig, Opti
 from shardwise.data import pack
 from shardwise.ops import plain_name
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.types import Sample
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -39,7 +39,7 @@ def build(folder, *, role="policy", engine=None, optimizer=None, head="logprobs"
 
 
 def parameters_of(worker, role="policy"):
-    model = worker._seats[role].engine._model.hf_model
+    model = worker._engines[role].engine._model.hf_model
     return {plain_name(name): one for name, one in model.named_parameters()}
 
 

@@ -4,7 +4,17 @@ import pytest
 
 import shardwise
 from shardwise.command_line import parse
-from shardwise.config import RECIPES
+from shardwise.config import RECIPES, key_paths
+from shardwise.config.base import EXAMPLE_OVERRIDE
+
+TRAINS = ["model.path=m", "data.train_files=t.jsonl"]
+REWARD = "reward.functions=a:b"
+NEEDED = {
+    **dict.fromkeys(RECIPES, TRAINS),
+    "distill": [*TRAINS, "teacher.model.path=t"],
+    "rl": [*TRAINS, REWARD],
+    "eval": ["model.path=m", "data.validation_files=v.jsonl", REWARD],
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -18,7 +28,20 @@ def test_overrides_stand_before_and_after_options(recipe):
 def test_what_is_no_option_and_no_override_is_refused(rest, capsys):
     with pytest.raises(SystemExit):
         parse(["sft", "a=1", "--nproc", "2", *rest])
-    assert "unrecognized arguments: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "shardwise sft: error: unrecognized arguments: " in told
+    assert told.startswith("usage: shardwise sft [-h] [-c CONFIG]")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_example_of_an_override_is_one_of_the_command(recipe, capsys):
+    with pytest.raises(SystemExit):
+        parse([recipe, "-h"])
+    assert f"e.g. {EXAMPLE_OVERRIDE}\n" in capsys.readouterr().out
+    key, _, value = EXAMPLE_OVERRIDE.partition("=")
+    assert key in key_paths(RECIPES[recipe])
+    config = RECIPES[recipe].load(None, [*NEEDED[recipe], EXAMPLE_OVERRIDE])
+    assert getattr(config.engine, key.removeprefix("engine.")) == value
 
 
 def test_version_is_that_of_the_package(capsys):

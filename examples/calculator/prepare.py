@@ -1,4 +1,4 @@
-"""Makes what examples/calculator_{sft,agent,endpoint}.yaml learn from: a small random model, and products of two-digit numbers.
+"""Makes what examples/calculator_*.yaml learn from: a small random model, and products of two-digit numbers.
 
 python examples/calculator/prepare.py [runs/calculator]
 

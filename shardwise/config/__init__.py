@@ -37,6 +37,7 @@ from shardwise.config.errors import (
     DataError,
     EngineLostError,
     ExportError,
+    JudgeLostError,
     ModelError,
     NotFiniteError,
     PeerLostError,

@@ -2,7 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
@@ -13,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     field_validator,
     model_validator,
@@ -21,7 +24,16 @@ from pydantic import (
 from shardwise.config.errors import ConfigError
 from shardwise.config.yaml_values import read_yaml, value_of, yaml_of
 
+_LONGEST_SECONDS = 1_000_000
+Deadline = Annotated[float, Field(gt=0, le=_LONGEST_SECONDS)]
+"""In seconds, up to eleven days: from 50 on sockets, which count milliseconds in 32 bits, may time out at once."""
+WholeDeadline = Annotated[int, Field(gt=0, le=_LONGEST_SECONDS)]
+"""The same, in whole seconds."""
+EXAMPLE_OVERRIDE = "engine.param_dtype=bfloat16"
+"""Every command takes it."""
 _TOO_LARGE = 1 << 63
+_COMMAND_LINE = "the command line"
+_MOST_LISTED = 8
 
 
 class Config(BaseModel):
@@ -44,21 +56,43 @@ class Config(BaseModel):
             overrides: `key.path=value`, the value in YAML syntax; later ones win. A key below a name or an
                 import path that stands alone (`placement: split`) is added to it.
         Raises:
-            ConfigError: lists every problem at once: key path, what was given, what is allowed, the nearest name.
+            ConfigError: lists every problem at once: whether the file or the command line gave it, key path, what was
+                given, what is allowed, the nearest name.
         """
         tree = read_yaml(Path(path)) if path is not None else {}
+        brought = [_brought(tree, override) for override in overrides]
         for override in overrides:
             _apply_override(cls, tree, override)
-        return cls.parse(tree, origin=str(path) if path is not None else "the command line")
+        if path is None:
+            return cls.parse(tree, origin=_COMMAND_LINE)
+
+        def origin_of(problem: Any, line: str) -> str:
+            return _COMMAND_LINE if _is_of_overrides(cls, problem, line, brought) else str(path)
+
+        return cls._validated(tree, origin_of)
 
     @classmethod
     def parse(cls, tree: dict[str, Any], *, origin: str) -> Self:
         """Validates a tree of plain values; `origin` names where it came from in errors."""
+        return cls._validated(tree, lambda _problem, _line: origin)
+
+    @classmethod
+    def _validated(cls, tree: dict[str, Any], origin_of: Callable[[Any, str], str]) -> Self:
+        """
+        Args:
+            origin_of: says where one of pydantic's problems came from, given also the line that tells it.
+        """
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            lines = list(dict.fromkeys(_explain(cls, problem) for problem in error.errors()))
-            raise ConfigError(f"{origin}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines)) from None
+            lines: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by origin, without repetitions
+            for problem in error.errors():
+                for line in _explain(cls, problem).splitlines():
+                    lines[origin_of(problem, line)][line] = None
+            told = [f"{origin}: {line}" for origin, own in lines.items() for line in own]
+            if len(told) > 1:
+                told = ["\n  ".join([f"{origin}:", *own]) for origin, own in lines.items()]
+            raise ConfigError("\n".join(told)) from None
 
     @classmethod
     def defaults(cls) -> Self:
@@ -174,7 +208,7 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
     key, separator, text = override.partition("=")
     *parents, leaf = key.split(".")
     if not separator or not all((*parents, leaf)):
-        raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. trainer.total_steps=20')
+        raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. {EXAMPLE_OVERRIDE}')
     try:
         value = value_of(text)
     except yaml.YAMLError:
@@ -191,6 +225,31 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
             path = ".".join(parents[:depth])
             raise ConfigError(f'override "{override}": {_why_no_group(path, node, leaf, alternatives)}')
     node[leaf] = value
+
+
+def _brought(tree: dict[str, Any], override: str) -> tuple[str, ...]:
+    """What an override brings that is not in the file's tree: its key, or a group around it."""
+    path = tuple(override.partition("=")[0].split("."))
+    node: Any = tree
+    for depth, part in enumerate(path, start=1):
+        if not isinstance(node, dict) or part not in node:
+            return path[:depth]
+        node = node[part]
+    return path
+
+
+def _is_of_overrides(cls: type[Config], problem: Any, line: str, brought: Sequence[tuple[str, ...]]) -> bool:
+    """Whether a problem is in what overrides brought. One of several keys together is if the line names such a key."""
+    location, alternatives = _place(cls, problem["loc"])
+    if problem["type"] == "union_tag_invalid" and issubclass(alternatives[0], Choice):
+        location = (*location, alternatives[0].tag)
+    for path in brought:
+        if location[: len(path)] == path:
+            return True
+        name = re.escape(".".join(path[len(location) :]))
+        if path[: len(location)] == location and re.search(rf"(?<![\w.]){name}\b", line):
+            return True
+    return False
 
 
 def _why_no_group(path: str, given: Any, leaf: str, alternatives: Sequence[type[Config]]) -> str:
@@ -225,7 +284,7 @@ def _explain(cls: type[Config], problem: Any) -> str:
                 return f"{path}: {chosen[0]}={chosen[1]} has no such key; it has {keys or 'none'}"
             return f"{path}: unknown key{_suggest(cls, location)}"
         case "missing":
-            return "\n  ".join(
+            return "\n".join(
                 f"{leaf}: required, but not given; set it in the file"
                 + ("" if any(isinstance(part, int) for part in location) else f" or as an override {leaf}=...")
                 for leaf in _required_leaves(cls, path)
@@ -287,23 +346,45 @@ def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
     """Said to a value that stands where only a group of keys, or a name in its place, can."""
     tag, tags = tag_of(alternatives[0]), _tags(alternatives)
     if tag is None:
-        return f"expected a group of keys: {', '.join(alternatives[0].model_fields)}"
+        return f"expected a group of keys: {_listed(list(alternatives[0].model_fields))}"
     if tag[0] == "name":
         return f"use one of {', '.join(tags)}, alone or as the name in a group of keys"
     return f"expected a group of keys with {tag[0]}={' or '.join(tags)}"
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
-    """The same name elsewhere, else the most similar one beside it, else one anywhere, else what is valid here."""
+    """The commands that have the key, else the same name elsewhere, else the most similar one beside it, else, of a key
+    in a group, one anywhere, else what is valid here."""
+    path = ".".join(part for part in location if isinstance(part, str))
+    if commands := _commands_with(cls, path):
+        return f"; it is a key of {commands}"
     everything = list(key_paths(cls))
-    group, _, name = ".".join(part for part in location if isinstance(part, str)).rpartition(".")
-    siblings = [path for path in everything if path.rpartition(".")[0] == group]
-    for candidates in ([path for path in everything if path.rpartition(".")[2] == name], siblings, everything):
-        by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
+    group, _, name = path.rpartition(".")
+    siblings = [other for other in everything if other.rpartition(".")[0] == group]
+    same = [other for other in everything if other.rpartition(".")[2] == name]
+    for candidates in (same, siblings, everything if group else []):
+        by_name = {other.rpartition(".")[2]: other for other in reversed(candidates)}
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
         if nearest:
             return f"; did you mean {by_name[nearest[0]]}?"
-    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+    return f"; valid keys here: {_listed(siblings, path)}" if siblings else ""
+
+
+def _commands_with(cls: type[Config], path: str) -> str:
+    """The other commands whose config has the key; empty where there is none, or `cls` is no command's."""
+    from shardwise.config.recipes import RECIPES  # which is made of what this module defines
+
+    if cls not in RECIPES.values():
+        return ""
+    return ", ".join(f"`shardwise {name}`" for name, config in RECIPES.items() if path in key_paths(config))
+
+
+def _listed(names: Sequence[str], near: str | None = None) -> str:
+    """All of them, or of many some: the first, or the most similar to `near`."""
+    if len(names) <= _MOST_LISTED:
+        return ", ".join(names)
+    some = names if near is None else difflib.get_close_matches(near, names, n=_MOST_LISTED, cutoff=0.0)
+    return ", ".join([*some[:_MOST_LISTED], "..."])
 
 
 def _required_leaves(cls: type[Config], path: str) -> list[str]:

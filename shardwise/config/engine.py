@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
-from shardwise.config.base import Config, OneOrMore
+from shardwise.config.base import Config, OneOrMore, WholeDeadline
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -27,7 +27,7 @@ class ComputeConfig(Config):
 
     param_dtype: DtypeName = "float32"
     """The dtype that layers compute in. Trained weights have another one between steps (engine.master_dtype)."""
-    collective_timeout_seconds: PositiveInt = 600
+    collective_timeout_seconds: WholeDeadline = 600
     """A collective that waits longer than this for another rank ends the run with an error."""
 
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice
+from shardwise.config.base import Arguments, Choice, Deadline
 
 CallFormat = Literal["hermes", "qwen"]
 
@@ -14,7 +14,7 @@ class _Environment(Choice):
 
     max_turns: PositiveInt = 8
     """The policy's turns in one completion."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Deadline = 60.0
     """Of one call of a method of the environment; one that takes longer is a failure of its completion. An agent has so
     long from one turn of the policy's to its next request, or to its end."""
     max_concurrent_calls: PositiveInt = 64
@@ -45,7 +45,7 @@ class ToolsEnvironment(_Environment):
     to the policy, through the chat template. Rows may offer some of them only (data.tools_column)."""
     call_format: CallFormat = "hermes"
     """How the policy writes a call: hermes (Hermes, Qwen2.5, Qwen3) or qwen (Qwen3-Coder)."""
-    tool_timeout_seconds: PositiveFloat = 30.0
+    tool_timeout_seconds: Deadline = 30.0
     """Of one call; the policy is told about a longer one. All calls of a turn run at the same time."""
     max_calls_per_turn: PositiveInt = 16
     """The policy is told that further calls of a turn were too many; they are not made."""
@@ -77,7 +77,7 @@ class AgentEnvironment(_Environment):
     call_format: CallFormat = "hermes"
     """How the policy writes a call of one of the tools in a request: hermes (Hermes, Qwen2.5, Qwen3) or qwen
     (Qwen3-Coder)."""
-    max_wait_seconds: PositiveFloat = 0.1
+    max_wait_seconds: Deadline = 0.1
     """Requests are generated together as soon as every running agent waits for one, or the first of them has waited so
     long. The draws do not depend on it; another batch rounds otherwise."""
 

@@ -54,6 +54,11 @@ class EngineLostError(RuntimeError):
     same command may do better; the message quotes other programs, so that its words tell nothing else."""
 
 
+class JudgeLostError(Exception):
+    """A judge that could not be reached, or was too busy, at every attempt. Nobody need have given anything wrong, and
+    the same command may do better."""
+
+
 class PeerLostError(RuntimeError):
     """Another process of the job is gone or silent. What ended it is the cause, and tells itself."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwise.config.base import Choice, by_type
+from shardwise.config.base import Choice, WholeDeadline, by_type
 
 
 class Colocated(Choice):
@@ -26,7 +26,7 @@ class Split(Choice):
     """split: the last ranks of the job only sample."""
     num_ranks: PositiveInt = 1
     """So many ranks sample."""
-    timeout_seconds: PositiveInt = 3600
+    timeout_seconds: WholeDeadline = 3600
     """How long a sampling rank may take for one batch of requests."""
     medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
     """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss, changed_keys
-from shardwise.config.base import Config
+from shardwise.config.base import Config, Deadline
 from shardwise.config.data import (
     EvalDataConfig,
     PreferenceDataConfig,
@@ -215,6 +215,14 @@ class CriticConfig(Config):
     value_loss: ValueLoss = ClippedValueLoss.defaults()
     """The loss of a token's value; a name, {name, parameters}, or an import path."""
 
+    def require_policy_steps(self, total_steps: int) -> None:
+        """Raises ValueError: a run of so many steps has none that trains the policy."""
+        if self.critic_warmup_steps >= total_steps:
+            raise ValueError(
+                f"critic.critic_warmup_steps={self.critic_warmup_steps} leaves the policy none of the run's "
+                f"{total_steps} steps; lower it or raise trainer.total_steps"
+            )
+
 
 class SourceTeacherConfig(TeacherConfig):
     """A frozen model whose logprobs the policy learns to match on its own completions."""
@@ -270,6 +278,8 @@ class RLConfig(Config):
                 keys["engine"] = "critic.engine"
                 require_states_on_device(self.critic.engine, self.critic.optimizer, **keys)
             require_optimizer_fits(self.critic_layout(), self.critic.optimizer, **keys)
+            if self.trainer.total_steps is not None:
+                self.critic.require_policy_steps(self.trainer.total_steps)
         return self
 
     @property
@@ -428,10 +438,10 @@ class EvalSettings(Config):
     """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n
     and maj@n beside the greedy accuracy."""
     output_dir: Annotated[str, Field(min_length=1)] = "runs/eval"
-    """Where results.json and samples.jsonl go."""
+    """Where results.json, samples.jsonl and config.yaml go."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""
-    stall_timeout_seconds: PositiveFloat | None = 7200.0
+    stall_timeout_seconds: Deadline | None = 7200.0
     """How long rank 0 may sample without a completion that ends, or judge them, before the command ends as one that
     hangs, with the stacks of every rank. null: no limit."""
 

@@ -6,8 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice, Config
+from shardwise.config.base import Arguments, Choice, Config, Deadline
 from shardwise.config.engine import FrozenEngineConfig, ModelConfig
+
+_AROUND = r"(?:(?![:=./\-\u2010-\u2015\u2212])[\W_])*"
+"""White space, quotes and Markdown around a colon; nothing that may belong to a number, and no second colon."""
 
 
 class FunctionReward(Choice):
@@ -22,7 +25,7 @@ class FunctionReward(Choice):
     """`path/to/file.py:name` or `package.module:name`, called as
     compute_score(data_source, solution_str, ground_truth, extra_info); returns a number, or a dict with "score"."""
     name: str = ""
-    """Names the entry in metrics and errors; not given it is the function's own name."""
+    """Names the entry in metrics and errors; not given it is the function's own name. It may not be acc."""
     weight: float = 1.0
     """The factor of this score in the reward."""
     parameters: Arguments = Field(default_factory=dict)
@@ -52,7 +55,7 @@ class JudgeReward(Choice):
     """The name of the model at that endpoint."""
     prompt_template: str
     """The user message; `{prompt}`, `{completion}` and `{ground_truth}` are replaced, other braces stay."""
-    score_pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    score_pattern: str = rf"(?i)score{_AROUND}[:=]{_AROUND}([-\u2212]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)"
     """A regular expression whose first group is the score; the last match in the answer counts."""
     score_scale: PositiveFloat = 1.0
     """The score is divided by this: 10 makes grades from 0 to 10 rewards from 0 to 1."""
@@ -62,11 +65,11 @@ class JudgeReward(Choice):
     """Of the judge's own sampling."""
     max_tokens: PositiveInt = 512
     """Of one answer."""
-    requests_per_second: PositiveFloat = 10.0
+    requests_per_second: Annotated[float, Field(ge=0.001)] = 10.0
     """Requests are started at this rate at most, retries included; a second's worth may start at once."""
     max_concurrent_requests: PositiveInt = 16
     """Requests that are under way at the same time."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Deadline = 60.0
     """Of one request, from connecting to the last byte."""
     max_retries: NonNegativeInt = 3
     """Further attempts after 408, 429, a 5xx status, a timeout or a broken connection, with growing random pauses or
@@ -135,8 +138,8 @@ class RewardConfig(Config):
     """`path/to/file.py:Class` or `package.module:Class` of your own that judges instead: Class(config),
     score(jobs) -> list of RewardResult, close(). `functions`, which it may read, need not be given then."""
     num_workers: PositiveInt = 2
-    """Processes that call the functions."""
-    timeout_seconds: PositiveFloat = 30.0
+    """Processes that call the functions; without entries of type function there are none."""
+    timeout_seconds: Deadline = 30.0
     """A call that takes longer is ended, together with its process."""
     memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] | None = None
     """How much memory (address space) each worker process, and each process it starts, may use beyond what importing
@@ -189,12 +192,12 @@ class RewardConfig(Config):
                 "remove it"
             )
         if self.manager is None and not any(isinstance(entry, FunctionReward) for entry in self.functions):
-            for key in ("num_workers", "timeout_seconds"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(
-                        f"{key}={getattr(self, key)} is of the processes of reward functions, and there are none; "
-                        "remove it"
-                    )
+            default = type(self).model_fields["timeout_seconds"].default
+            if self.timeout_seconds != default:
+                raise ValueError(
+                    f"timeout_seconds={self.timeout_seconds} is of the processes of reward functions, and there are "
+                    f"none; remove it or set timeout_seconds={default:g}, the default"
+                )
         if self.on_failure == "abort" and self.max_failure_rate != type(self).model_fields["max_failure_rate"].default:
             raise ValueError(
                 f"max_failure_rate={self.max_failure_rate} has no effect with on_failure=abort, which stops at the "
@@ -204,6 +207,14 @@ class RewardConfig(Config):
         if repeated:
             raise ValueError(f"functions: {len(self.functions)} entries, but several are called {repeated[0]!r}; "
                              "set their `name`, by which metrics and errors tell them apart")  # fmt: skip
+        for entry in self.functions:
+            if entry.name.rpartition("/")[2] == "acc":
+                which = f"function: {entry.function}" if isinstance(entry, FunctionReward) else f"type: {entry.type}"
+                raise ValueError(
+                    f"functions: an entry is called {entry.name!r}, but a part acc is the verdict that a function "
+                    "returned (see correct_at); set its `name` to another one, as in "
+                    f"functions={{{which}, name: accuracy}}"
+                )
         return self
 
 

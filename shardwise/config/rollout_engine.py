@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice, Config, by_type
+from shardwise.config.base import Arguments, Choice, Config, Deadline, by_type
 
 
 class EngineProcessConfig(Config):
@@ -14,12 +14,12 @@ class EngineProcessConfig(Config):
     max_restarts: NonNegativeInt = 3
     """How many times an engine's process may be replaced in a run; after that the run ends and reports why each was
     lost."""
-    start_timeout_seconds: PositiveFloat = 900.0
+    start_timeout_seconds: Deadline = 900.0
     """How long a process may take until its engine is there."""
-    health_timeout_seconds: PositiveFloat = 60.0
+    health_timeout_seconds: Deadline = 60.0
     """A process that leaves a health probe unanswered for so long hangs, and is replaced. It answers while the engine
     works; Python code of a library may keep it from that for seconds."""
-    request_timeout_seconds: PositiveFloat = 1800.0
+    request_timeout_seconds: Deadline = 1800.0
     """A process whose engine finishes no request (no weight sync) for so long hangs too. What it was sent is sent once
     more, to another one; if that fails in the same way, the run ends and names the rows."""
 
@@ -139,9 +139,9 @@ class SglangRollout(Choice):
     its cache and weights, which the next weight sync brings."""
     weights_folder: str = "/dev/shm"
     """Where the weights of a sync pass through, as safetensors files; each server of a host needs room for a model."""
-    load_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    load_timeout_seconds: Deadline = 600.0
     """How long the server may take to start, and to load the weights of a sync."""
-    health_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    health_timeout_seconds: Deadline = 60.0
     """A server that says nothing for so long while it generates is dead."""
     args: Arguments = Field(default_factory=dict)
     """Further arguments of SGLang's server by their names in ServerArgs, such as attention_backend or

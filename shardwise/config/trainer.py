@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from shardwise.config.base import Config
+from shardwise.config.base import Config, Deadline
 from shardwise.config.engine import EngineConfig, OptimizerConfig
 from shardwise.fault_plan import Fault
 
@@ -51,9 +51,9 @@ class TrainerConfig(OptimizerConfig):
     save_retries: Annotated[int, Field(ge=0)] = 1
     """How often a save that failed is tried again, after 1 s, 2 s and so on. One that would hold NaN or infinities is
     not."""
-    save_timeout_seconds: PositiveFloat = 3600.0
+    save_timeout_seconds: Deadline = 3600.0
     """How long a save in the background may take, with what is tried again, before the run ends as one that hangs."""
-    stall_timeout_seconds: PositiveFloat | None = 7200.0
+    stall_timeout_seconds: Deadline | None = 7200.0
     """How long rank 0 may stay in one phase or command, or sample without a completion that ends, before the run ends
     as one that hangs, with the stacks of every rank; longer than engine.collective_timeout_seconds, by which ranks that
     wait for each other find out. null: no limit."""
@@ -76,10 +76,10 @@ class TrainerConfig(OptimizerConfig):
     optimizer states that begin anew; else as previous. A path that is named fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
-    max_time_seconds: PositiveFloat | None = None
+    max_time_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Save and stop before the job has run so long, with exit code 75: in time for the longest step so far and the last
     save. Counts from the start of the command; under torchrun, from that of rank 0. null: no limit."""
-    stop_grace_seconds: PositiveFloat = 30.0
+    stop_grace_seconds: Deadline = 30.0
     """What a run has after SIGTERM, SIGINT or SIGHUP to finish its step and save; then it ends without."""
     tensorboard: bool = True
     """Write TensorBoard events to output_dir/tensorboard."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import EngineLostError, PeerLostError, UserError, as_user_error
+from shardwise.config import EngineLostError, JudgeLostError, PeerLostError, UserError, as_user_error
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
@@ -56,7 +56,7 @@ class Note:
         if isinstance(error, SystemExit):  # of code that this one called
             message = f"something called sys.exit({error.code!r}), which ends no run; raise an error instead"
         is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
-        tells_all = is_silent or is_stalled or isinstance(error, PeerLostError)
+        tells_all = is_silent or is_stalled or isinstance(error, PeerLostError | JudgeLostError)
         lacks_host_memory = _lacks_host_memory(error)
         if lacks_host_memory or type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
             message = f"out of memory: {message}; smaller micro-batches, activation checkpointing and offload need less"

@@ -44,8 +44,8 @@ class Activity:
     phase: str = ""
     """Of the recipe, such as rollout or train; empty on ranks that only serve."""
     command: str = ""
-    """The method that it serves or calls, and the short texts among its arguments, such as the role of an engine. Of
-    every thread that does."""
+    """The method that it serves or calls, and the first short text among its arguments, such as the role of an engine.
+    Of every thread that does."""
     since: float = 0.0
     """When this began or last went on, as time.monotonic()."""
     serves: bool = False
@@ -159,8 +159,9 @@ def own_activity() -> Activity:
 @contextmanager
 def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
     """The body serves or calls a method."""
-    words = [argument for argument in arguments if isinstance(argument, str) and 0 < len(argument) <= _WORD_CHARACTERS]
-    _record.command(" ".join([method, *words[:2]]))
+    texts = (argument for argument in arguments if isinstance(argument, str))
+    word = next((text for text in texts if 0 < len(text) <= _WORD_CHARACTERS), "")
+    _record.command(f"{method} {word}".rstrip())
     yield
     _record.command("")  # not after an error: then it tells where
 

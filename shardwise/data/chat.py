@@ -48,7 +48,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
             "set eos_token in its tokenizer_config.json"
         )
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.chat_template)
+        tokenizer.chat_template = read_template(config.chat_template)
     return tokenizer
 
 
@@ -352,7 +352,8 @@ def _require_content(messages: list[Message], origin: str) -> None:
         raise DataError(f"{origin}: the prompt is empty; fill it in or remove it")
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
+    """The text of model.chat_template. Raises ModelError: it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -440,11 +441,10 @@ def _encode_opening(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int
 
 def _encode_inside(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Of text that follows other text: without the space that SentencePiece puts before its first word."""
-    token_ids, before = _encode(tokenizer, text), _encode(tokenizer, _BEFORE)
-    first = tokenizer.convert_ids_to_tokens(token_ids[:1])
-    if text.startswith(" ") or not "".join(first).startswith(_SPACE):
+    token_ids = _encode(tokenizer, text)
+    if text.startswith(" ") or not "".join(tokenizer.convert_ids_to_tokens(token_ids[:1])).startswith(_SPACE):
         return token_ids
-    whole = _encode(tokenizer, _BEFORE + text)
+    before, whole = _encode(tokenizer, _BEFORE), _encode(tokenizer, _BEFORE + text)
     return whole[len(before) :] if whole[: len(before)] == before else token_ids
 
 

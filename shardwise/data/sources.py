@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import difflib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -40,12 +41,12 @@ def check_files(paths: Sequence[str]) -> None:
     """Checks that every path exists and is of a kind that can be read; reads no rows.
 
     Raises:
-        DataError: names the path and what is accepted.
+        DataError: names the path, and one like it or what is accepted.
     """
     for name in paths:
         path = Path(name)
         if not path.exists():
-            raise DataError(f"data file {name} does not exist; give {_ACCEPTED}")
+            raise DataError(f"data file {name} does not exist; {_remedy_of_missing(path)}")
         if path.is_dir():
             _check_folder(path)
         elif path.suffix == ".yaml":
@@ -92,7 +93,7 @@ def get_column(row: Row, path: str) -> Any:
     Returns:
         str, number, bool, None, or lists and dicts of them: times in ISO format, decimals and utf-8 bytes as strings.
     Raises:
-        DataError: there is no such column (lists those there are), or the cell holds what JSON cannot.
+        DataError: there is no such column (names those there are, and the nearest), or the cell holds what JSON cannot.
     """
     return plain_cell(row, path, get_cell(row, path))
 
@@ -105,9 +106,11 @@ def get_cell(row: Row, path: str) -> Any:
     """
     cell = _find(row.values, path, absent=_ABSENT)
     if cell is _ABSENT:
+        nearest = difflib.get_close_matches(path, _column_names(row), n=1)
+        meant = f'did you mean "{nearest[0]}"? ' if nearest else ""
         raise DataError(
-            f'{row.origin}: there is no column "{path}"; the columns are {describe_columns(row)}; '
-            "name the right one in the config's data section"
+            f'{row.origin}: there is no column "{path}"; the columns are {describe_columns(row)}; {meant}'
+            f'name the right one in the config (the key data.*_column that is "{path}")'
         )
     return cell
 
@@ -141,10 +144,7 @@ def without_nulls(value: Any) -> Any:
 
 def describe_columns(row: Row) -> str:
     """The names of a row's columns, nested ones dotted, for error messages."""
-    names: list[str] = []
-    for name, cell in row.values.items():
-        names += [f"{name}.{inner}" for inner in cell] if isinstance(cell, dict) and cell else [name]
-    return ", ".join(f'"{name}"' for name in names)
+    return ", ".join(f'"{name}"' for name in _column_names(row))
 
 
 def describe_type(value: Any) -> str:
@@ -184,6 +184,13 @@ def _find(values: dict[str, Any], path: str, absent: Any = None) -> Any:
             return absent
         cell = cell[name]
     return cell
+
+
+def _column_names(row: Row) -> list[str]:
+    names: list[str] = []
+    for name, cell in row.values.items():
+        names += [f"{name}.{inner}" for inner in cell] if isinstance(cell, dict) and cell else [name]
+    return names
 
 
 def _plain(value: Any, place: str) -> Any:
@@ -292,6 +299,13 @@ def _read_dataset_folder(path: Path) -> Iterator[list[dict[str, Any]]]:
             yield table.to_pylist()
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read as a datasets folder: {' '.join(str(error).split())}") from None
+
+
+def _remedy_of_missing(path: Path) -> str:
+    beside = {other.stem: other for other in path.parent.iterdir()} if path.parent.is_dir() else {}
+    if nearest := difflib.get_close_matches(path.stem, beside, n=1):
+        return f"did you mean {beside[nearest[0]]}?"
+    return "correct the path" if path.is_absolute() else f"correct the path, which begins in {Path.cwd()}"
 
 
 def _check_folder(path: Path) -> None:

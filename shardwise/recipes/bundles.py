@@ -36,7 +36,7 @@ from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
-from shardwise.recipes.checkpointing.saving import NONFINITE, make_name_durable, unfinished_bundle
+from shardwise.recipes.checkpointing.publishing import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import Loss, LossKind, make_loss
 from shardwise.types import Denominators, Images, TokenBatch

@@ -9,19 +9,25 @@ from typing import Any
 from shardwise.config import EvalConfig, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
-from shardwise.observability import SampleLog, print_table, write_json_atomic
+from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
-from shardwise.recipes.sampling.rollouts import Rollouter, is_correct
+from shardwise.recipes.sampling.rollouter import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
+_MEASURED = "measured"
+"""In results.json: what the figures are of."""
+_NO_SOURCES = ("all", _MEASURED)
+"""What stands beside the data sources, under names that no source has there."""
+
 
 def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, float]]:
-    """Measures on the validation files; writes results.json and samples.jsonl; prints a table.
+    """Measures on the validation files; writes results.json, samples.jsonl and config.yaml, and moves those of an
+    earlier evaluation aside; prints a table.
 
     Returns:
         For each data source, and for "all": num_prompts, greedy_accuracy, and with num_samples > 1 pass@k for n
@@ -33,6 +39,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
     require_tool_tags(config.rollout.environment, model.tokenizer)
+    if config.data.apply_chat_template:
+        model.warn_of_endless_turns(config.rollout)
     rows = prompt_examples(
         config.data,
         config.data.validation_files,
@@ -61,7 +69,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                 seed=config.eval.seed,
             )
         results = summarize(greedy, sampled, config.reward)
-        write_json_atomic(output_dir / "results.json", results)
+        for name in ("results.json", "config.yaml"):
+            move_aside(output_dir / name)
         with SampleLog(output_dir) as log:
             for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
                 log.append(
@@ -69,6 +78,8 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                     for rollout in groups
                     for index in range(len(rollout.texts))
                 )
+        (output_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        write_json_atomic(output_dir / "results.json", {_MEASURED: _measured(config, model.folder), **results})
     columns = list(results["all"])
     print_table(str(model.folder), ["data source", *columns], [[name, *row.values()] for name, row in results.items()])
     return results
@@ -127,11 +138,11 @@ def majority_is_correct(texts: Sequence[str], correct: Sequence[bool]) -> bool:
 
 def by_source(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
     """The groups of each data source, sorted by name, and all of them under "all"; a source of that name, as the rows
-    of all.jsonl have, is "all (source)"."""
+    of all.jsonl have, is "all (source)", and one called "measured" is "measured (source)"."""
     sources: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         name = group.example.data_source
-        sources["all (source)" if name == "all" else name].append(group)
+        sources[f"{name} (source)" if name in _NO_SOURCES else name].append(group)
     return {**dict(sorted(sources.items())), "all": list(groups)}
 
 
@@ -141,6 +152,21 @@ def _collect(
     return rollouter.collect(
         examples, num_completions=num_completions, temperature=temperature, seed=seed, stream="evaluate"
     )
+
+
+def _measured(config: EvalConfig, folder: Path) -> dict[str, Any]:
+    """By config key, with the folder that model.path led to. The temperature is that of the sampled completions, null
+    where there are only greedy ones."""
+    samples = config.eval.num_samples > 1
+    return {
+        "model.path": str(folder),
+        "data.validation_files": config.data.validation_files,
+        "data.max_validation_rows": config.data.max_validation_rows,
+        "rollout.max_response_tokens": config.rollout.max_response_tokens,
+        "rollout.temperature": config.rollout.temperature if samples else None,
+        "eval.num_samples": config.eval.num_samples,
+        "eval.seed": config.eval.seed,
+    }
 
 
 def _row(kind: str, group: RolloutGroup, index: int, config: RewardConfig) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weight
 from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
-from shardwise.recipes.checkpointing.saving import new_checkpoint
 from shardwise.recipes.export import named_dtype, require_empty, require_named, written
-from shardwise.recipes.rank.workers import POLICY
+from shardwise.recipes.rank.worker import POLICY
 
 TITLE = "import-checkpoint"
 

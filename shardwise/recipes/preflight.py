@@ -1,12 +1,19 @@
 """What can be checked in a second, before any rank starts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
-from shardwise.config import ConfigError, EvalConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.config import ConfigError, EvalConfig, ModelConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.config.base import Config
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import check_files
+from shardwise.data.chat import read_template
+from shardwise.engine import resolve_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
 from shardwise.recipes.checkpointing.resume import find_start
@@ -17,13 +24,17 @@ from shardwise.rollout import check_sglang
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, rewards that cannot work, custom functions and environments that cannot be imported, an
-    SGLang that is not there, a run in the output folder that this config does not resume, an adapter of another
-    model, or one whose checkpoint has other hashes.
+    """Missing data files, chat templates and model folders, rewards that cannot work, custom functions and environments
+    that cannot be imported, an SGLang that is not there, a run in the output folder that this config does not resume,
+    an adapter of another model, or one whose checkpoint has other hashes.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
+    train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
+    check_files([*train_files, *config.data.validation_files])
+    for model in _models(config):
+        _check_model(model)
     if not isinstance(config, EvalConfig):
         if config.trainer.resume == "never" and torchrun_restarts_allowed():
             raise ConfigError(
@@ -36,8 +47,6 @@ def check_inputs(config: RecipeConfig) -> None:
         require_base_of_adapter(lora, config.model, "engine.lora")
         if lora is not None and lora.adapter_path is not None:
             verify_weights(Path(lora.adapter_path))
-    train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
-    check_files([*train_files, *config.data.validation_files])
     if isinstance(config, RLConfig | EvalConfig) and config.reward is not None:
         check_rewards(config.reward)
     if isinstance(config, RLConfig | EvalConfig) and config.rollout.environment is not None:
@@ -45,6 +54,32 @@ def check_inputs(config: RecipeConfig) -> None:
     if isinstance(config, RLConfig | EvalConfig) and isinstance(config.rollout.engine, SglangRollout):
         check_sglang(config.rollout.engine)
     require_callable(config)
+
+
+def _models(config: object) -> Iterator[ModelConfig]:
+    """Every model that a config names."""
+    match config:
+        case ModelConfig():
+            yield config
+        case Config():
+            for _, inner in config:
+                yield from _models(inner)
+        case list():
+            for one in config:
+                yield from _models(one)
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Looks at what is on this machine: a model of the hub is left to whoever downloads it."""
+    if model.chat_template is not None:
+        read_template(model.chat_template)
+    try:
+        validate_repo_id(model.path)
+        is_local = Path(model.path).exists()
+    except HFValidationError:
+        is_local = True
+    if is_local:
+        resolve_folder(latest_hf_folder(model.path), may_download=False)
 
 
 def default_num_ranks() -> int:

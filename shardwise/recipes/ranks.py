@@ -5,8 +5,8 @@ from typing import Any, Self
 
 from shardwise.config import ModelConfig, RLConfig
 from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.engines import build_rollout_engines
-from shardwise.recipes.rank.background import Background
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Ranks:
         """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""
         if not self.are_split:
             return self.trainers.call("sync_weights", version)
-        receive = Background(lambda: self.rollouts.call("pull_weights", version, self.sends_delta))
+        receive = BackgroundCall(lambda: self.rollouts.call("pull_weights", version, self.sends_delta))
         self.trainers.call("push_weights", version, self.sends_delta)
         return receive.result()
 
@@ -84,7 +84,7 @@ class Ranks:
         go on meanwhile."""
         if not self.are_split:
             return max(self.trainers.call("measure_sync"))
-        receive = Background(lambda: self.rollouts.call("measure_pull"))
+        receive = BackgroundCall(lambda: self.rollouts.call("measure_pull"))
         measured = self.trainers.call("measure_push")
         receive.result()
         return max(seconds for seconds in measured if seconds is not None)

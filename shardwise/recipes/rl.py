@@ -20,7 +20,7 @@ from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.run import Run
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
 from shardwise.recipes.sampling.pipeline import Pipeline
-from shardwise.recipes.sampling.rollouts import Rollouter
+from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import TokenAccount
 from shardwise.recipes.sampling.sampler import Sampler
 from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
@@ -230,11 +230,11 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
     num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps
-    if num_waiting >= total_steps:
-        raise ConfigError(
-            f"critic.critic_warmup_steps={num_waiting} leaves the policy none of the run's {total_steps} steps; lower "
-            "it or raise trainer.total_steps"
-        )
+    if config.critic is not None:
+        try:
+            config.critic.require_policy_steps(total_steps)
+        except ValueError as error:  # how many steps an epoch has is known only here
+            raise ConfigError(str(error)) from None
     policy = build_engine(
         group,
         "policy",

@@ -17,10 +17,10 @@ from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folder
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
 from shardwise.recipes.checkpointing.loader import Loader
 from shardwise.recipes.checkpointing.manifest import Manifest
+from shardwise.recipes.checkpointing.publishing import NONFINITE, remove_leftovers
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.checkpointing.retention import Reported
 from shardwise.recipes.checkpointing.saver import Saver
-from shardwise.recipes.checkpointing.saving import NONFINITE, remove_leftovers
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.stopping import Stopping

@@ -74,4 +74,4 @@ def slow_rank(found: Iterable[Straggler], *, step_seconds: float) -> dict[str, f
     if not slow:
         return {}
     worst = max(slow, key=lambda one: one.seconds - one.others_seconds)
-    return {"slow rank": worst.rank, "times": worst.imbalance}
+    return {f"rank {worst.rank} slower by a factor of": worst.imbalance}

@@ -62,6 +62,8 @@ class Answer:
     """The other finite numbers of a returned dict, by name."""
     failure: str | None = None
     """Why there is no score, in one line."""
+    may_pass: bool = False
+    """Of a failure: whether the same call may do better at another time."""
 
 
 class Scorer(Protocol):

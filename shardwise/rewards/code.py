@@ -1,11 +1,21 @@
 """Rewards for programs: a completion's code is run against tests, in the sandbox."""
 
+import re
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from shardwise.rewards.sandbox import Limits, Outcome, run_python
 
-PYTHON_FENCES = frozenset({"```", "```python", "```python3", "```py"})
+_PYTHON = frozenset({"python", "python3", "py"})
+_OPENING = re.compile(
+    r"""(?P<indentation>[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*)   # markers of list items too
+        (?P<fence>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<language>\S*).*""",
+    re.VERBOSE,
+)
+_CLOSING = re.compile(r"(?P<indentation>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*")
+_TAB_STOP = 4
+"""CommonMark's; a closing fence that is indented so far beyond the opening one is text."""
 
 
 def run_python_tests(
@@ -22,7 +32,7 @@ def run_python_tests(
     output_kib: int = 1024,
     allow_unsafe: bool = False,
 ) -> dict[str, float]:
-    """Runs the program in the last fenced block of the solution against tests.
+    """Runs the program in the last fenced block of Python in the solution (see `last_block`) against tests.
 
     Asserts run in the program's process, behind its code: a program that reads its own memory can pretend to have
     passed them. Expected outputs never enter the sandbox. Set reward.timeout_seconds above timeout_seconds times the
@@ -37,7 +47,7 @@ def run_python_tests(
         allow_unsafe: run programs where protections of the sandbox are missing.
     Returns:
         score; passed, the share of tests that passed; runs, 1.0 where the code itself ran to its end in time. A
-        solution without a fenced block has no program and scores 0.
+        solution without such a block has no program and scores 0.
     Raises:
         ValueError: ground_truth is neither.
         ConfigError: the sandbox is not possible here, and allow_unsafe is false.
@@ -90,18 +100,52 @@ def _text(value: Any) -> str:
 
 
 def last_block(text: str) -> str | None:
-    """The inside of the last closed block fenced by ``` (python, py or no language); None where there is none."""
-    found, fence, block = None, "", list[str]()
-    for line in text.splitlines():
-        stripped = line.strip()
-        if not fence and stripped.startswith("```"):
-            fence, block = stripped.lower(), []
-        elif fence and stripped == "```":
-            found = "\n".join(block) + "\n" if fence in PYTHON_FENCES else found
-            fence = ""
-        elif fence:
-            block.append(line)
-    return found
+    """The inside of the last closed block that is tagged python, python3 or py; without one, of the last that is tagged
+    with no language; None where there is neither.
+
+    Fences are those of CommonMark: three or more backticks or tildes, closed by as many or more of the same. Other than
+    there they may be indented as far as they like, and a block that is not closed is none. A block loses as much
+    indentation as its opening fence has.
+    """
+    blocks = list(_blocks(text))
+    tagged = [inside for language, inside in blocks if language in _PYTHON]
+    programs = tagged or [inside for language, inside in blocks if not language]
+    return programs[-1] if programs else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(language in lower case, inside) of every closed block."""
+    opening, block = None, list[str]()
+    for line in re.split(r"\r?\n", text):  # str.splitlines also splits at characters that string literals hold
+        if opening is None:
+            opening, block = _OPENING.fullmatch(line), []
+        elif _closes(line, opening):
+            yield opening["language"].lower(), "\n".join(block) + "\n"
+            opening = None
+        else:
+            block.append(_dedented(line, _width(opening["indentation"])))
+
+
+def _closes(line: str, opening: re.Match[str]) -> bool:
+    closing = _CLOSING.fullmatch(line)
+    return (
+        closing is not None
+        and closing["fence"].startswith(opening["fence"])
+        and _width(closing["indentation"]) < _width(opening["indentation"]) + _TAB_STOP
+    )
+
+
+def _width(indentation: str) -> int:
+    return len(indentation.expandtabs(_TAB_STOP))
+
+
+def _dedented(line: str, columns: int) -> str:
+    """Without so many columns of its indentation, or without all of it."""
+    column = place = 0
+    while column < columns and line[place : place + 1] in (" ", "\t"):
+        column += _TAB_STOP - column % _TAB_STOP if line[place] == "\t" else 1
+        place += 1
+    return " " * (column - columns) + line[place:]  # what is left of a tab
 
 
 def _run_asserts(program: str, asserts: list[str], limits: Limits, allow_unsafe: bool) -> tuple[bool, int]:

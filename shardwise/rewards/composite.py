@@ -8,7 +8,9 @@ from shardwise.config import (
     ConfigError,
     EnvironmentReward,
     FunctionReward,
+    JudgeLostError,
     JudgeReward,
+    ModelReward,
     RewardConfig,
     RewardError,
 )
@@ -16,6 +18,8 @@ from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, desc
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
 from shardwise.rewards.worker import finite_number, finite_numbers
+
+_FIX_IT = "Fix it"
 
 
 class Rewards:
@@ -38,12 +42,7 @@ class Rewards:
         self._models = models or {}
         functions = [entry for entry in config.functions if isinstance(entry, FunctionReward)]
         self._names = [entry.name for entry in functions]
-        self._who = {
-            entry.name: f"reward function {entry.function}"
-            if isinstance(entry, FunctionReward)
-            else f"reward {entry.type} {entry.name}"
-            for entry in config.functions
-        }
+        self._entries = {entry.name: entry for entry in config.functions}
         self._failures = FailurePolicy(config)
         self._judges = [Judge(entry) for entry in config.functions if isinstance(entry, JudgeReward)]
         self._pool = (
@@ -84,6 +83,7 @@ class Rewards:
         Raises:
             RewardError: a call failed and reward.on_failure is abort, or more of them than reward.max_failure_rate, or
                 a job cannot be sent. Closes.
+            JudgeLostError: likewise, and without what judges may answer at another time it would not be so. Closes.
             ConfigError: a function cannot be loaded, or cannot work in this place. Closes.
         """
         answers: list[dict[str, Answer]] = [{} for _ in jobs]
@@ -92,8 +92,11 @@ class Rewards:
                 self._failures.expect(len(jobs) * len(self._config.functions))
                 for number, name, answer in self._answers(jobs):
                     if answer.failure is not None:
-                        who = self._who[name] if jobs[number].failure is None else "the environment"
-                        self._failures.add(jobs[number].uid, who, answer.failure)
+                        job = jobs[number]
+                        who, remedy = "the environment", _FIX_IT
+                        if job.failure is None:
+                            who, remedy = _who_and_remedy(self._entries[name], answer.may_pass)
+                        self._failures.add(job.uid, who, answer.failure, remedy=remedy, may_pass=answer.may_pass)
                     answers[number][name] = answer
         except BaseException:
             self.close()
@@ -219,7 +222,7 @@ class FailurePolicy:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._min_calls: int | None = None
-        self._num_calls = self._num_failed = 0
+        self._num_calls = self._num_failed = self._num_passing = 0
         self._first = ""
 
     @contextmanager
@@ -229,7 +232,8 @@ class FailurePolicy:
         if self._min_calls is not None:
             yield
             return
-        self._min_calls, self._num_calls, self._num_failed, self._first = min_calls, 0, 0, ""
+        self._min_calls, self._first = min_calls, ""
+        self._num_calls = self._num_failed = self._num_passing = 0
         try:
             yield
         finally:
@@ -239,24 +243,29 @@ class FailurePolicy:
         """Counts calls that are made now."""
         self._num_calls += num_calls
 
-    def add(self, uid: str, who: str, failure: str) -> None:
+    def add(self, uid: str, who: str, failure: str, *, remedy: str = _FIX_IT, may_pass: bool = False) -> None:
         """Counts a failure.
 
+        Args:
+            remedy: what can be done, as the beginning of a sentence.
+            may_pass: as in `Answer`.
         Raises:
-            RewardError: names the first one with its row, and what can be done.
+            RewardError, JudgeLostError: as `Rewards.score`; names the first failure, and what can be done.
         """
         assert self._min_calls is not None
         config = self._config
         self._first = self._first or f"{who} failed for row {uid}: {failure}"
         self._num_failed += 1
+        self._num_passing += may_pass
         if config.on_failure == "abort":
-            raise RewardError(
-                f"{self._first}. Fix the function, or set reward.on_failure=value to score such rows "
+            raise (JudgeLostError if may_pass else RewardError)(
+                f"{self._first}. {remedy}, or set reward.on_failure=value to score such rows "
                 f"reward.failure_value={config.failure_value:g}, or =mask to leave them out"
             )
         num_calls = max(self._min_calls, self._num_calls)
-        if self._num_failed > config.max_failure_rate * num_calls:
-            raise RewardError(
+        max_failed = config.max_failure_rate * num_calls
+        if self._num_failed > max_failed:
+            raise (JudgeLostError if self._num_failed - self._num_passing <= max_failed else RewardError)(
                 f"{self._num_failed} of {num_calls} reward calls failed, more than "
                 f"reward.max_failure_rate={config.max_failure_rate:g} allows. The first: {self._first}"
             )
@@ -308,6 +317,23 @@ def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult
         parts |= {part if alone else f"{entry.name}/{part}": value for part, value in answer.parts.items()}
         parts[entry.name] = answer.score
     return RewardResult(score=score, parts=parts, failure="; ".join(failures) or None)
+
+
+def _who_and_remedy(
+    entry: FunctionReward | JudgeReward | ModelReward | EnvironmentReward, may_pass: bool
+) -> tuple[str, str]:
+    """How errors call an entry that failed, and what can be done."""
+    if isinstance(entry, FunctionReward):
+        return f"reward function {entry.function}", "Fix the function"
+    has_own_name = entry.name != type(entry).model_fields["name"].default
+    who = f"reward {entry.type} {entry.name}" if has_own_name else f"reward {entry.type}"
+    if isinstance(entry, JudgeReward):
+        return who, (
+            "Check its base_url, model and api_key_env, raise its max_retries or timeout_seconds"
+            if may_pass
+            else "Check its base_url, model, api_key_env, prompt_template and score_pattern"
+        )
+    return who, _FIX_IT
 
 
 def _rows(jobs: Sequence[RewardJob]) -> str:

@@ -26,11 +26,15 @@ _READ_BYTES = 1 << 16
 
 
 class RetryableError(Exception):
-    """A failure of the endpoint or the way to it, not of the request."""
+    """A failure that asking again may better."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+class EndpointError(RetryableError):
+    """A failure of the endpoint or the way to it, not of the request."""
 
 
 class RefusedError(Exception):
@@ -93,16 +97,16 @@ class Judge:
             except RefusedError as error:
                 return Answer(failure=str(error))
             except RetryableError as error:
-                reason = str(error)
+                reason, may_pass = str(error), isinstance(error, EndpointError)
                 if attempt < config.max_retries and not self._pause(retry_pause(attempt, error.retry_after_seconds)):
                     break
-        return Answer(failure=f"{reason} ({attempt + 1} attempts)")
+        return Answer(failure=f"{reason} ({attempt + 1} attempts)", may_pass=may_pass)
 
     def _request(self, job: RewardJob) -> bytes:
         """The body of the endpoint's answer.
 
         Raises:
-            RetryableError: a timeout, a broken connection, a status worth a retry.
+            EndpointError: a timeout, a broken connection, a status worth a retry.
             RefusedError: another status, or too large a body.
         """
         config = self._config
@@ -113,7 +117,7 @@ class Judge:
         try:
             connection.connect()
         except OSError as error:
-            raise RetryableError(f"cannot connect to {url.netloc}: {type(error).__name__}: {error}") from None
+            raise EndpointError(f"cannot connect to {url.netloc}: {type(error).__name__}: {error}") from None
         # The connection forgets its socket where the server is to close it.
         sock = connection.sock
         # A socket's own timeout begins anew with every byte, so a server that drips bytes would never meet it.
@@ -129,8 +133,8 @@ class Judge:
                 raise TimeoutError
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() - began >= config.timeout_seconds:
-                raise RetryableError(f"no full answer within {config.timeout_seconds:g} s") from None
-            raise RetryableError(f"the connection failed: {type(error).__name__}: {one_line(str(error))}") from None
+                raise EndpointError(f"no full answer within {config.timeout_seconds:g} s") from None
+            raise EndpointError(f"the connection failed: {type(error).__name__}: {one_line(str(error))}") from None
         finally:
             deadline.cancel()
             self._open.discard(sock)
@@ -138,7 +142,7 @@ class Judge:
         if response.status != 200:
             message = f"the endpoint answered with status {response.status}: {one_line(body.decode(errors='replace'))}"
             if response.status in RETRIED_STATUSES:
-                raise RetryableError(message, retry_after_seconds=_seconds(response.getheader("Retry-After")))
+                raise EndpointError(message, retry_after_seconds=_seconds(response.getheader("Retry-After")))
             raise RefusedError(message)
         if len(body) > config.max_response_bytes:
             raise RefusedError(f"the answer is larger than max_response_bytes={config.max_response_bytes}")
@@ -201,7 +205,7 @@ def parse_score(text: str, pattern: str) -> float | None:
     score = None
     for match in re.finditer(pattern, text):
         with suppress(TypeError, ValueError):
-            score = float(match[1])
+            score = float(match[1].replace("\u2212", "-"))
     return score if score is not None and math.isfinite(score) else None
 
 

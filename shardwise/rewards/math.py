@@ -5,12 +5,16 @@ from decimal import Decimal
 from typing import Any
 
 _NUMBER = re.compile(
-    r"""(?:(?<![\w)\].])(?P<sign>[-+]))?        # a sign, not the operator of 7-5 or 7 - 5
+    r"""(?:(?<![\w)\].])(?P<sign>[-+\u2212]))?  # a sign, not the operator of 7-5 or 7 - 5
         \\?\$?                                 # $ or LaTeX's \$
         (?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)
-        (?P<exponent>[eE][-+]?[0-9]{1,3}(?!\w))?""",
+        (?P<exponent>[eE][-+\u2212]?[0-9]{1,3}(?!\w))?""",
     re.VERBOSE,
 )
+_PLAIN = str.maketrans("\u2212", "-", ",")
+"""From what _NUMBER finds to what Decimal reads: the minus sign of typesetting becomes a hyphen, commas go."""
+_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\boxed", re.DOTALL)
+"""Text that says itself where its formula is; \\$ is a currency."""
 _MARKER = "####"
 _MATH_VERIFY_SECONDS = 3
 """A completion can hold a formula that sympy never finishes; that is a wrong answer, not a broken reward function, so
@@ -23,7 +27,7 @@ def gsm8k_score(
     """1.0 where the final number is the right one, in the format of GSM8K.
 
     The answer is the first number after the last `####`, or the last number where there is no `####`; the same rule
-    reads `ground_truth`. Commas, `$` and a final dot do not matter.
+    reads `ground_truth`. Commas, `$`, a final dot and which minus sign is written do not matter.
 
     Raises:
         ValueError: ground_truth holds no number.
@@ -63,7 +67,8 @@ def math_verify_score(
     Must run in the main thread of a process, as it does in a RewardPool: math-verify bounds its time by signals.
 
     Args:
-        ground_truth: LaTeX or plain, such as `\\frac{1}{2}` or `0.5`, with `$...$` or `\\boxed{...}` around it or not.
+        ground_truth: LaTeX or plain, such as `\\frac{1}{2}`, `0.5` or `\\$18.90`, with `$...$` or `\\boxed{...}`
+            around it or not.
     Raises:
         ValueError: ground_truth holds no formula that math-verify can read.
     """
@@ -71,7 +76,7 @@ def math_verify_score(
     from math_verify import parse, verify
 
     truth = str(ground_truth).strip()
-    delimited = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
+    delimited = truth if _DELIMITED.search(truth) else f"\\boxed{{{truth}}}"
     expected = parse(delimited, parsing_timeout=_MATH_VERIFY_SECONDS)
     if not truth or not expected:
         raise ValueError(f"ground_truth {ground_truth!r} holds no formula that math-verify can read")
@@ -119,6 +124,6 @@ def _gsm8k_answer(text: str) -> Decimal | None:
 
 def _numbers(text: str) -> list[Decimal]:
     return [
-        Decimal((match["sign"] or "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
+        Decimal(f"{match['sign'] or ''}{match['digits']}{match['exponent'] or ''}".translate(_PLAIN))
         for match in _NUMBER.finditer(text)
     ]

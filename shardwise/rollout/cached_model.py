@@ -17,7 +17,7 @@ from shardwise.rollout.expert_record import ExpertRecord
 from shardwise.rollout.kv_cache import CachedMixer, CacheSize, KVCache
 from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import Decode, brings_stop
-from shardwise.rollout.vision import Sight
+from shardwise.rollout.vision import CachedVisionTower
 from shardwise.types import Images
 
 
@@ -52,7 +52,7 @@ class CachedModel:
         self.device = device
         self.kernels = DecodeKernels() if compile_decode and device.type == "cpu" else None
         """Of decode steps; None: torch's."""
-        self.sight = Sight.of(model, device)
+        self.sight = CachedVisionTower.of(model, device)
         """None of a model that sees no images."""
         # What stands for a part of an image has no meaning without one: the policy may not say it.
         banned = [*bad_token_ids, *([] if self.sight is None else [self.sight.image_token_id])]

@@ -20,7 +20,7 @@ def refuse_images(request: GenerateRequest, engine: str) -> None:
         )
 
 
-class Sight:
+class CachedVisionTower:
     """The eyes of a model with a vision tower, one of Qwen's."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:

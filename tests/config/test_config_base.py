@@ -7,6 +7,7 @@ import yaml
 from pydantic import Field, StrictBool, ValidationError
 
 from shardwise.config import (
+    RECIPES,
     Choice,
     Config,
     ConfigError,
@@ -124,8 +125,8 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("name", 'override "name" is not of the form key.path=value, e.g. trainer.total_steps=20'),
-        ("=3", 'override "=3" is not of the form key.path=value, e.g. trainer.total_steps=20'),
+        ("name", 'override "name" is not of the form key.path=value, e.g. engine.param_dtype=bfloat16'),
+        ("=3", 'override "=3" is not of the form key.path=value, e.g. engine.param_dtype=bfloat16'),
         ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
         (
             "name.first=1",
@@ -133,7 +134,7 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
         ),
         (
             "optimizer..warmup_steps=1",
-            'override "optimizer..warmup_steps=1" is not of the form key.path=value, e.g. trainer.total_steps=20',
+            'override "optimizer..warmup_steps=1" is not of the form key.path=value, e.g. engine.param_dtype=bfloat16',
         ),
         (
             "maybe.warmup_steps=1",
@@ -161,9 +162,9 @@ def test_override_of_a_parameter_below_an_unknown_name_shows_how_to_give_both():
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"optimizer": {"warmup_steps": True}}, "optimizer.warmup_steps=True: input should be a valid integer"),
-        ({"optimizer": {"learning_rate": False}}, "optimizer.learning_rate=False: input should be a valid number"),
-        ({"name": True}, "name=True: expected text; put it in quotes: 'name=\"...\"' as an override"),
+        ({"optimizer": {"warmup_steps": True}}, " optimizer.warmup_steps=True: input should be a valid integer"),
+        ({"optimizer": {"learning_rate": False}}, " optimizer.learning_rate=False: input should be a valid number"),
+        ({"name": True}, " name=True: expected text; put it in quotes: 'name=\"...\"' as an override"),
         (
             {"name": True, "optimizer": {"learning_rate": -1, "warmup_steps": True}},
             "\n  name=True: expected text; put it in quotes: 'name=\"...\"' as an override"
@@ -174,7 +175,7 @@ def test_override_of_a_parameter_below_an_unknown_name_shows_how_to_give_both():
 )
 def test_a_truth_value_is_no_number_and_no_text(tree, message):
     """pydantic takes True for 1, and YAML takes `on` for True."""
-    assert error_of(Tree.parse, {"name": "n"} | tree, origin="test") == f"test: {message}"
+    assert error_of(Tree.parse, {"name": "n"} | tree, origin="test") == f"test:{message}"
     assert Branches.parse({"union": False}, origin="test").union is False
 
 
@@ -237,6 +238,10 @@ def test_file_that_is_absent_binary_or_empty(tmp_path):
             "valid keys here: model.path, model.tokenizer_path, model.chat_template",
         ),
         ("qqqq=1", "qqqq: unknown key; valid keys here: model, data, engine, trainer"),
+        ("drop_out=1", "drop_out: unknown key; valid keys here: model, data, engine, trainer"),  # lora.dropout is far
+        ("rollout.engine=vllm", "rollout: unknown key; it is a key of `shardwise rl`, `shardwise eval`"),
+        ("algorithm={kl_coef: 1}", "algorithm: unknown key; it is a key of `shardwise rl`"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens: unknown key; it is a key of `shardwise rl`, `shardwise "),
     ],
 )
 def test_unknown_key_gets_the_nearest_one(override, message):
@@ -246,13 +251,97 @@ def test_unknown_key_gets_the_nearest_one(override, message):
     )
 
 
+def test_of_many_valid_keys_the_nearest_are_listed():
+    told = error_of(SFTConfig.load, None, ["model.path=m", "data.train_files=f", "trainer.zzzeedzzz=1"])
+    *listed, rest = told.partition("; valid keys here: ")[2].split(", ")
+    assert (len(listed), listed[0], rest) == (8, "trainer.seed", "...")
+    told = error_of(SFTConfig.load, None, ["model.path=m", "data.train_files=f", "trainer=3"])
+    first = list(SFTConfig.model_fields["trainer"].annotation.model_fields)[:8]
+    assert told == f"the command line: trainer=3: expected a group of keys: {', '.join(first)}, ..."
+
+
+@pytest.mark.parametrize("cls", get_args(RecipeConfig))
+def test_a_key_of_other_commands_alone_is_told_as_theirs(cls):
+    own = set(key_paths(cls))
+    for name, other in RECIPES.items():
+        for key in {path.partition(".")[0] for path in key_paths(other)} - own:
+            assert f"{key}: unknown key; it is a key of " in (told := error_of(cls.parse, {key: 1}, origin="test"))
+            assert f"`shardwise {name}`" in told
+
+
+BLAMED = "the command line"
+WARM = "optimizer.warmup_steps='x': input should be a valid integer, unable to parse string as an integer"
+UNKNOWN = "unknown key; valid keys here: "
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("name: n", ["optimizer.warmup_steps=x"], {BLAMED: [WARM]}),
+        ("name: n\noptimizer: {warmup_steps: x}", ["optimizer.learning_rate=1"], {"FILE": [WARM]}),
+        ("name: n\noptimizer: {warmup_steps: 1}", ["optimizer.warmup_steps=x"], {BLAMED: [WARM]}),
+        ("name: n\noptimizer: {warmup_steps: y}", ["optimizer={warmup_steps: x}"], {BLAMED: [WARM]}),
+        ("name: n\noptimizer:", ["optimizer.warmup_steps=x"], {BLAMED: [WARM]}),
+        ("name: n", ["qqqq.warmup_steps=1"], {BLAMED: [f"qqqq: {UNKNOWN}name, optimizer, maybe"]}),
+        ("qqqq: {}", ["name=n", "qqqq.warmup_steps=1"], {"FILE": [f"qqqq: {UNKNOWN}name, optimizer, maybe"]}),
+        (
+            "optimizer: {warmup_steps: x}",
+            ["optimizer.learning_rate=-1"],
+            {
+                "FILE": ["name: required, but not given; set it in the file or as an override name=...", WARM],
+                BLAMED: ["optimizer.learning_rate=-1: input should be greater than or equal to 0"],
+            },
+        ),
+    ],
+)
+def test_a_mistake_is_told_as_of_the_file_or_of_the_command_line(tmp_path, text, overrides, expected):
+    path = write(tmp_path, text)
+    told = error_of(Tree.load, path, overrides).replace(str(path), "FILE")
+    blocks = [f"{origin}:" + "".join(f"\n  {line}" for line in lines) for origin, lines in expected.items()]
+    one = [f"{origin}: {line}" for origin, lines in expected.items() for line in lines]
+    assert told == "\n".join(blocks if len(one) > 1 else one)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "blamed"),
+    [
+        ("act: {name: tel}", ["act.whom=x"], False),
+        ("act: {name: ask}", ["act.name=tel"], True),
+        ("{}", ["act.name=tel"], True),
+        ("act: {name: tell}", ["leaf.warmup_steps=1"], False),
+        ("{}", ["act=tell"], True),
+    ],
+)
+def test_a_mistake_in_a_choice_is_of_what_gave_its_name(tmp_path, text, overrides, blamed):
+    path = write(tmp_path, text)
+    assert error_of(Chooses.load, path, overrides).startswith(f"{BLAMED}: act" if blamed else f"{path}: act")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["data.max_sequence_tokens=5000"], True),
+        (["engine={max_tokens_per_micro_batch: 64}"], True),
+        (["trainer.seed=1"], False),
+        (["data.max_train_rows=1"], False),
+    ],
+)
+def test_keys_that_do_not_go_together_are_told_as_of_the_command_line_where_it_gave_one(tmp_path, overrides, blamed):
+    longest = 100 if blamed else 5000
+    path = write(
+        tmp_path, f"model: {{path: m}}\ndata: {{train_files: f, max_sequence_tokens: {longest}}}\nengine: {{}}"
+    )
+    told = error_of(SFTConfig.load, path, overrides)
+    assert told.startswith(f"{BLAMED}: data.max_sequence" if blamed else f"{path}: data.max_sequence")
+
+
 def test_every_problem_is_listed_at_once(tmp_path):
     path = write(
         tmp_path,
         "model: {}\ndata: {train_files: f, on_overlong: cut}\ntrainer: {seed: -1, batch_siz: 2, learning_rate: .nan}\n",
     )
     first, *rest = error_of(SFTConfig.load, path).split("\n  ")
-    assert first == f"{path}: "
+    assert first == f"{path}:"
     assert sorted(rest) == [
         "data.on_overlong='cut': input should be 'error', 'drop' or 'truncate'",
         "model.path: required, but not given; set it in the file or as an override model.path=...",

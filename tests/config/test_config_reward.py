@@ -16,6 +16,7 @@ def error_of(**tree):
     [
         ("num_workers", 0),
         ("timeout_seconds", 0),
+        ("timeout_seconds", 1e7),
         ("on_failure", "retry"),
         ("failure_value", "nan"),
         ("max_failure_rate", 1.5),
@@ -33,11 +34,11 @@ def test_value_of_failed_rewards_needs_the_policy_that_uses_it():
         functions=[JUDGE], memory_bytes=1 << 26
     )
     assert "67108864" in error_of(functions="a:b", memory_bytes=1)
-    for key in ("num_workers", "timeout_seconds"):
-        shown = error_of(functions=[JUDGE], **{key: 7})
-        assert f"{key}=7" in shown
-        assert "is of the processes of reward functions, and there are none; remove it" in shown
-    assert RewardConfig(functions=[], manager="a:b", num_workers=7).num_workers == 7
+    assert error_of(functions=[JUDGE], timeout_seconds=7) == (
+        "test: timeout_seconds=7.0 is of the processes of reward functions, and there are none; remove it or set "
+        "timeout_seconds=30, the default"
+    )
+    assert RewardConfig(functions=[], manager="a:b", timeout_seconds=7).timeout_seconds == 7
     assert "max_failure_rate=0.9 has no effect with on_failure=abort" in error_of(functions="a:b", max_failure_rate=0.9)
 
 
@@ -71,6 +72,30 @@ def test_names_are_unique():
         "test: functions: 2 entries, but several are called 'f'; set their `name`, by which metrics and errors tell "
         "them apart"
     )
+
+
+def test_workers_that_nothing_needs_are_no_mistake():
+    """Files of examples give a number, and the command line cannot take it back."""
+    assert RewardConfig(functions=[JUDGE], num_workers=7).num_workers == 7
+
+
+@pytest.mark.parametrize(
+    ("functions", "name", "example"),
+    [
+        ("rules.py:acc", "acc", "{function: rules.py:acc, name: accuracy}"),
+        ([{"function": "a:b", "name": "acc"}], "acc", "{function: a:b, name: accuracy}"),
+        ([{**JUDGE, "name": "acc"}], "acc", "{type: judge, name: accuracy}"),
+        (["a:b", {"function": "a:c", "name": "b/acc"}], "b/acc", "{function: a:c, name: accuracy}"),
+    ],
+)
+def test_no_entry_takes_the_name_of_a_functions_own_verdict(functions, name, example):
+    """Its score, say 0.2 for a part of the tests, would count as the verdict that the completion is correct."""
+    assert error_of(functions=functions) == (
+        f"test: functions: an entry is called '{name}', but a part acc is the verdict that a function returned (see "
+        f"correct_at); set its `name` to another one, as in functions={example}"
+    )
+    (entry,) = RewardConfig(functions={"function": "rules.py:acc", "name": "accuracy"}).functions
+    assert entry.name == "accuracy"
 
 
 def test_no_functions_need_a_manager():
@@ -108,7 +133,8 @@ def test_errors_name_the_entry_and_what_is_allowed(functions, message):
         ("prompt_template", "grade it", "holds no {completion}"),
         ("score_pattern", "(", "is no regular expression"),
         ("score_pattern", "[0-9]", "has no group"),
-        ("requests_per_second", 0, "input should be greater than 0"),
+        ("requests_per_second", 1e-12, "input should be greater than or equal to 0.001"),
+        ("timeout_seconds", 1e10, "input should be less than or equal to 1000000"),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused(key, value, message):

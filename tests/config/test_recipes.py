@@ -525,3 +525,13 @@ def test_states_on_the_host_are_not_offloaded_beside_a_second_engine(cls, overri
     offload = [*overrides, "engine.optimizer_offload=true"]
     assert cls.load(None, offload).engine.optimizer_offload
     assert message_of(cls, [*offload, "trainer.optimizer=adamw_cpu"]).startswith("trainer.optimizer=adamw_cpu already")
+
+
+def test_a_warm_up_of_the_critic_leaves_the_policy_steps():
+    fits = [*GAE, "trainer.total_steps=4"]
+    assert message_of(RLConfig, [*fits, "critic.critic_warmup_steps=4"]) == (
+        "critic.critic_warmup_steps=4 leaves the policy none of the run's 4 steps; lower it or raise "
+        "trainer.total_steps"
+    )
+    assert RLConfig.load(None, [*fits, "critic.critic_warmup_steps=3"])
+    assert RLConfig.load(None, [*GAE, "critic.critic_warmup_steps=4"]), "how many steps epochs have shows later"

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from shardwise.config import ConfigError, DataError
 from shardwise.ops import Place, traced
-from shardwise.recipes.sampling.rollouts import rest_of
+from shardwise.recipes.sampling.rollouter import rest_of
 from shardwise.rollout import SupervisedEngine
 from shardwise.types import GenerateRequest
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from shardwise.config import DataError, EngineLostError, PeerLostError
+from shardwise.config import DataError, EngineLostError, JudgeLostError, PeerLostError
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.failures import Note, explain, num_killed_for_memory
 
@@ -26,12 +26,21 @@ def reason(codes, notes=(), states=None, num_killed=0, **others):
         (PeerLostError("weight sync 3: receiver 1 has closed"), (False, True, False)),
         (PeerLostError("weight sync 3: waited 2.5 s for receiver 1"), (False, True, True)),
         (EngineLostError("it last printed: the timeout of the peer"), (False, False, False)),
+        (JudgeLostError("cannot connect to judge: Connection refused"), (False, False, False)),
         (KeyError("step"), (False, False, False)),
     ],
 )
 def test_a_note_tells_mistakes_lost_peers_and_hangs_apart(error, flags):
     note = Note.of(error, 0)
     assert (note.is_user_error, note.is_lost_peer, note.is_timeout) == flags
+
+
+def test_an_outage_of_a_judge_is_told_without_a_traceback_and_may_pass():
+    note = Note.of(JudgeLostError("reward judge cannot be reached"), 0)
+    assert note.traceback == ""
+    failure = reason({0: 1}, [note])
+    assert (failure.code, failure.may_pass) == (1, True)
+    assert "reward judge cannot be reached" in failure.message
 
 
 def test_a_signal_is_named_with_the_place_and_may_pass():

@@ -82,7 +82,9 @@ def test_activity_follows_steps_phases_and_commands(watched):
     watchdog.enter_step(3)
     watchdog.enter_phase("save")
     with watchdog.commanded("save_state", ["policy", "/a/folder"]):
-        assert watched().place == "step 3, save, `save_state policy /a/folder`"
+        assert (
+            watched().place == "step 3, save, `save_state policy`"
+        )  # a path of what may never be written tells nothing
         assert 0 <= watched().seconds < 5
     assert watched().place == "step 3, save"
     with pytest.raises(ZeroDivisionError), watchdog.commanded("train", []):

@@ -120,7 +120,7 @@ def test_damaged_datasets_folder_is_refused_with_its_name(tmp_path):
 @pytest.mark.parametrize("read", [check_files, lambda paths: read_rows(paths, max_rows=None)])
 def test_paths_that_are_no_data_are_refused_before_reading(tmp_path, read):
     good = write_jsonl(tmp_path / "good.jsonl", [{"a": 1}])
-    with pytest.raises(DataError, match=r"gone\.jsonl does not exist; give a \.jsonl file, a \.parquet file, a folder"):
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist; correct the path$"):
         read([good, str(tmp_path / "gone.jsonl")])
     (tmp_path / "table.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r'table\.csv has the suffix "\.csv"; give a \.jsonl file'):
@@ -128,6 +128,20 @@ def test_paths_that_are_no_data_are_refused_before_reading(tmp_path, read):
     (tmp_path / "plain").mkdir()
     with pytest.raises(DataError, match=r"plain is not a dataset \(it has no state\.json\)"):
         read([good, str(tmp_path / "plain")])
+
+
+def test_a_missing_file_is_told_with_one_like_it_or_where_its_path_begins(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "train.jsonl", [{"a": 1}])
+    monkeypatch.chdir(tmp_path.parent)
+    for given, remedy in (
+        (f"{tmp_path.name}/trian.jsonl", f"did you mean {tmp_path.name}/train.jsonl?"),
+        (f"{tmp_path}/train.json", f"did you mean {tmp_path}/train.jsonl?"),
+        (f"{tmp_path.name}/val.parquet", f"correct the path, which begins in {tmp_path.parent}"),
+        ("nowhere/train.jsonl", f"correct the path, which begins in {tmp_path.parent}"),
+    ):
+        with pytest.raises(DataError) as error:
+            check_files([given])
+        assert str(error.value) == f"data file {given} does not exist; {remedy}"
 
 
 def test_dataset_dict_is_refused_with_the_folders_of_its_splits(tmp_path):
@@ -151,12 +165,16 @@ def test_get_column_goes_into_nested_columns_and_prefers_a_column_of_that_very_n
 
 def test_missing_column_is_refused_with_the_columns_there_are():
     wrong = row(question="q", reward_model={"style": "rule", "truth": 1})
-    for path in ("reward_model.ground_truth", "question.text", "prompt"):
+    for path, meant in (
+        ("reward_model.ground_truth", 'did you mean "reward_model.truth"? '),
+        ("questoin", 'did you mean "question"? '),
+        ("prompt", ""),
+    ):
         with pytest.raises(DataError) as error:
             get_column(wrong, path)
         assert str(error.value) == (
             f'train.jsonl line 412: there is no column "{path}"; the columns are "question", "reward_model.style", '
-            '"reward_model.truth"; name the right one in the config\'s data section'
+            f'"reward_model.truth"; {meant}name the right one in the config (the key data.*_column that is "{path}")'
         )
 
 

@@ -125,7 +125,7 @@ def test_required_keys_are_all_listed_at_once(command):
 
 
 def test_a_missing_data_file_is_named(sft):
-    assert_one_line(sft("/nowhere/train.jsonl"), "data file /nowhere/train.jsonl does not exist", "give a .jsonl file")
+    assert_one_line(sft("/nowhere/train.jsonl"), "data file /nowhere/train.jsonl does not exist", "correct the path")
 
 
 def test_an_empty_data_file_is_named(sft):

@@ -28,7 +28,7 @@ def test_eval_writes_what_its_samples_say(evaluated, assets):
     done, results, samples = evaluated
     kinds = {kind: [s for s in samples if s["kind"] == kind] for kind in ("greedy", "sampled")}
     assert (len(kinds["greedy"]), len(kinds["sampled"])) == (20, 80)
-    assert list(results) == ["products", "sums", "all"]
+    assert list(results) == ["measured", "products", "sums", "all"]
     for source in ("products", "sums"):
         sampled = [s for s in kinds["sampled"] if s["data_source"] == source]
         assert results[source]["num_prompts"] == 10

@@ -273,7 +273,7 @@ def test_f25_trap_14_every_recipe_goes_on_bitwise(assets, command, tmp_path, nam
 CHANGES = {
     "learning rate": (
         ["trainer.learning_rate=1e-3"],
-        "trainer.learning_rate was 0.005 and is 0.001; set it back, allow it with "
+        "trainer.learning_rate was 0.005 and is 0.001; give another trainer.output_dir, set it back, allow it with "
         "trainer.resume_allow=[trainer.learning_rate], or start a new run with trainer.resume=never",
     ),
     "seed": (["trainer.seed=1"], "trainer.seed was 0 and is 1"),

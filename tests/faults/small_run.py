@@ -15,7 +15,7 @@ from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.engines import build_engine
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.run import Run
 
 

@@ -18,7 +18,7 @@ from shardwise.config import ModelError, UserError
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 
 NEWEST = Path("checkpoints", "step_4")
 
@@ -341,7 +341,7 @@ def test_f23_a_second_run_in_the_folder_is_refused_and_touches_nothing(run_ranks
 def poison(step, worker, _run):
     """A moment of the optimizer becomes infinite after step 4."""
     if step == 4:
-        tensors = worker._seats["policy"].engine._optimizer.named_tensors()
+        tensors = worker._engines["policy"].engine._optimizer.named_tensors()
         tensors["exp_avg/model.norm.weight"].to_local()[0] = torch.inf
 
 

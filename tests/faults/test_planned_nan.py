@@ -19,7 +19,7 @@ from shardwise.controller.process_group import Rank, connect
 from shardwise.fault_plan import begin_plan, plan
 from shardwise.recipes.bundles import Bundle
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.rl import train as train_rl
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup, Sample
 

@@ -1,3 +1,4 @@
+import json
 import os
 from itertools import combinations
 
@@ -100,10 +101,10 @@ def test_sources_are_sorted_with_all_at_the_end(make_group):
 
 
 def test_a_source_called_all_keeps_its_row(make_group):
-    """As the rows of all.jsonl have."""
-    groups = [make_group([1.0], source="all"), make_group([0.0], source="zoo")]
+    """As the rows of all.jsonl have. So does one with the name of what is measured."""
+    groups = [make_group([1.0], source=name) for name in ("all", "measured", "zoo")]
     assert {name: len(members) for name, members in by_source(groups).items()} == {
-        "all (source)": 1, "zoo": 1, "all": 2,
+        "all (source)": 1, "measured (source)": 1, "zoo": 1, "all": 3,
     }  # fmt: skip
 
 
@@ -118,25 +119,48 @@ def test_greedy_accuracy_counts_per_source(make_group):
     assert found == {"val/accuracy/a": 0.5, "val/accuracy/b": 1.0, "val/accuracy": pytest.approx(2 / 3)}
 
 
+def evaluation(model_folder, files, output_dir, *overrides):
+    keys = [f"model.path={model_folder}", f"data.validation_files={files}", f"eval.output_dir={output_dir}"]
+    lengths = ["data.max_prompt_tokens=40", "rollout.max_response_tokens=2"]
+    return EvalConfig.load(None, [*keys, *lengths, "reward.functions=shardwise.rewards.math:exact_match", *overrides])
+
+
+def test_results_say_what_was_measured_and_stay_with_their_samples_when_more_is(
+    group_of_one, model_folder, write_jsonl, tmp_path
+):
+    rows = [{"prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(3)]
+    files, run = write_jsonl("sums.jsonl", rows), tmp_path / "run"
+    overrides = [(), ("eval.num_samples=2", "eval.seed=7", "rollout.temperature=0.5", "data.max_validation_rows=2")]
+    measured = [evaluation(model_folder, files, run, *more) for more in overrides]
+    found = [evaluate(config, group_of_one) for config in measured]
+    group_of_one.call("close")
+    assert {path.name for path in run.iterdir() if path.is_file() and not path.name.startswith(".")} == {
+        name + place for name in ("results.json", "samples.jsonl", "config.yaml") for place in ("", ".1")
+    }
+    of_both = {"model.path": str(model_folder), "data.validation_files": [files], "rollout.max_response_tokens": 2}
+    of_each = [
+        {"data.max_validation_rows": None, "rollout.temperature": None, "eval.num_samples": 1, "eval.seed": 0},
+        {"data.max_validation_rows": 2, "rollout.temperature": 0.5, "eval.num_samples": 2, "eval.seed": 7},
+    ]
+    for number, (place, num_samples) in enumerate(((".1", 3), ("", 2 + 4))):
+        results = json.loads((run / f"results.json{place}").read_text())
+        assert results.pop("measured") == of_both | of_each[number]
+        assert results == found[number]
+        assert len((run / f"samples.jsonl{place}").read_text().splitlines()) == num_samples
+        assert EvalConfig.load(run / f"config.yaml{place}") == measured[number]
+
+
 def test_an_output_folder_that_cannot_be_taken_is_named_before_anything_is_computed(
     group_of_one, model_folder, write_jsonl, tmp_path, monkeypatch
 ):
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
-    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
-    tree = {
-        "model": {"path": str(model_folder)},
-        "data": {"validation_files": write_jsonl("v.jsonl", [row]), "max_prompt_tokens": 40},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"functions": "shardwise.rewards.math:exact_match"},
-        "eval": {"output_dir": str(tmp_path / "file" / "results")},
-    }
+    files = write_jsonl("v.jsonl", [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}])
     monkeypatch.setattr("shardwise.recipes.evaluate.Rollouter", None)
     with pytest.raises(ConfigError, match=r"eval.output_dir=.*file/results cannot be written to: .*Not a directory"):
-        evaluate(EvalConfig.parse(tree, origin="test"), group_of_one)
-    tree["eval"]["output_dir"] = str(tmp_path / "run")
+        evaluate(evaluation(model_folder, files, tmp_path / "file" / "results"), group_of_one)
     with (
         writer_lock(tmp_path / "run"),
         pytest.raises(ConfigError, match=rf"eval.output_dir=.*run is written to by process {os.getpid()} on "),
     ):
-        evaluate(EvalConfig.parse(tree, origin="test"), group_of_one)
+        evaluate(evaluation(model_folder, files, tmp_path / "run"), group_of_one)

@@ -166,6 +166,52 @@ def test_a_run_that_was_trained_with_another_config_is_named(data, recipe, tmp_p
         check_inputs(changed)
 
 
+def test_a_missing_file_is_told_before_a_run_that_was_trained_with_another_config(data, tmp_path, monkeypatch):
+    """A mistyped path is another config too."""
+    monkeypatch.chdir(tmp_path)
+    before = configs(data)["sft"]()
+    folder = tmp_path / before.trainer.output_dir / "checkpoints" / "step_1"
+    folder.mkdir(parents=True)
+    write_run(folder, before, step=1, parts={}, files={})
+    write_manifest(folder, [{}], step=1)
+    absent = str(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=rf"^data file {absent} does not exist; did you mean {data['train_files']}\?$"):
+        check_inputs(configs({**data, "train_files": absent})["sft"]())
+
+
+@pytest.mark.parametrize("path", ["./m", "~/m", "/nowhere/m", "runs/sft/m", "file"])
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_a_path_that_is_no_folder_is_told_and_a_name_of_the_hub_is_not_looked_up(
+    data, tmp_path, monkeypatch, key, path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+
+    def check(given):
+        tree = {"model": MODEL, "teacher": {"model": {"path": "Some/Teacher-1.5B"}}, "data": data}
+        tree |= {"model": {"path": given}} if key == "model" else {"teacher": {"model": {"path": given}}}
+        check_inputs(DistillConfig.parse(tree, origin="test"))
+
+    check("org/name")
+    with pytest.raises(
+        ModelError, match=rf"^model\.path={path} is not a folder; give a Hugging Face model folder or a"
+    ):
+        check(path)
+
+
+def test_a_model_folder_without_weights_and_a_missing_chat_template_are_told(data, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"^model.path={tmp_path} has a config.json but no \*.safetensors weights; "):
+        check_inputs(SFTConfig.parse({"model": {"path": str(tmp_path)}, "data": data}, origin="test"))
+    template = {"path": "org/name", "chat_template": str(tmp_path / "chat.jinja")}
+    with pytest.raises(
+        ModelError, match=r"^model.chat_template=.*chat\.jinja cannot be read .*; give a Jinja file, or "
+    ):
+        check_inputs(SFTConfig.parse({"model": template, "data": data}, origin="test"))
+    (tmp_path / "chat.jinja").touch()
+    check_inputs(SFTConfig.parse({"model": template, "data": data}, origin="test"))
+
+
 def test_an_sglang_that_is_not_there_is_found_before_any_rank_starts(data):
     engine = {"type": "sglang", "python": "/no/python"}
     tree = {"model": MODEL, "data": data, "reward": REWARD, "rollout": {"engine": engine}}

@@ -62,6 +62,57 @@ def test_no_block_is_no_program_and_the_last_one_counts():
     assert last_block("```json\n{}\n```\nso\n```python\na = 1\n```\n```python\ncut off") == "a = 1\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na = 1\n```\nOutput:\n```\n7\n```", "a = 1\n"),
+        ("```\na = 1\n```\n```js\nlet a\n```", "a = 1\n"),
+        ("```js\nlet a\n```", None),
+        ("``` python\na = 1\n```", "a = 1\n"),
+        ('```Python3 title="x.py"\na = 1\n```', "a = 1\n"),
+        ("```pycon\n>>> a\n```", None),
+        ("~~~py\n```\na = 1\n~~~", "```\na = 1\n"),
+        ("~~~ py `x`\na = 1\n~~~~", "a = 1\n"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("```python\na = 1\n````  ", "a = 1\n"),
+        ("```python\na = 1\n~~~", None),
+        ("```python\na = 1\n``` x\n```", "a = 1\n``` x\n"),
+        ('```python\n"""\n    ```\n    """\n```', '"""\n    ```\n    """\n'),
+    ],
+)
+def test_fences_are_those_of_commonmark(text, program):
+    assert last_block(text) == program
+    assert last_block(text.replace("\n", "\r\n")) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("1. So:\n   ```python\n   if a:\n       b\n\n  c\n   ```", "if a:\n    b\n\nc\n"),
+        ("- ```python\n  if a:\n      b\n  ```", "if a:\n    b\n"),
+        ("10) * ```py\n      if a:\n          b\n      ```", "if a:\n    b\n"),
+        ("\t```python\n\tif a:\n\t\tb\n\t```", "if a:\n\tb\n"),
+        ("  ```python\n\ta\n```", "  a\n"),  # two of the tab's four columns
+        ("```python\nif a:\n\tb\n```", "if a:\n\tb\n"),
+    ],
+)
+def test_a_block_loses_the_indentation_of_its_fence(text, program):
+    assert last_block(text) == program
+
+
+@pytest.mark.parametrize("char", ["\u2028", "\x0c", "\x85", "\x1c", "\x0b"])
+def test_string_literals_keep_characters_that_end_lines_elsewhere(char):
+    program = f"a = '1{char}2'\n"
+    assert last_block(f"```python\n{program}```") == program
+
+
+def test_a_program_in_a_list_runs_and_what_it_printed_does_not():
+    solution = (
+        "1. So:\n   ``` python\n   def add(a, b):\n       return a + b\n   ```\n   Output:\n   ```\n   5\n   ```\n"
+    )
+    assert run(solution, TESTS) == {"score": 1.0, "passed": 1.0, "runs": 1.0}
+
+
 def test_null_is_no_text():
     assert read_tests([{"stdin": None, "stdout": 7}, {"stdin": "1", "stdout": None}]) == ([], [("", "7"), ("1", "")])
 

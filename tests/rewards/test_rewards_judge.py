@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from shardwise.config import ConfigError, JudgeReward, RewardConfig
+from shardwise.config import ConfigError, JudgeLostError, JudgeReward, RewardConfig, RewardError, UserError
 from shardwise.rewards import RewardJob, Rewards
 from shardwise.rewards import judge as judge_module
 from shardwise.rewards.judge import Judge, TokenBucket, fill_template, parse_score, retry_pause
@@ -186,14 +186,79 @@ def test_f47_what_does_not_get_better_is_a_failure_that_says_why(server, action,
     assert time.monotonic() - began < 4
 
 
-def test_nobody_listening_is_a_failure():
+@pytest.fixture
+def nobody():
+    """An endpoint where nobody listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        entry = {"type": "judge", "base_url": f"http://127.0.0.1:{unused.getsockname()[1]}/v1", "model": "m"}
-        judge = Judge(JudgeReward(**entry, prompt_template="{completion}", max_retries=0))
-        ((_, answer),) = judge.score([JOB])
-        judge.close()
+        yield {
+            "type": "judge",
+            "base_url": f"http://127.0.0.1:{unused.getsockname()[1]}/v1",
+            "model": "m",
+            "prompt_template": "{completion}",
+            "max_retries": 0,
+        }
+
+
+def test_nobody_listening_is_a_failure(nobody):
+    judge = Judge(JudgeReward(**nobody))
+    ((_, answer),) = judge.score([JOB])
+    judge.close()
     assert answer.failure.startswith("cannot connect to 127.0.0.1:")
+    assert answer.may_pass
+
+
+@pytest.mark.parametrize(("name", "who"), [("judge", "reward judge"), ("strict", "reward judge strict")])
+def test_a_judge_that_cannot_be_reached_is_no_mistake_of_the_users(nobody, name, who):
+    """The same command may do better, so the job ends with code 1 and --max-restarts counts. Nor may it be a
+    RuntimeError, whose words of connections would be taken for those of a lost rank."""
+    with (
+        Rewards(RewardConfig(functions=[{**nobody, "name": name}])) as rewards,
+        pytest.raises(JudgeLostError) as caught,
+    ):
+        rewards.score([JOB])
+    assert not isinstance(caught.value, UserError | RuntimeError | OSError)
+    shown = str(caught.value)
+    assert shown.startswith(f"{who} failed for row a:1: cannot connect to 127.0.0.1:")
+    assert shown.endswith(
+        "(1 attempts). Check its base_url, model and api_key_env, raise its max_retries or timeout_seconds, or set "
+        "reward.on_failure=value to score such rows reward.failure_value=0, or =mask to leave them out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (status(503), JudgeLostError),
+        (status(429), JudgeLostError),
+        (reset, JudgeLostError),
+        (hangs, JudgeLostError),
+        (status(401), RewardError),
+        (says("I like it"), RewardError),
+        (lambda h: h.reply(b"<html>"), RewardError),
+    ],
+    ids=["503", "429", "reset", "hangs", "401", "no score", "garbage"],
+)
+def test_what_a_judge_refuses_or_says_is_a_mistake_and_trouble_of_the_endpoint_is_none(server, trouble, kind):
+    server.script = [trouble]
+    settings = config(server, max_retries=1, timeout_seconds=0.5)
+    with Rewards(RewardConfig(functions=[settings])) as rewards, pytest.raises(kind) as caught:
+        rewards.score([JOB])
+    assert isinstance(caught.value, UserError) == (kind is RewardError)
+    if kind is RewardError:
+        assert "Check its base_url, model, api_key_env, prompt_template and score_pattern, or" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"), [([503], JudgeLostError), ([401, 503], JudgeLostError), ([401], RewardError)]
+)
+def test_too_many_failures_are_a_mistake_only_where_lasting_ones_are_too_many(server, script, kind):
+    """Of four calls one may fail; the last status goes on."""
+    server.script = [status(code) for code in script]
+    settings = config(server, max_retries=0, max_concurrent_requests=1)
+    rewards = RewardConfig(functions=[settings], on_failure="mask", max_failure_rate=0.25)
+    with Rewards(rewards) as judged, pytest.raises(kind, match=r"^2 of 4 reward calls failed"):
+        judged.score([JOB] * 4)
 
 
 @pytest.mark.alone
@@ -239,7 +304,31 @@ def test_the_completion_cannot_fill_the_template():
 
 
 @pytest.mark.parametrize(
-    ("text", "score"), [("score=-1.5", -1.5), ("SCORE : 2", 2.0), ("none", None), ("score: x score: 3", 3.0)]
+    ("text", "score"),
+    [
+        ("score=-1.5", -1.5),
+        ("SCORE : 2", 2.0),
+        ("none", None),
+        ("score: x score: 3", 3.0),
+        ("**Score:** 8", 8.0),
+        ("**Score**: 8", 8.0),
+        ("Score: **8**", 8.0),
+        ("__Score:__ 8", 8.0),
+        ('{"score": 8}', 8.0),
+        ("Score:\n\n`-8.5`", -8.5),
+        ("Score: \u22128", -8.0),
+        ("Score: .5", 0.5),
+        ("Score: -.5", -0.5),
+        ("Score: 1e1", 10.0),
+        ("Score: 25e-1.", 2.5),
+        ("Score: 8.", 8.0),
+        ("Score: 8/10", 8.0),
+        ("Score: **8**/10", 8.0),
+        ("Score: _/10", None),
+        ("Score: \u20138", None),  # a dash may mean a minus
+        ("Score: - 8", None),
+        ("Score: low, 3 of 10", None),
+    ],
 )
 def test_parse_score_by_hand(text, score):
     assert parse_score(text, JudgeReward.model_fields["score_pattern"].default) == score

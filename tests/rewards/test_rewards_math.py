@@ -24,6 +24,12 @@ def call(function, solution, truth):
         ("7-5=2, so 7-5", "5", 1.0),  # the minus is an operator
         ("10 - 5", "5", 1.0),
         ("x = -3", "-3", 1.0),
+        ("#### \u22125", "-5", 1.0),  # the minus sign of typesetting
+        ("#### \u22125", "5", 0.0),
+        ("#### -5", "#### \u22125", 1.0),
+        ("\\boxed{\u2212\\$1,234}", "-1234", 1.0),
+        ("7\u22125", "5", 1.0),
+        ("5e\u22122", "0.05", 1.0),
         ("- 5 apples", "5", 1.0),  # a list item
         ("#### 3 is wrong\n#### 4", "4", 1.0),  # the last marker
         ("#### 4 apples and 5 pears", "4", 1.0),  # the first number after it
@@ -45,7 +51,14 @@ def test_gsm8k_score_hand_worked(solution, truth, score):
 
 @pytest.mark.parametrize(
     ("solution", "truth", "score"),
-    [("first 3 then 9", "9", 1.0), ("9 then 3", "9", 0.0), ("#### 3, not 4", "4", 1.0), ("", "4", 0.0)],
+    [
+        ("first 3 then 9", "9", 1.0),
+        ("9 then 3", "9", 0.0),
+        ("#### 3, not 4", "4", 1.0),
+        ("", "4", 0.0),
+        ("it is \u22124", "-4", 1.0),
+        ("it is \u22124", "4", 0.0),
+    ],
 )
 def test_number_match_takes_the_last_number(solution, truth, score):
     assert call(number_match, solution, truth) == score
@@ -60,6 +73,7 @@ def test_number_match_takes_the_last_number(solution, truth, score):
         ("2e3", "2000"),
         ("100", "100"),
         ("-.250", "-0.25"),
+        ("\\boxed{\u2212.250}", "-0.25"),
         ("12345678901234567890123456789012345", "12345678901234567890123456789012345"),
         (r"\boxed{3} or \boxed{\frac{1}{2}} it is, not 9", r"\frac{1}{2}"),
         (r"\boxed{1{,}000}", "1{,}000"),
@@ -93,6 +107,12 @@ def test_trap_23_math_verify_score_judges_equivalence_in_a_worker():
         (r"$\frac12$", r"$\frac{1}{2}$", 1.0),
         ("so it is $0.4$", "1/2", 0.0),
         ("I do not know", "1/2", 0.0),
+        (r"\boxed{18.90}", r"\$18.90", 1.0),  # a currency is no delimiter
+        (r"\boxed{\$18.90}", r"\$18.90", 1.0),
+        (r"so it is $\$36$", r"\$36", 1.0),
+        (r"\boxed{\$36.5}", r"\$36", 0.0),
+        (r"\boxed{36}", r"$\$36$", 1.0),
+        (r"\boxed{36}", r"$36", 1.0),
     ]
     config = RewardConfig(functions="shardwise.rewards.math:math_verify_score", num_workers=1, on_failure="value")
     jobs = [RewardJob(uid=s, data_source="test", solution_str=s, ground_truth=t) for s, t, _ in cases]

@@ -19,7 +19,7 @@ from shardwise import fault_plan
 from shardwise.config import ConfigError, EngineLostError, EngineProcessConfig, ModelConfig, SamplingConfig
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rank.rollout_engines import build_rollout
-from shardwise.recipes.sampling.rollouts import rest_of
+from shardwise.recipes.sampling.rollouter import rest_of
 from shardwise.rollout import EngineProcess, SupervisedEngine, environment_of
 from shardwise.rollout.serving import _Served
 from shardwise.rollout.shared_weights import packed

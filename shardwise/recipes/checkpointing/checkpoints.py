@@ -82,8 +82,8 @@ def _require_no_run(folder: Path) -> None:
         return
     if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
         raise ModelError(
-            f"{folder} is a run that has saved no checkpoint yet; wait for the first (trainer.save_every_steps), or name "
-            "another"
+            f"{folder} is a run that has saved no checkpoint yet; wait for the first (trainer.save_every_steps), or "
+            "name another"
         )
     if folder.name == CHECKPOINTS and folder.is_dir():
         raise ModelError(f"{folder} holds the checkpoints of a run; name the run, {folder.parent}, or one of them")

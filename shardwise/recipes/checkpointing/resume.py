@@ -1,10 +1,13 @@
 """Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import yaml
 
 from shardwise.config import (
     ConfigError,
@@ -16,6 +19,7 @@ from shardwise.config import (
     require_known_keys,
     without_places,
 )
+from shardwise.config.yaml_values import value_of
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, fingerprints
@@ -245,13 +249,16 @@ def _require_same(
     moved = {key for key in before if files and files.get(key) == before[key]}
     changes = changes_that_matter(content["config"], config, allowed=[*allowed, *map(without_places, moved)])
     if changes:
-        listed = ", ".join(f"{key} was {before!r} and is {now!r}" for key, (before, now) in changes.items())
-        remedy = f"set it back, allow it with trainer.resume_allow=[{_allowing(changes)}]"
+        told = [f"{key} was {_in_yaml(before)} and is {_in_yaml(now)}" for key, (before, now) in changes.items()]
+        listed, them = (f" {told[0]}; ", "it") if len(told) == 1 else ("\n  ".join(["", *told]) + "\n", "them")
+        elsewhere = "give another trainer.output_dir, " if config.trainer.resume == "auto" else ""
+        remedy = f"{elsewhere}set {them} back, allow {them} with trainer.resume_allow=[{_allowing(changes)}]"
         if others := changes_of_state(changes):
             remedy = (
-                f"its training state does not fit another {_allowing(others)}: set it back{_without_state(checkpoint)}"
+                f"its training state does not fit another {_allowing(others)}: {elsewhere}set {them} back"
+                f"{_without_state(checkpoint)}"
             )
-        raise ConfigError(f"{checkpoint} was trained with another config: {listed}; {remedy}, {anew}")
+        raise ConfigError(f"{checkpoint} was trained with another config:{listed}{remedy}, {anew}")
     changed = {key: name for key, name in changed_files(before, files or {}).items() if not is_among(key, allowed)}
     if changed:
         listed = " and ".join(f"those of {key} ({name})" for key, name in changed.items())
@@ -259,6 +266,26 @@ def _require_same(
             f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
             f"trainer.resume_allow=[{_allowing(changed)}], {anew}"
         )
+
+
+def _in_yaml(value: Any) -> str:
+    """A plain value on one line, as an override gives it."""
+    match value:
+        case str():
+            return value if _is_plain(value) else json.dumps(value, ensure_ascii=False)
+        case list():
+            return f"[{', '.join(map(_in_yaml, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{key}: {_in_yaml(inner)}' for key, inner in value.items())}}}"
+    return json.dumps(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether YAML reads it as itself without quotes, alone and in a list."""
+    try:
+        return value_of(f"[{text}]") == [text] and "\n" not in text
+    except yaml.YAMLError:
+        return False
 
 
 def _without_state(checkpoint: Path) -> str:

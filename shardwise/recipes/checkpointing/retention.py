@@ -11,7 +11,7 @@ from shardwise.console import warn
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.checkpointing.checkpoints import step_folders, write_latest
 from shardwise.recipes.checkpointing.manifest import Manifest
-from shardwise.recipes.checkpointing.saving import staging_folder
+from shardwise.recipes.checkpointing.publishing import staging_folder
 
 
 class Reported:

@@ -10,16 +10,16 @@ from typing import Any
 
 from shardwise.config import ExportError, TrainingConfig
 from shardwise.controller.base import RankSilentError, WorkerGroup
+from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints
 from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
 from shardwise.recipes.checkpointing.retention import Reported, after_saving
 from shardwise.recipes.checkpointing.save_checks import check_before_saving
 from shardwise.recipes.checkpointing.save_retries import SaveRetries
-from shardwise.recipes.checkpointing.saving import new_checkpoint
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.rank.background import Background
 
 
 class Saver:
@@ -54,7 +54,7 @@ class Saver:
         self._files = files
         self._begun_from = begun_from
         self._retries = SaveRetries(config.trainer)
-        self._pending: Background[None] | None = None
+        self._pending: BackgroundCall[None] | None = None
         self.newest: Path | None = None
         """The checkpoint that was published last."""
         self.seconds: float | None = None
@@ -84,7 +84,7 @@ class Saver:
                 self._publish(step, parts, metrics, None)
         else:
             self._stage(background)
-            self._pending = Background(partial(self._publish, step, deepcopy(parts), metrics, background))
+            self._pending = BackgroundCall(partial(self._publish, step, deepcopy(parts), metrics, background))
 
     def check(self) -> None:
         """Raises what ended a save in the background, or RankSilentError where it is late."""

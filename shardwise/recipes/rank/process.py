@@ -26,7 +26,7 @@ from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rank.background_worker import BackgroundWorker
 from shardwise.recipes.rank.library_logging import quiet_libraries
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
 

@@ -16,10 +16,10 @@ from shardwise.data import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.state_files import ShardFile
+from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.rank.background import Background
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 
 LENGTHS = [9, 13, 6, 11]
 STATE = "state/policy"
@@ -49,7 +49,7 @@ class Job:
 
     def stage(self):
         """The copies begin late, as they would behind many others: what comes next has to wait for them."""
-        self.worker._seats["policy"].engine._copies._thread.submit(time.sleep, 0.2)
+        self.worker._engines["policy"].engine._copies._thread.submit(time.sleep, 0.2)
         self.worker.stage_weights("policy", self.model, "")
         self.worker.stage_state("policy", STATE)
 
@@ -71,7 +71,7 @@ def saved_twice(folder, out, store, layout):
         Path(f"{out}/staged_{number}").mkdir(exist_ok=True)
         job.stage()
         job.train(10 + number)
-        writing = Background(lambda number=number: job.writer.write(f"{out}/staged_{number}"))
+        writing = BackgroundCall(lambda number=number: job.writer.write(f"{out}/staged_{number}"))
         job.train(20 + number)
         assert job.finish(f"{out}/staged_{number}", writing.result()) in ([""], [])
 

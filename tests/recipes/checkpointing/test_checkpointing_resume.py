@@ -75,14 +75,46 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
 
 def test_f26_another_config_is_named_with_both_values_and_the_ways_out(tmp_path):
     folder = leave(tmp_path, 3)
-    with pytest.raises(ConfigError) as error:
-        find_start(config(tmp_path, seed=1, batch_size=8))
-    assert str(error.value) == (
-        f"{folder} was trained with another config: trainer.seed was 0 and is 1, trainer.batch_size was 32 and is 8; "
-        "set it back, allow it with trainer.resume_allow=[trainer.seed, trainer.batch_size], or start a new run with "
-        "trainer.resume=never, which moves what is in trainer.output_dir aside"
+    anew = "or start a new run with trainer.resume=never, which moves what is in trainer.output_dir aside"
+    assert conflict(config(tmp_path, seed=1)) == (
+        f"{folder} was trained with another config: trainer.seed was 0 and is 1; give another trainer.output_dir, "
+        f"set it back, allow it with trainer.resume_allow=[trainer.seed], {anew}"
     )
+    assert conflict(config(tmp_path, seed=1, batch_size=8)) == (
+        f"{folder} was trained with another config:\n"
+        "  trainer.seed was 0 and is 1\n"
+        "  trainer.batch_size was 32 and is 8\n"
+        "give another trainer.output_dir, set them back, allow them with "
+        f"trainer.resume_allow=[trainer.seed, trainer.batch_size], {anew}"
+    )
+    named = config(tmp_path / "other", seed=1, resume=str(folder))  # which another folder does not change
+    assert "; set it back, allow it with trainer.resume_allow=[trainer.seed], or " in conflict(named)
     assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
+
+
+def conflict(config) -> str:
+    with pytest.raises(ConfigError) as error:
+        find_start(config)
+    return str(error.value)
+
+
+def test_values_that_differ_are_told_as_they_are_typed(tmp_path):
+    """An override with the value that is told gives that value again."""
+    leave_changed(tmp_path, {})
+    given = {
+        "data": {"train_files": ["a, b.jsonl", "t.jsonl", "12"], "system_prompt": "be: kind\n", "shuffle": False},
+        "engine": {"lora": {"rank": 2}},
+        "trainer": {"learning_rate": 2.5e-7},
+    }
+    after = changed(tmp_path, given)
+    told = dict(re.findall(r"^  (\S+) was .* and is (.*)$", conflict(after), re.MULTILINE))
+    before = dict(re.findall(r"^  (\S+) was (.*) and is .*$", conflict(after), re.MULTILINE))
+    assert before["data.system_prompt"] == before["engine.lora.rank"] == "null"
+    assert (before["data.shuffle"], before["data.train_files"], told["data.shuffle"]) == ("true", "[t.jsonl]", "false")
+    assert (told["data.train_files"], told["trainer.learning_rate"]) == ('["a, b.jsonl", t.jsonl, "12"]', "2.5e-07")
+    again = SFTConfig.load(None, ["model.path=m", *(f"{key}={value}" for key, value in told.items())])
+    assert again.model_copy(update={"trainer": after.trainer}) == after
+    assert again.trainer.learning_rate == after.trainer.learning_rate
 
 
 STATE_CHANGES = {
@@ -123,18 +155,15 @@ def test_f26_a_change_that_no_state_survives_is_refused_without_the_offer_to_all
     before, after, keys = STATE_CHANGES[name]
     folder = leave_changed(tmp_path, before)
     after = {**after, "trainer": {**after.get("trainer", {}), "resume_fallback": fallback}}
-    with pytest.raises(ConfigError) as error:
-        find_start(changed(tmp_path, after))
-    assert str(error.value).endswith(
-        f"; its training state does not fit another {keys}: set it back, or start a new run with trainer.resume=never, "
-        "which moves what is in trainer.output_dir aside"
+    told = conflict(changed(tmp_path, after))
+    them = "it" if "; its training state" in told else "them"
+    state = f"its training state does not fit another {keys}: give another trainer.output_dir, set {them} back, "
+    assert told.endswith(
+        f"{state}or start a new run with trainer.resume=never, which moves what is in trainer.output_dir aside"
     )
     (folder / "hf").mkdir()
-    with pytest.raises(ConfigError) as error:
-        find_start(changed(tmp_path, after))
-    assert (
-        f": set it back, begin a run from its weights (model.path={folder / 'hf'} with another trainer.output_dir), or "
-    ) in str(error.value)
+    begin = f"begin a run from its weights (model.path={folder / 'hf'} with another trainer.output_dir), or "
+    assert f"{state}{begin}" in conflict(changed(tmp_path, after))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +177,7 @@ def test_f26_a_change_that_no_state_survives_is_refused_without_the_offer_to_all
 )
 def test_a_change_that_the_state_survives_may_be_allowed(tmp_path, before, after):
     leave_changed(tmp_path, before)
-    with pytest.raises(ConfigError, match=r"; set it back, allow it with trainer\.resume_allow=\["):
+    with pytest.raises(ConfigError, match=r"_dir, set (it|them) back, allow (it|them) with trainer\.resume_allow=\["):
         find_start(changed(tmp_path, after))
 
 

@@ -6,15 +6,15 @@ import shutil
 import pytest
 
 from shardwise.config import ExportError, TrainerConfig
-from shardwise.recipes.checkpointing import retention, save_checks, saving
+from shardwise.recipes.checkpointing import publishing, retention, save_checks
 
 
 def test_a_folder_that_cannot_be_synced_after_the_rename_leaves_the_checkpoint_published(tmp_path, monkeypatch, capsys):
     def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(saving, "fsync_path", fails)
-    with saving.new_checkpoint(tmp_path, 2) as folder:
+    monkeypatch.setattr(publishing, "fsync_path", fails)
+    with publishing.new_checkpoint(tmp_path, 2) as folder:
         (folder / "a").write_text("a")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
     assert "step_2 is saved" in capsys.readouterr().err
@@ -43,5 +43,5 @@ def test_a_file_system_that_does_not_tell_its_free_bytes_fails_the_save_and_not_
 
 def test_leftovers_of_a_bundle_are_removed(tmp_path):
     os.makedirs(tmp_path / "nonfinite" / ".bundle.tmp" / "part")
-    saving.remove_leftovers(tmp_path)
+    publishing.remove_leftovers(tmp_path)
     assert list((tmp_path / "nonfinite").iterdir()) == []

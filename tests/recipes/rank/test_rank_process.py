@@ -5,7 +5,7 @@ from shardwise.config import DataError, Split
 from shardwise.fault_plan import plan
 from shardwise.recipes.rank import process
 from shardwise.recipes.rank.process import run_rank
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.stopping import Stopped
 
 

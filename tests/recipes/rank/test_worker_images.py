@@ -19,7 +19,7 @@ from shardwise.data.images import ImageReader
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample, TokenBatch
 
@@ -81,9 +81,9 @@ def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
     """The scores of two ranks that share each pack, and what this one of them has decoded."""
     worker = Worker(torch.device("cpu"))
     worker.build_engine("policy", source(folder, EngineConfig(ulysses_size=2).frozen()))
-    seat = worker._seats["policy"]
-    seat.reader = WatchedReader(seat.reader._processor)
-    return worker.score(shards[0], "policy", True), seat.reader.names
+    hosted = worker._engines["policy"]
+    hosted.reader = WatchedReader(hosted.reader._processor)
+    return worker.score(shards[0], "policy", True), hosted.reader.names
 
 
 def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):

@@ -22,6 +22,9 @@ class Digits:
     def get_vocab(self):
         return {str(digit): digit for digit in range(10)}
 
+    def convert_ids_to_tokens(self, token_ids):
+        return [str(token) for token in token_ids]
+
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
         return [int(character) for character in text]

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
 
     def __init__(self, call: Callable[[], T]) -> None:

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from shardwise.config import ExportError
-from shardwise.recipes.checkpointing.saving import new_checkpoint, remove_leftovers
+from shardwise.recipes.checkpointing.publishing import new_checkpoint, remove_leftovers
 
 
 def names(run):

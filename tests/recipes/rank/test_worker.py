@@ -31,7 +31,7 @@ from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack, unpack
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.rank.workers import Worker
+from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample, SampledSpan
@@ -47,7 +47,7 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch):
-    monkeypatch.setattr("shardwise.recipes.rank.workers.load_tokenizer", lambda _: Tokenizer())
+    monkeypatch.setattr("shardwise.recipes.rank.worker.load_tokenizer", lambda _: Tokenizer())
     with process_group(Rank(0, 1, 0), device_type="cpu", timeout_seconds=60):
         yield
 
@@ -102,7 +102,7 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, 
 
 
 def engine_of(worker, role="policy"):
-    return worker._seats[role].engine
+    return worker._engines[role].engine
 
 
 def roll_out(worker: Worker) -> list[Sample]:
@@ -201,7 +201,7 @@ def test_an_adapter_is_synced_alone_to_an_engine_in_a_process_of_its_own(tmp_pat
         receipt = worker.sync_weights(2)
         assert receipt["num_proven"] == receipt["num_tensors"]
         assert receipt["num_bytes_moved"] == engine_of(worker).num_trained_parameters * 4
-        os.kill(worker._rollout.pid, signal.SIGKILL)
+        os.kill(worker._rollout_engine.pid, signal.SIGKILL)
         assert largest_difference(worker, roll_out(worker)) < 1e-4
         assert worker.take_restarts() == 1
     finally:
@@ -307,7 +307,7 @@ def test_the_reference_stays_where_the_policy_started(tmp_path):
 def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_sampled(tmp_path):
     """Between a sync and the next sampling come a probe, a save and other engines, as in a run."""
     kept, worker = build("llama", tmp_path / "kept"), build("llama", tmp_path / "dropped")
-    worker._rollout = ForgetfulEngine(worker._rollout)
+    worker._rollout_engine = ForgetfulEngine(worker._rollout_engine)
     for each in (kept, worker):
         each.sync_weights(1)
         train(each, roll_out(each))
@@ -322,7 +322,7 @@ def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_samp
         assert worker.generate(REQUESTS) == kept.generate(REQUESTS)
         assert {group[0].policy_version for group in worker.generate(REQUESTS)} == {2}
         largest_difference(worker, samples)
-    assert worker._rollout.num_syncs > 4 <= worker._rollout.num_dropped
+    assert worker._rollout_engine.num_syncs > 4 <= worker._rollout_engine.num_dropped
 
 
 def test_the_embedded_engine_sleeps_while_the_trainer_works_and_samples_the_same(tmp_path, monkeypatch):
@@ -330,16 +330,16 @@ def test_the_embedded_engine_sleeps_while_the_trainer_works_and_samples_the_same
     resident, worker = build("llama", tmp_path / "resident"), build("llama", tmp_path / "sleeping")
     there = []
     for level, each in enumerate((resident, worker)):
-        model = each._rollout._model
+        model = each._rollout_engine._model
         for weight in model.parameters():
             weight.data = weight.data.clone()  # as on a device: not mapped from the file, which cannot be freed
-        each._rollout = EmbeddedEngine(model, max_rows=5, device=torch.device("cpu"), sleep_level=level)
+        each._rollout_engine = EmbeddedEngine(model, max_rows=5, device=torch.device("cpu"), sleep_level=level)
 
     def watch_rollout(owner, name):
         original = getattr(owner, name)
 
         def run(*args, **kwargs):
-            weights = [weight.untyped_storage().nbytes() for _, weight in worker._rollout.served_weights()]
+            weights = [weight.untyped_storage().nbytes() for _, weight in worker._rollout_engine.served_weights()]
             there.append((name, all(weights), any(weights)))
             return original(*args, **kwargs)
 
@@ -347,7 +347,7 @@ def test_the_embedded_engine_sleeps_while_the_trainer_works_and_samples_the_same
 
     for name in ("forward", "forward_backward", "named_weights"):
         watch_rollout(engine_of(worker), name)
-    watch_rollout(worker._rollout, "generate")
+    watch_rollout(worker._rollout_engine, "generate")
     for number in range(2):
         samples = [roll_out(each) for each in (resident, worker)]
         for one, other in zip(*samples, strict=True):
@@ -370,7 +370,7 @@ def test_the_embedded_engine_sleeps_while_the_trainer_works_and_samples_the_same
 
 def test_weights_of_a_policy_that_was_trained_since_are_not_brought_as_those_that_sleeping_dropped(tmp_path):
     worker = build("llama", tmp_path)
-    worker._rollout = ForgetfulEngine(worker._rollout)
+    worker._rollout_engine = ForgetfulEngine(worker._rollout_engine)
     worker.sync_weights(1)
     train(worker, roll_out(worker))
     with pytest.raises(TrainingError, match="sleep_level=2 dropped the weights, and no weight sync came since"):
@@ -444,7 +444,7 @@ def watch(monkeypatch, worker):
     for role in ROLES:
         for name in ("forward", "forward_backward", "optim_step", "named_weights"):
             watched(engine_of(worker, role), role, name)
-    watched(worker._rollout, "rollout", "generate")
+    watched(worker._rollout_engine, "rollout", "generate")
     return seen
 
 
@@ -532,7 +532,7 @@ def test_building_an_engine_makes_room_for_it(everyone, monkeypatch):
     layout = EngineConfig(param_offload=True)
     build_one(worker, "policy", everyone, layout, optimizer=OPTIMIZER)
     assert bytes_on_device(engine_of(worker))[0] > 0
-    monkeypatch.setattr("shardwise.recipes.rank.workers.TrainEngine.build", lambda *_, **__: pytest.fail(
+    monkeypatch.setattr("shardwise.recipes.rank.worker.TrainEngine.build", lambda *_, **__: pytest.fail(
         "the policy is still there") if bytes_on_device(engine_of(worker))[0] else None)  # fmt: skip
     with pytest.raises(AttributeError):  # the fake builds nothing
         build_one(worker, "reference", everyone, layout.frozen())

@@ -65,7 +65,7 @@ OF_MAIN_SECTION = (POLICY, "student", "reward model")
 
 
 @dataclass(slots=True)
-class Seat:
+class HostedEngine:
     """An engine of this rank, and how it shares the device with the others."""
 
     engine: TrainEngine
@@ -154,8 +154,8 @@ class Worker:
         self._join_medium = join_medium
         self._interruption = interruption or threading.Event()
         self._medium: Medium | None = None
-        self._seats: dict[str, Seat] = {}
-        self._rollout: RolloutEngine | None = None
+        self._engines: dict[str, HostedEngine] = {}
+        self._rollout_engine: RolloutEngine | None = None
         self._rollout_reader: ImageReader | None = None
         self._syncs_adapter_only = False
         self._synced_version: int | None = None
@@ -193,7 +193,7 @@ class Worker:
                 raise
             error.args = (f"the {role}, which has the options of `engine` unless it is given its own: {error}",)
             raise
-        self._seats[role] = Seat(built, opened, ImageReader.load(Path(opened.model.path)))
+        self._engines[role] = HostedEngine(built, opened, ImageReader.load(Path(opened.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def build_rollout(
@@ -207,15 +207,15 @@ class Worker:
         """
         self._clear_device()
         self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
-        self._rollout = build_rollout(
+        self._rollout_engine = build_rollout(
             ModelConfig.model_validate_json(model),
             SamplingConfig.model_validate_json(rollout),
             dtype=getattr(torch, param_dtype),
             device=self._device,
             lora=LoraConfig.model_validate_json(lora) if lora else None,
         )
-        if shares_memory and isinstance(self._rollout, EmbeddedEngine) and self._device.type == "cpu":
-            self._memory = self._rollout.share_weights()
+        if shares_memory and isinstance(self._rollout_engine, EmbeddedEngine) and self._device.type == "cpu":
+            self._memory = self._rollout_engine.share_weights()
 
     def sync_adapter_only(self) -> None:
         """From here on weight syncs bring the policy's adapter alone."""
@@ -223,8 +223,8 @@ class Worker:
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
         """Trains with a loss of recipes/losses.py instead of cross-entropy."""
-        seat, source = self._seats[role], LossSource(kind=kind, config=config, numbers=numbers)
-        seat.loss, seat.loss_source = source.make(), source
+        hosted, source = self._engines[role], LossSource(kind=kind, config=config, numbers=numbers)
+        hosted.loss, hosted.loss_source = source.make(), source
 
     def train(
         self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "", bundle: str = ""
@@ -235,44 +235,44 @@ class Worker:
             teacher: the role of the engine it learns from, if it learns from one.
             bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
         """
-        batches = self._seats[role].read(batches)
+        batches = self._engines[role].read(batches)
         teacher_outputs = self._teacher_outputs(batches, role, teacher) if teacher else None
-        seat = self._take_device(role, "params", "optimizer")
+        hosted = self._take_device(role, "params", "optimizer")
         if role == POLICY:
             self._synced_version = None
-        metrics = seat.engine.forward_backward(
-            batches, seat.loss.function, denominators, **seat.options, teacher_outputs=teacher_outputs
+        metrics = hosted.engine.forward_backward(
+            batches, hosted.loss.function, denominators, **hosted.options, teacher_outputs=teacher_outputs
         )
 
         def keep(grad_norm: float, losses: list[float]) -> None:
             step = SkippedStep(
                 role=role,
-                engine=seat.source,
-                teacher=self._seats[teacher].source if teacher else None,
-                loss=seat.loss_source,
-                numbers=seat.engine.state.numbers(),
+                engine=hosted.source,
+                teacher=self._engines[teacher].source if teacher else None,
+                loss=hosted.loss_source,
+                numbers=hosted.engine.state.numbers(),
                 denominators=denominators,
                 grad_norm=grad_norm,
             )
             self._keep_step(Path(bundle), step, batches, losses, teacher_outputs)
 
         keeps = bundle and self._num_bundles < MAX_BUNDLES
-        metrics |= seat.engine.optim_step(on_fault=keep if keeps else None)
+        metrics |= hosted.engine.optim_step(on_fault=keep if keeps else None)
         return {name: value.host() for name, value in metrics.items()}
 
     def skip_step(self, role: str) -> Metrics:
         """What an optimizer step without a trained token is: see `TrainEngine.skip_step`."""
-        return self._seats[role].engine.skip_step()
+        return self._engines[role].engine.skip_step()
 
     def check_teacher(self, role: str, teacher: str) -> None:
         """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
-        self._seats[role].engine.check_teacher(self._seats[teacher].engine)
+        self._engines[role].engine.check_teacher(self._engines[teacher].engine)
 
     def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
         """[T] of every micro-batch: how far an engine is from its teacher, in nats."""
         teacher_outputs = self._teacher_outputs(batches, role, teacher)
-        seat = self._take_device(role, "params")
-        outputs = seat.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
+        hosted = self._take_device(role, "params")
+        outputs = hosted.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
         return [out.divergence for out in outputs if out.divergence is not None]
 
     def score(
@@ -280,10 +280,10 @@ class Worker:
     ) -> list[torch.Tensor]:
         """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
         `temperature`: None is that of the rollout."""
-        seat = self._take_device(role, "params")
-        temperature = seat.source.temperature if temperature is None else temperature
-        batches = seat.read(batches)
-        outputs = seat.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
+        hosted = self._take_device(role, "params")
+        temperature = hosted.source.temperature if temperature is None else temperature
+        batches = hosted.read(batches)
+        outputs = hosted.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
         found = [out.values if out.logprobs is None else out.logprobs for out in outputs]
         scores = [values for values in found if values is not None]
         first_trained = int(batches[0].loss_mask.int().argmax())
@@ -308,7 +308,7 @@ class Worker:
 
     def take_restarts(self) -> int:
         """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
-        return self._rollout.take_restarts() if isinstance(self._rollout, SupervisedEngine) else 0
+        return self._rollout_engine.take_restarts() if isinstance(self._rollout_engine, SupervisedEngine) else 0
 
     def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
@@ -341,10 +341,10 @@ class Worker:
             delta: only what has changed, where they hold the version before.
         """
         fault_point("sync")
-        seat = self._take_device(POLICY, "params")
-        dtype = getattr(torch, seat.config.param_dtype)
+        hosted = self._take_device(POLICY, "params")
+        dtype = getattr(torch, hosted.config.param_dtype)
         encoder = self._encoder if delta else None
-        receipt = push_weights(self._sender(seat), self._joined_medium(), version=version, dtype=dtype, delta=encoder)
+        receipt = push_weights(self._sender(hosted), self._joined_medium(), version=version, dtype=dtype, delta=encoder)
         return None if receipt is None else asdict(receipt)
 
     def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
@@ -352,11 +352,11 @@ class Worker:
         fault_point("sync")
         self._interruption.clear()
         medium = self._joined_medium()
-        assert self._rollout is not None
+        assert self._rollout_engine is not None
         assert medium is not None, "this rank is no end of what carries weights"
         decoder = self._decoder if delta else None
         receipt = pull_weights(
-            self._rollout, medium, version=version, delta=decoder, assembly=self._assembly, memory=self._memory
+            self._rollout_engine, medium, version=version, delta=decoder, assembly=self._assembly, memory=self._memory
         )
         return asdict(receipt)
 
@@ -367,9 +367,9 @@ class Worker:
     def save(self, role: str, model: str, folder: str, state: str = "") -> None:
         """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`; meanwhile its
         training state into the folder `state`, if one is named."""
-        seat = self._take_device(role, "params", "optimizer") if state else self._take_device(role, "params")
-        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
-        engine, lora, config = seat.engine, seat.config.lora, ModelConfig.model_validate_json(model)
+        hosted = self._take_device(role, "params", "optimizer") if state else self._take_device(role, "params")
+        assert isinstance(hosted.config, EngineConfig), f"{role} is not trained"
+        engine, lora, config = hosted.engine, hosted.config.lora, ModelConfig.model_validate_json(model)
 
         def save_weights() -> None:
             if lora is None or lora.save_merged:
@@ -384,18 +384,18 @@ class Worker:
 
     def stage_weights(self, role: str, model: str, subfolder: str) -> None:
         """Begins to copy an engine's weights to host memory, for the CheckpointWriter."""
-        seat, writer = self._take_device(role, "params"), self._checkpoint_writer()
-        assert isinstance(seat.config, EngineConfig), f"{role} is not trained"
-        config, lora = ModelConfig.model_validate_json(model), seat.config.lora
+        hosted, writer = self._take_device(role, "params"), self._checkpoint_writer()
+        assert isinstance(hosted.config, EngineConfig), f"{role} is not trained"
+        config, lora = ModelConfig.model_validate_json(model), hosted.config.lora
         if lora is None or lora.save_merged:
-            writer.add_export(role, str(Path(subfolder) / "hf"), seat.engine.stage_export(), config)
+            writer.add_export(role, str(Path(subfolder) / "hf"), hosted.engine.stage_export(), config)
         if lora is not None:
-            writer.add_adapter(role, str(Path(subfolder) / "adapter"), seat.engine.stage_adapter(config.path))
+            writer.add_adapter(role, str(Path(subfolder) / "adapter"), hosted.engine.stage_adapter(config.path))
 
     def stage_state(self, role: str, subfolder: str) -> None:
         """Begins to copy an engine's training state to host memory, for the CheckpointWriter."""
-        seat = self._take_device(role, "params", "optimizer")
-        self._checkpoint_writer().add_state(role, subfolder, seat.engine.state.stage())
+        hosted = self._take_device(role, "params", "optimizer")
+        self._checkpoint_writer().add_state(role, subfolder, hosted.engine.state.stage())
 
     def load_state(self, role: str, folder: str) -> str | None:
         """Takes over a training state. Returns what is damaged, the same on every rank; None where nothing is.
@@ -441,9 +441,9 @@ class Worker:
 
     def close(self) -> None:
         """Drops every engine, so that another recipe can build its own."""
-        if self._rollout is not None:
-            self._rollout.close()
-        self._seats, self._rollout, self._syncs_adapter_only, self._synced_version = {}, None, False, None
+        if self._rollout_engine is not None:
+            self._rollout_engine.close()
+        self._engines, self._rollout_engine, self._syncs_adapter_only, self._synced_version = {}, None, False, None
         self._memory = None
 
     def _keep_step(
@@ -458,13 +458,13 @@ class Worker:
         that cannot be written the run goes on all the same. An error of the pass itself ends it, as one in training
         does: FSDP would add what it holds of broken-off gradients to those of the next step."""
         self._num_bundles += 1
-        seat = self._seats[step.role]
-        batches = seat.read(batches, whole=True)  # a bundle is replayed on one process
-        found = seat.engine.diagnose(
-            batches, seat.loss.function, step.denominators, **seat.options, teacher_outputs=teacher_outputs
+        hosted = self._engines[step.role]
+        batches = hosted.read(batches, whole=True)  # a bundle is replayed on one process
+        found = hosted.engine.diagnose(
+            batches, hosted.loss.function, step.denominators, **hosted.options, teacher_outputs=teacher_outputs
         )
         try:
-            path, step = write_bundle(folder, seat.engine, step, batches, losses=losses, faults=found.faults)
+            path, step = write_bundle(folder, hosted.engine, step, batches, losses=losses, faults=found.faults)
             said = f"{step.summary}; it is kept, and `shardwise replay {path}` runs it again"
         except ExportError as error:
             said = f"the gradient norm was {step.grad_norm}; it could not be kept: {error}"
@@ -481,45 +481,45 @@ class Worker:
             self._medium = self._join_medium()
         return self._medium
 
-    def _sender(self, seat: Seat) -> WeightSender:
-        return AdapterSender(seat.engine) if self._syncs_adapter_only else seat.engine
+    def _sender(self, hosted: HostedEngine) -> WeightSender:
+        return AdapterSender(hosted.engine) if self._syncs_adapter_only else hosted.engine
 
     def _teacher_outputs(self, batches: list[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
-        divergence = self._seats[role].loss.divergence
+        divergence = self._engines[role].loss.divergence
         assert divergence is not None, f"{role} has no loss that learns from a teacher"
         return self._take_device(teacher, "params").engine.teacher_outputs(batches, divergence)
 
     def _bring_weights(self, version: int) -> SyncReceipt:
-        assert self._rollout is not None
-        seat = self._take_device(POLICY, "params")
-        self._rollout.wake("weights")
-        dtype = getattr(torch, seat.config.param_dtype)
-        receipt = sync_local(self._sender(seat), self._rollout, version=version, dtype=dtype)
+        assert self._rollout_engine is not None
+        hosted = self._take_device(POLICY, "params")
+        self._rollout_engine.wake("weights")
+        dtype = getattr(torch, hosted.config.param_dtype)
+        receipt = sync_local(self._sender(hosted), self._rollout_engine, version=version, dtype=dtype)
         self._synced_version = version
         return receipt
 
     def _awake_rollout(self) -> RolloutEngine:
         """The rollout engine, which has the device. Weights of the last sync that sleeping has dropped are brought
         again, on all ranks alike."""
-        assert self._rollout is not None
-        if self._rollout.lacks_weights and self._synced_version is not None:
+        assert self._rollout_engine is not None
+        if self._rollout_engine.lacks_weights and self._synced_version is not None:
             self._bring_weights(self._synced_version)
         self._clear_device()
-        self._rollout.wake("weights", "kv_cache")
-        return self._rollout
+        self._rollout_engine.wake("weights", "kv_cache")
+        return self._rollout_engine
 
-    def _take_device(self, role: str, *parts: Part) -> Seat:
+    def _take_device(self, role: str, *parts: Part) -> HostedEngine:
         """Makes room for an engine's work with those parts of it, and brings them to the device."""
         self._clear_device(role, *parts)
-        if self._rollout is not None:
-            self._rollout.sleep()
-        seat = self._seats[role]
-        seat.engine.onload(*parts)
-        return seat
+        if self._rollout_engine is not None:
+            self._rollout_engine.sleep()
+        hosted = self._engines[role]
+        hosted.engine.onload(*parts)
+        return hosted
 
     def _clear_device(self, working: str = "", *parts: Part) -> None:
         """Only those parts of the engine that works stay."""
-        for role, seat in self._seats.items():
-            leaving = [part for part in seat.parts_to_offload if role != working or part not in parts]
+        for role, hosted in self._engines.items():
+            leaving = [part for part in hosted.parts_to_offload if role != working or part not in parts]
             if leaving:
-                seat.engine.offload(*leaving)
+                hosted.engine.offload(*leaving)

@@ -2,12 +2,12 @@ import threading
 
 import pytest
 
-from shardwise.recipes.rank.background import Background
+from shardwise.recipes.background_call import BackgroundCall
 
 
 def test_a_call_goes_on_beside_its_caller_and_gives_its_result():
     may_end = threading.Event()
-    call = Background(lambda: may_end.wait(10))
+    call = BackgroundCall(lambda: may_end.wait(10))
     assert not call.is_done
     may_end.set()
     assert call.result() is True
@@ -16,7 +16,7 @@ def test_a_call_goes_on_beside_its_caller_and_gives_its_result():
 
 def test_a_call_that_is_late_is_not_waited_for():
     may_end = threading.Event()
-    call = Background(lambda: may_end.wait(10))
+    call = BackgroundCall(lambda: may_end.wait(10))
     assert not call.wait(0.05)
     assert call.seconds >= 0.05
     assert not call.wait(0.01)  # it is over
@@ -29,13 +29,13 @@ def test_a_call_that_ran_into_a_deadline_of_its_own_is_done_all_the_same():
     def give_up():
         raise TimeoutError("no answer")
 
-    call = Background(give_up)
+    call = BackgroundCall(give_up)
     assert call.wait(10)
     with pytest.raises(TimeoutError, match="no answer"):
         call.result()
 
 
 def test_what_a_call_raised_is_raised_where_its_result_is_asked_for():
-    call = Background(lambda: 1 // 0)
+    call = BackgroundCall(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         call.result()

@@ -9,7 +9,7 @@ from tiny_models import reference_logprobs, tiny_folder
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import RewardConfig, RolloutConfig, TrainingError
-from shardwise.recipes.sampling.rollouts import Rollouter, is_correct
+from shardwise.recipes.sampling.rollouter import Rollouter, is_correct
 from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.rewards import RewardResult
 from shardwise.rollout import EmbeddedEngine
