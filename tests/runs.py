@@ -335,7 +335,8 @@ def command(monkeypatch, capfd):
 def _children() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").glob("*/children"):
-        found |= set(task.read_text().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            found |= set(task.read_text().split())
     return found
 
 

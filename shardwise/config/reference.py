@@ -52,7 +52,7 @@ def page(commands: Mapping[str, type[Config]]) -> str:
         if len(names) > 1:
             which = "all" if len(names) == len(commands) else ", ".join(names)
             lines = shared.setdefault(_path_of(block[0]).partition(".")[0], [])
-            lines += [f"{row} {which if place == 0 else ''} |" for place, row in enumerate(block)]
+            lines += [f"{row} {which} |" for row in block]
     parts = [
         f"Keys of more than one command, by section: {_links(shared)}. Keys of one command: {_links(commands)}. "
         "`shardwise schema COMMAND --markdown` prints all keys of a command.",

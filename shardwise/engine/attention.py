@@ -65,7 +65,7 @@ def _flash_kernel(implementation: str) -> PackedKernel:
     except ImportError:
         raise ConfigError(
             f"engine.attention_implementation={implementation} needs the package {package}, which is not installed; "
-            "install it, or use varlen, torch's own FlashAttention"
+            "install it, or use auto, which takes what is there and fits the device"
         ) from None
     return partial(_flash_attention, function)
 

@@ -260,7 +260,7 @@ class Run:
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
             for damage in self._start.damage:
-                warn(f"{damage}; that checkpoint is passed over and kept aside")
+                warn(f"{damage}; that checkpoint is passed over, and kept with a number behind its name (step_N.1)")
             for state, damage in self._start.lost_states.items():
                 warn(
                     f"{damage}; {state} resumes from the weights of {self._start.checkpoint} without the optimizer's "
@@ -274,8 +274,8 @@ class Run:
     def _how_to_go_on(self) -> str:
         assert self._start is not None
         return (
-            f"{self._start.checkpoint} has done {self._start.step} of {self._total_steps} steps; a larger "
-            "trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside"
+            f"{self._start.checkpoint} has done {self._start.step} steps, and the run is of {self._total_steps}; a "
+            "larger trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside"
         )
 
     def _save(self, step: int) -> None:

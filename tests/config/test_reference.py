@@ -142,7 +142,7 @@ def test_page_in_docs_is_current():
 
 
 def test_the_page_has_every_row_of_every_recipe_once_and_says_whose_it_is():
-    commands, owner, last = Counter(), "", ""
+    commands, owner = Counter(), ""
     for line in page(RECIPES).splitlines():
         if line.startswith("## "):
             owner = line.removeprefix("## ")
@@ -150,8 +150,7 @@ def test_the_page_has_every_row_of_every_recipe_once_and_says_whose_it_is():
             commands[line, owner] += 1
         elif line.startswith("| `"):
             row, _, names = line.removesuffix(" |").rpartition("| ")
-            last = names or last  # of the first row of several that belong together
-            for name in RECIPES if last == "all" else last.split(", "):
+            for name in RECIPES if names == "all" else names.split(", "):
                 commands[row + "|", name] += 1
     expected = Counter(
         (line, name)

@@ -181,7 +181,7 @@ def folders(tmp_path_factory):
             2,
             {"attention_implementation": "flash_attention_2"},
             "engine.attention_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
-            "install it, or use varlen, torch's own FlashAttention",
+            "install it, or use auto, which takes what is there and fits the device",
         ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",

@@ -223,5 +223,5 @@ def test_implementation_without_its_package_is_refused_when_the_engine_is_built(
         AttentionBackend(implementation, None)
     assert str(error.value) == (
         f"engine.attention_implementation={implementation} needs the package {package}, which is not installed; "
-        "install it, or use varlen, torch's own FlashAttention"
+        "install it, or use auto, which takes what is there and fits the device"
     )
