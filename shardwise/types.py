@@ -111,6 +111,10 @@ class GenerateRequest:
         """Whether some tokens may not be drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    def one_by_one(self) -> list[Self]:
+        """A request for each of its completions, with draws of its own: the uid says which one it is."""
+        return [replace(self, uid=f"{self.uid}/{index}", num_completions=1) for index in range(self.num_completions)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSpan:

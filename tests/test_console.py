@@ -1,6 +1,6 @@
 import io
 
-from shardwise.console import tell, warn
+from shardwise.console import counted, tell, warn
 
 
 def test_what_is_told_is_on_standard_error_at_once(monkeypatch):
@@ -10,3 +10,8 @@ def test_what_is_told_is_on_standard_error_at_once(monkeypatch):
     assert told.getvalue() == b"restart 1 of 2\n"
     warn("no locks")
     assert told.getvalue() == b"restart 1 of 2\nwarning: no locks\n"
+
+
+def test_things_are_counted_in_words():
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted(3, "micro-batch") == "3 micro-batches"

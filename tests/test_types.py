@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from shardwise.types import Completion, MetricValue, Sample, TokenBatch, merge_metrics
+from shardwise.types import Completion, GenerateRequest, MetricValue, Sample, TokenBatch, merge_metrics
 
 
 def test_merging_parts_gives_the_metric_of_the_whole():
@@ -93,3 +94,8 @@ def test_choices_of_experts_stay_those_of_the_pass_that_sampled_whatever_is_inte
     whole = part([5, 6], 1, [10, 11, 12]).then(part([], 2, None)).then(part([7], 3, [20, 21, 22, 23]))
     assert whole.experts.flatten().tolist() == [10, 11, 12, 23]
     assert whole.versions == [1, 1, 3]
+
+
+def test_completions_that_are_asked_for_one_by_one_have_names_of_their_own():
+    request = GenerateRequest(uid="row", prompt_ids=[1], num_completions=2, max_tokens=5, temperature=0.5, top_k=3)
+    assert request.one_by_one() == [replace(request, uid=f"row/{index}", num_completions=1) for index in (0, 1)]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 
-from shardwise.console import tell
+from shardwise.console import counted, tell
 from shardwise.controller.failures import Failure
 
 Mark = tuple[str, int]
@@ -65,7 +65,7 @@ class Restarts:
             self._give_up(f"gave up after {num_done} of {self._num_allowed} restarts, which all ended {where}")
             return None
         if num_done == self._num_allowed:
-            self._give_up(f"gave up after {num_done} {'restart' if num_done == 1 else 'restarts'}")
+            self._give_up(f"gave up after {counted(num_done, 'restart')}")
             return None
         has_own = newest is not None and newest != self._at_start
         start = f"resumes from {newest[0]}" if newest is not None and has_own else "starts as before"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import ConfigError, ModelConfig, ModelError
+from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
 from shardwise.recipes.build import OpenedModel, open_model
@@ -57,7 +58,7 @@ def written(folder: Path, dtype: str) -> str:
     """What a model folder holds, in words."""
     files = list(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
-    return f"{folder}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {len(files)} {'file' if len(files) == 1 else 'files'}"
+    return f"{folder}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {counted(len(files), 'file')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, ModelConfig, ModelError, PreferenceConfig, RLConfig, SFTConfig, TrainingConfig
+from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine.convert import on_meta
@@ -107,9 +108,9 @@ def _source_text(found: VerlCheckpoint | DcpCheckpoint) -> str:
         case VerlCheckpoint():
             version = "" if found.fsdp_version is None else f" (FSDP{found.fsdp_version})"
             mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
-            return f"verl{version}, {_count(found.world_size, 'rank')}, mesh {mesh}: {found.folder}"
+            return f"verl{version}, {counted(found.world_size, 'rank')}, mesh {mesh}: {found.folder}"
         case DcpCheckpoint():
-            return f"torch.distributed.checkpoint, {_count(found.num_files, 'file')}: {found.folder}"
+            return f"torch.distributed.checkpoint, {counted(found.num_files, 'file')}: {found.folder}"
 
 
 def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> Path:
@@ -145,7 +146,7 @@ def _weights_text(weights: FoundWeights) -> str:
     specs = weights.weights.specs.values()
     dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs}))
     prefix = f" under {weights.prefix}" if weights.prefix else ""
-    return f"{_count(len(specs), 'tensor')}{prefix}, {dtypes}, {weights.weights.num_bytes / 2**20:,.1f} MiB"
+    return f"{counted(len(specs), 'tensor')}{prefix}, {dtypes}, {weights.weights.num_bytes / 2**20:,.1f} MiB"
 
 
 def _require_plain_adamw(run: TrainingConfig) -> None:
@@ -200,7 +201,3 @@ def _left_out(found: VerlCheckpoint | DcpCheckpoint, weights: FoundWeights, stat
             depth = max(1, weights.prefix.count("."))
             groups = Counter(".".join(name.split(".")[:depth]) for name in [*tensors, *found.others])
             return ", ".join(f"{group} ({count})" for group, count in groups.items()) or "nothing"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

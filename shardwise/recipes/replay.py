@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, ModelError, OptimizerConfig
+from shardwise.console import counted
 from shardwise.data import load_tokenizer
 from shardwise.engine import Diagnosis, Fault
 from shardwise.recipes.bundles import Bundle, MicroBatch, by_time
@@ -106,8 +107,8 @@ def _report(
     step = bundle.step
     num_tokens = sum(len(batch.tokens.input_ids) for batch in batches)
     yield (
-        f"{bundle.folder}: optimizer step {step.number} of {step.role} on {_counted(len(step.ranks), 'rank')}; "
-        f"{_counted(len(batches), 'micro-batch')} of {num_tokens:,} tokens, loss {step.loss.kind}"
+        f"{bundle.folder}: optimizer step {step.number} of {step.role} on {counted(len(step.ranks), 'rank')}; "
+        f"{counted(len(batches), 'micro-batch')} of {num_tokens:,} tokens, loss {step.loss.kind}"
     )
     if is_whole:
         yield f"gradient norm {found.grad_norm:.4g} (recorded {step.grad_norm:.4g})"
@@ -146,7 +147,3 @@ def _tokenizer(bundle: Bundle) -> PreTrainedTokenizerBase | None:
         return load_tokenizer(bundle.source().model)
     except ModelError:
         return None
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"

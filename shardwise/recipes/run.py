@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, TrainingConfig
-from shardwise.console import warn
+from shardwise.console import counted, warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
 from shardwise.controller.watchdog import enter_phase, enter_step
@@ -255,8 +255,7 @@ class Run:
 
     def _announce(self) -> None:
         model = self._engines[""]
-        ranks = f"{self._group.size} {'rank' if self._group.size == 1 else 'ranks'}"
-        steps = f"{self._total_steps} {'step' if self._total_steps == 1 else 'steps'}"
+        ranks, steps = counted(self._group.size, "rank"), counted(self._total_steps, "step")
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
             for damage in self._start.damage:

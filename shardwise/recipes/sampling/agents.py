@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -123,12 +123,8 @@ class Agents:
         return f"Fix the agent, rollout.environment.path={self._config.path}"
 
     def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
-        requests = [
-            replace(request, uid=f"{request.uid}/{index}", num_completions=1)
-            for index in range(request.num_completions)
-        ]
         conversation = partial(Conversation, self._tokenizer, limits=self._limits, call_format=self._config.call_format)
-        return [_Game(example, conversation(one)) for one in requests]
+        return [_Game(example, conversation(one)) for one in request.one_by_one()]
 
     def _next_batch(self, games: Sequence[_Game]) -> list[_Game]:
         """Those whose agents wait for a turn, as soon as it is time to generate; none where all have ended."""

@@ -94,10 +94,7 @@ def with_observation(before: Completion, token_ids: list[int]) -> Completion:
 
 def _begin(example: Example, request: GenerateRequest) -> list[_Game]:
     """A game for each completion of a request."""
-    return [
-        _Game(Episode(example, empty_completion()), replace(request, uid=f"{request.uid}/{index}", num_completions=1))
-        for index in range(request.num_completions)
-    ]
+    return [_Game(Episode(example, empty_completion()), one) for one in request.one_by_one()]
 
 
 class Episodes:
