@@ -5,10 +5,13 @@ Saved are the masters of the trained parameters, the optimizer's states and the 
 are not: they are those of the model folder.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +33,11 @@ from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.state_files import ShardFile, StateIndex, own_share, shard_name
 from shardwise.engine.state_plan import StatePlan
 from shardwise.ops import nonfinite_names
+
+MAX_THREADS = 8
+"""That read at the same time."""
+PIECE_BYTES = 1 << 26
+"""What a thread holds on the host of a tensor that goes to another device."""
 
 
 def save_state(
@@ -119,27 +127,31 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
     Args:
         verify: whether hashes are compared; without them it can be measured what they cost.
     Raises:
-        DamagedError: on every rank: a file of tensors is missing or damaged; names it, and the tensor. An optimizer
-            that had no states then has none. ModelError: the state is one of other parameters or of another optimizer,
-            or its index is damaged.
+        DamagedError: on every rank: a file is missing or damaged; names it, and the tensor. ModelError: likewise: a
+            file cannot be read, or the state is one of other parameters or of another optimizer. An optimizer that had
+            no states then has none.
     """
-    with raised_on_every_rank(ModelError):
+    with raised_on_every_rank(ModelError, DamagedError):
         index = StateIndex.read(folder)
         optimizer.check_numbers(index.numbers)
-        _require_same(folder, optimizer.named_tensors(), index, only=MASTER)
-    is_new = not optimizer.has_states
-    if verify and not is_new:
-        _verify_files(index, folder)
-    optimizer.create_states({name.partition("/")[2] for name in index.specs if not name.startswith(MASTER)})
-    try:
         tensors = optimizer.named_tensors()
+        compared = _with_states(tensors) & _with_states(index.specs)
+        _require_same(folder, tensors, index, lambda name: name.startswith(MASTER) or _parameter(name) in compared)
+    is_new = not optimizer.has_states
+    if not is_new:
+        if verify:
+            _verify_files(index, folder)
+        optimizer.drop_states()  # also those of parameters that had none when this was saved
+    optimizer.create_states(_with_states(index.specs))
+    try:
         with raised_on_every_rank(ModelError):
+            tensors = optimizer.named_tensors()
             _require_same(folder, tensors, index)
-        reads = _planned_reads(tensors, index)
+            reads = _planned_reads(tensors, index)
         if verify and is_new:
             reads = _verify_or_read(reads, index, folder)
-        with raised_on_every_rank(DamagedError):
-            _for_each(reads, _Read.run, lambda name: SafetensorsReader(folder / name))
+        with raised_on_every_rank(ModelError, DamagedError):
+            _for_each(reads, folder, partial(_read, index, verify=verify))
     except ModelError:
         if is_new:
             optimizer.drop_states()
@@ -158,15 +170,30 @@ def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
 
 def _verify_files(index: StateIndex, folder: Path) -> None:
     """Collective. Reads this rank's share of the files, so that the ranks together read each once."""
-    with raised_on_every_rank(DamagedError):
+    with raised_on_every_rank(ModelError, DamagedError):
         for name in own_share(index.files):
             index.check(folder / name)
 
 
-def _require_same(folder: Path, tensors: Mapping[str, Tensor], index: StateIndex, *, only: str = "") -> None:
-    """Raises ModelError unless the stored tensors whose names begin with `only` are those of the engine."""
-    wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items() if name.startswith(only)}
-    stored = {name: spec for name, spec in index.specs.items() if name.startswith(only)}
+def _parameter(name: str) -> str:
+    """That a master or a state is of, by its name in a training state."""
+    return name.partition("/")[2]
+
+
+def _with_states(names: Iterable[str]) -> set[str]:
+    """The parameters of which there are more than masters."""
+    return {_parameter(name) for name in names if not name.startswith(MASTER)}
+
+
+def _require_same(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    index: StateIndex,
+    is_compared: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Raises ModelError unless those of the stored tensors that are compared are the engine's."""
+    wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items() if is_compared(name)}
+    stored = {name: spec for name, spec in index.specs.items() if is_compared(name)}
     if problems := differences(wanted, stored):
         raise ModelError(
             f"{folder} is not the state of this engine: {problems}; resume with the model, the optimizer (adamw_8bit: "
@@ -185,13 +212,31 @@ class _Read:
     target: Tensor
     """On any device."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file system can write where it goes."""
+        return self.target.device.type == "cpu" and self.target.is_contiguous()
+
     def run(self, file: SafetensorsReader, seen: Callable[[memoryview], object] = lambda block: None) -> None:
-        """`seen` gets the bytes as they are read. Raises ModelError: they cannot be."""
-        is_direct = self.target.device.type == "cpu" and self.target.is_contiguous()
-        value = self.target if is_direct else torch.empty(self.target.shape, dtype=self.target.dtype)
-        file.read_into(value, self.name, self.box, seen=seen)
-        if not is_direct:
-            self.target.copy_(value)
+        """`seen` gets the bytes in their order. Raises ModelError: they cannot be read."""
+        if self.is_direct:
+            file.read_into(self.target, self.name, self.box, seen=seen)
+            return
+        for box, target in self._pieces():
+            value = torch.empty(target.shape, dtype=target.dtype)
+            file.read_into(value, self.name, box, seen=seen)
+            target.copy_(value)
+
+    def _pieces(self) -> Iterator[tuple[list[slice], Tensor]]:
+        """Rows that are on the host at the same time."""
+        if not self.box or not self.target.numel():
+            yield self.box, self.target
+            return
+        rows, *others = self.box
+        num_rows = max(1, PIECE_BYTES * len(self.target) // self.target.nbytes)
+        for start in range(0, len(self.target), num_rows):
+            target = self.target[start : start + num_rows]
+            yield [slice(rows.start + start, rows.start + start + len(target)), *others], target
 
 
 def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]:
@@ -200,7 +245,8 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]
     planner.set_up_planner(tensors, index.metadata(), is_coordinator=dist.get_rank() == 0)
     reads = []
     for item in planner.create_local_plan().items:
-        name, part = item.storage_index.fqn, index.part_of(item.storage_index.fqn, item.storage_index.offset)
+        name = item.storage_index.fqn
+        part = index.part_of(name, item.storage_index.offset)
         box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
         is_whole = tuple(item.lengths) == part.sizes
         reads.append(_Read(name, part.file, box, is_whole, planner.resolve_tensor(item)))
@@ -209,31 +255,40 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]
 
 def _verify_or_read(reads: Sequence[_Read], index: StateIndex, folder: Path) -> list[_Read]:
     """Collective. Verifies what the ranks read and, where all of it is whole parts, reads the optimizer's states
-    meanwhile. Returns what is left to read. Raises DamagedError."""
+    meanwhile. Returns what is left to read. Raises DamagedError, ModelError."""
     if not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
         _verify_files(index, folder)
         return list(reads)
 
     def verify(read: _Read, file: SafetensorsReader) -> None:
-        digest = xxhash.xxh3_64()
         if read.name.startswith(MASTER):
-            for block in file.blocks(read.name):
-                digest.update(block)
+            index.files[read.file].check_tensor(file, read.name)
         else:
-            read.run(file, digest.update)
-        index.files[read.file].check_tensor(file.path, read.name, digest.hexdigest())
+            _read(index, read, file, verify=True)
 
-    with raised_on_every_rank(DamagedError):
-        _for_each(reads, verify, lambda name: index.open(folder / name))
+    with raised_on_every_rank(ModelError, DamagedError):
+        for name in dict.fromkeys(read.file for read in reads):
+            index.open(folder / name).close()
+        _for_each(reads, folder, verify)
     return [read for read in reads if read.name.startswith(MASTER)]
 
 
-def _for_each(
-    reads: Sequence[_Read],
-    work: Callable[[_Read, SafetensorsReader], object],
-    open_file: Callable[[str], SafetensorsReader],
-) -> None:
-    """With the file that it reads, in as many threads as torch computes with."""
-    with ExitStack() as stack, ThreadPoolExecutor(max(2, torch.get_num_threads())) as threads:
-        files = {name: stack.enter_context(closing(open_file(name))) for name in {read.file: None for read in reads}}
-        list(threads.map(lambda read: work(read, files[read.file]), reads))
+def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:
+    """With a hash where the part is whole: what is read is what was verified. Raises DamagedError: it is not."""
+    if not (verify and read.is_of_whole_part):
+        read.run(file)
+        return
+    digest = xxhash.xxh3_64()
+    read.run(file, digest.update)
+    index.files[read.file].require_hash(file.path, read.name, digest.hexdigest())
+
+
+def _for_each(reads: Sequence[_Read], folder: Path, work: Callable[[_Read, SafetensorsReader], object]) -> None:
+    """With the file that it reads, file by file, in a few threads: at least two, so that one may wait for the disk."""
+    by_file: defaultdict[str, list[_Read]] = defaultdict(list)
+    for read in reads:
+        by_file[read.file].append(read)
+    with ThreadPoolExecutor(min(MAX_THREADS, max(2, torch.get_num_threads()))) as threads:
+        for name, own in by_file.items():
+            with closing(SafetensorsReader(folder / name)) as file:
+                list(threads.map(work, own, repeat(file)))

@@ -182,9 +182,11 @@ class ShardedOptimizer:
         return any(optimizer.state for optimizer in self.optimizers)
 
     def drop_states(self) -> None:
-        """The next update begins with new ones."""
+        """The next update is the first one."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+        if isinstance(self._adamw, BFloat16AdamW):
+            self._adamw.num_updates = 0
 
     def create_states(self, names: Collection[str]) -> None:
         """Collective. Gives these parameters the states that their first update would create. Weights stay as they are:

@@ -6,6 +6,7 @@ slice is read by plain reads, which fail with an exception, and a file is writte
 """
 
 import ctypes
+import errno
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from shardwise.config import ModelError
+from shardwise.config import DamagedError, ModelError
 from shardwise.fault_plan import fault_point
 from shardwise.ops import is_finite
 
@@ -109,7 +110,7 @@ class SafetensorsReader:
         Args:
             require_finite: whether reading NaN or an infinity is an error.
         Raises:
-            ModelError: no such file, truncated, or not in the format.
+            DamagedError: no such file, truncated, or not in the format. ModelError: it cannot be opened.
         """
         self.path = path
         self._require_finite = require_finite
@@ -121,7 +122,7 @@ class SafetensorsReader:
             if opened is not None:
                 opened.close()
             reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
-            raise ModelError(
+            raise _error_for(error)(
                 f"{path} cannot be read as a safetensors file: {reason}; download or copy it again"
             ) from None
 
@@ -217,7 +218,8 @@ class SafetensorsReader:
         try:
             self._fill(target, self._data_start + offset)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path}: {name} cannot be read: {error}; download or copy it again") from None
+            message = f"{self.path}: {name} cannot be read: {error}; download or copy it again"
+            raise _error_for(error)(message) from None
 
     def _fill(self, target: memoryview, offset: int) -> None:
         """Threads may read at once: the file has no position that they share."""
@@ -297,6 +299,12 @@ class SafetensorsWriter:
         done = 0
         while done < len(view):
             done += self._file.write(view[done:])
+
+
+def _error_for(error: Exception) -> type[ModelError]:
+    """Whether the file is to blame, or whoever reads it: his rights, or how many files he has opened."""
+    is_readers = isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO, errno.EISDIR)
+    return ModelError if is_readers else DamagedError
 
 
 def _entry(name: str, entry: object) -> tuple[TensorSpec, int]:

@@ -7,11 +7,12 @@ Nothing is pickled, so nothing that is read can execute; torch's own files of di
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.config import ModelError
+from shardwise.config import DamagedError, ModelError
 from shardwise.engine.safetensors_file import (
     DTYPE_NAMES,
     NAME_OF_DTYPE,
@@ -108,13 +109,14 @@ class ShardFile:
             return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
 
     def check(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> None:
-        """Reads all of it. Raises ModelError as `open` and `check_tensor`."""
+        """Reads all of it. Raises DamagedError, ModelError as `open` and `check_tensor`."""
         with closing(self.open(path, tensors=tensors)) as file:
             for name, found in _tensor_hashes(file).items():
-                self.check_tensor(path, name, found)
+                self.require_hash(path, name, found)
 
     def open(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> SafetensorsReader:
-        """For reading tensors that are to be compared. Raises ModelError: missing, cut, or with another header.
+        """For reading tensors that are to be compared. Raises DamagedError: missing, cut, or with another header.
+        ModelError: it cannot be opened.
 
         Args:
             tensors: dtype and shape of each, as `described`, where they are recorded: a whole file with others, such as
@@ -124,24 +126,28 @@ class ShardFile:
         changed = f"{path} is damaged: its header is not the one that was written"
         try:
             reader = SafetensorsReader(path)
-        except ModelError:
+        except DamagedError:
             check_size(path, self.num_bytes)
-            raise ModelError(changed) from None
+            raise DamagedError(changed) from None
         try:
             if tensors is not None and (problems := differences(tensors, described(reader))):
-                raise ModelError(f"{changed}: {problems}")
+                raise DamagedError(f"{changed}: {problems}")
             check_size(path, self.num_bytes)
             if bytes_hash(reader.header) != self.header_xxh3:
-                raise ModelError(changed)
+                raise DamagedError(changed)
         except ModelError:
             reader.close()
             raise
         return reader
 
-    def check_tensor(self, path: Path, name: str, xxh3: str) -> None:
-        """Raises ModelError: the bytes of a tensor, of which this is the hash, are not those that were written."""
+    def check_tensor(self, file: SafetensorsReader, name: str) -> None:
+        """Reads one tensor of the file. Raises DamagedError: it is not what was written."""
+        self.require_hash(file.path, name, _tensor_hash(file, name))
+
+    def require_hash(self, path: Path, name: str, xxh3: str) -> None:
+        """Raises DamagedError: the bytes of a tensor, of which this is the hash, are not those that were written."""
         if xxh3 != self.tensor_xxh3[name]:
-            raise ModelError(f"{path} is damaged: {name} is not what was written (xxh3)")
+            raise DamagedError(f"{path} is damaged: {name} is not what was written (xxh3)")
 
 
 def described(file: SafetensorsReader) -> dict[str, str]:
@@ -162,7 +168,7 @@ def _tensor_hash(file: SafetensorsReader, name: str) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateIndex:
     """What index.json says."""
 
@@ -183,7 +189,7 @@ class StateIndex:
                 "it with the version that wrote it"
             )
         tensors = content["tensors"]
-        return cls(
+        index = cls(
             specs={
                 name: TensorSpec(DTYPE_NAMES[tree["dtype"]], tuple(tree["shape"])) for name, tree in tensors.items()
             },
@@ -191,6 +197,10 @@ class StateIndex:
             files={name: ShardFile(**tree) for name, tree in content["files"].items()},
             numbers=content["numbers"],
         )
+        for name, forms in index._described.items():
+            if name not in index.files or forms.keys() != index.files[name].tensor_xxh3.keys():
+                raise DamagedError(f"{folder / INDEX} is damaged: it lists other tensors than hashes of {name}")
+        return index
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, durably. Raises OSError."""
@@ -207,19 +217,19 @@ class StateIndex:
         write_sealed_json(folder / INDEX, content)
 
     def check(self, path: Path) -> None:
-        """Reads one of `files`. Raises ModelError: missing, cut or changed, or with other parts than it should have;
-        names the tensor."""
-        self.files[path.name].check(path, tensors=self._described(path.name))
+        """Reads one of `files`. Raises DamagedError: missing, cut or changed, or with other parts than it should have;
+        names the tensor. ModelError: it cannot be opened."""
+        self.files[path.name].check(path, tensors=self._described.get(path.name, {}))
 
     def open(self, path: Path) -> SafetensorsReader:
-        """One of `files`, for reading tensors that are to be compared. Raises ModelError: missing, cut, or with other
-        parts than it should have."""
-        return self.files[path.name].open(path, tensors=self._described(path.name))
+        """One of `files`, for reading tensors that are to be compared. Raises DamagedError: missing, cut, or with other
+        parts than it should have. ModelError: it cannot be opened."""
+        return self.files[path.name].open(path, tensors=self._described.get(path.name, {}))
 
     def part_of(self, name: str, offsets: Sequence[int] | None) -> Part:
         """The part of a tensor that begins at the offsets."""
         assert offsets is not None
-        return next(part for part in self.parts[name] if part.offsets == tuple(offsets))
+        return self._parts_by_offsets[name][tuple(offsets)]
 
     def metadata(self) -> Metadata:
         """The same for the planners of torch.distributed.checkpoint."""
@@ -234,14 +244,18 @@ class StateIndex:
             }
         )
 
-    def _described(self, file: str) -> dict[str, str]:
-        """By name, dtype and shape of the parts that it holds."""
-        return {
-            name: str(TensorSpec(self.specs[name].dtype, part.sizes))
-            for name, parts in self.parts.items()
-            for part in parts
-            if part.file == file
-        }
+    @cached_property
+    def _described(self) -> dict[str, dict[str, str]]:
+        """By file and name, dtype and shape of the parts that it holds."""
+        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name, parts in self.parts.items():
+            for part in parts:
+                found[part.file][name] = str(TensorSpec(self.specs[name].dtype, part.sizes))
+        return dict(found)
+
+    @cached_property
+    def _parts_by_offsets(self) -> dict[str, dict[tuple[int, ...], Part]]:
+        return {name: {part.offsets: part for part in parts} for name, parts in self.parts.items()}
 
 
 def _part(tree: dict[str, Any]) -> Part:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import xxhash
 
-from shardwise.config import ModelError
+from shardwise.config import DamagedError
 from shardwise.engine.safetensors_file import BLOCK_BYTES
 from shardwise.observability import to_json, write_json_atomic
 
@@ -39,18 +39,18 @@ class FileRecord:
         return cls(num_bytes, digest.hexdigest())
 
     def check(self, path: Path) -> None:
-        """Raises ModelError: there is no such file, or it is another one than was recorded."""
+        """Raises DamagedError: there is no such file, or it is another one than was recorded."""
         check_size(path, self.num_bytes)
         if FileRecord.of(path).xxh3 != self.xxh3:
-            raise ModelError(f"{path} is damaged: its xxh3 hash is not the one that was recorded")
+            raise DamagedError(f"{path} is damaged: its xxh3 hash is not the one that was recorded")
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Raises ModelError: there is no such file, or it was cut."""
+    """Raises DamagedError: there is no such file, or it was cut."""
     if not path.is_file():
-        raise ModelError(f"{path} is missing")
+        raise DamagedError(f"{path} is missing")
     if (size := path.stat().st_size) != num_bytes:
-        raise ModelError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written")
+        raise DamagedError(f"{path} is damaged: it has {size} bytes, {num_bytes} were written")
 
 
 def bytes_hash(data: bytes | memoryview) -> str:
@@ -64,7 +64,7 @@ def write_sealed_json(path: Path, content: Any) -> None:
 
 
 def read_sealed_json(path: Path) -> Any:
-    """The content. Raises ModelError: there is no such file, it is no JSON, or not the content that was written."""
+    """The content. Raises DamagedError: there is no such file, it is no JSON, or not the content that was written."""
     try:
         text = path.read_text(encoding="utf-8")
         sealed = json.loads(text)
@@ -74,10 +74,10 @@ def read_sealed_json(path: Path) -> Any:
             "its content does not have the xxh3 hash that it names" if text.endswith("\n") else "its end is missing"
         )
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        raise DamagedError(f"{path} is missing") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"it is not what was written ({type(error).__name__}: {error})"
-    raise ModelError(f"{path} is damaged: {reason}")
+    raise DamagedError(f"{path} is damaged: {reason}")
 
 
 def _canonical(content: Any) -> bytes:

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from safetensors.torch import load_file
 from sharded_lora import full
 from tiny_models import tiny_folder
 
-from shardwise.config import ExportError, ModelError
+from shardwise.config import DamagedError, ExportError, ModelError
+from shardwise.engine import checkpoint
+from shardwise.engine.safetensors_file import SafetensorsReader
 
 
 def saved_after_a_step(folder, state, engine):
@@ -192,6 +195,89 @@ def test_states_are_read_once_and_weights_twice_where_ranks_read_whole_shards(ru
     new, used = (run_ranks(bytes_read, 2, str(folder), str(state), num_steps) for num_steps in (0, 1))
     assert sum(new) == 2 * weights + states + 2 * counters
     assert sum(used) == 2 * weights + 2 * states + 3 * counters
+
+
+def loaded_after_another(folder, states, engine, optimizer):
+    """The state after the second of two states was loaded behind the first; and into a new engine."""
+    used, fresh = build(folder, engine, optimizer), build(folder, engine, optimizer)
+    for state in states:
+        used.state.load(Path(state))
+    fresh.state.load(Path(states[-1]))
+    rows = [steps(own, [1]) for own in (used, fresh)]
+    return state_of(used), state_of(fresh), rows[0] == rows[1]
+
+
+def saved_early_and_late(folder, root, engine, optimizer):
+    own = build(folder, engine, optimizer)
+    own.state.save(Path(root) / "early")
+    steps(own, [0])
+    own.state.save(Path(root) / "late")
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"),
+    [({}, {}), ({"param_dtype": "bfloat16", "master_dtype": "bfloat16"}, {}), ({}, {"optimizer": "muon"})],
+    ids=["adamw", "bfloat16", "muon"],
+)
+def test_an_engine_falls_back_to_a_state_from_before_its_first_update(run_ranks, tmp_path, engine, optimizer):
+    """As a policy does whose critic was damaged in the newer checkpoint: the older one has no optimizer states."""
+    folder = str(tiny_folder("llama", tmp_path / "model"))
+    run_ranks(saved_early_and_late, 2, folder, str(tmp_path), engine, optimizer)
+    states = [str(tmp_path / "late"), str(tmp_path / "early")]
+    for used, fresh, goes_on_the_same in run_ranks(loaded_after_another, 2, folder, states, engine, optimizer):
+        assert_same(used, fresh)
+        assert goes_on_the_same
+
+
+def flipped_meanwhile(folder, state, name):
+    """The error of a state of which a tensor changes after it was verified; the states that are left then."""
+    own, verify = build(folder, {}, {}), checkpoint._verify_or_read
+
+    def verify_and_flip(*arguments):
+        found = verify(*arguments)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with closing(SafetensorsReader(Path(state) / "rank_0.safetensors")) as file:
+                place = file.spans[name][0]
+            flip(Path(state) / "rank_0.safetensors", place)
+        dist.barrier()
+        return found
+
+    checkpoint._verify_or_read = verify_and_flip
+    try:
+        with pytest.raises(DamagedError) as error:
+            own.state.load(Path(state))
+    finally:
+        checkpoint._verify_or_read = verify
+    return str(error.value), own._optimizer.has_states
+
+
+def test_weights_that_change_after_they_were_verified_are_noticed(run_ranks, kept, tmp_path):
+    state = shutil.copytree(kept[1], tmp_path / "state")
+    name = next(name for name in load_file(state / "rank_0.safetensors") if name.startswith("master/"))
+    first, second = run_ranks(flipped_meanwhile, 2, str(kept[0]), str(state), name)
+    assert first == second
+    assert f"rank_0.safetensors is damaged: {name} is not what was written" in first[0]
+    assert not first[1]
+
+
+def read_in_pieces(folder, state):
+    """The state as it is where tensors go to another device: through the host, a few rows at a time."""
+    direct, own = build(folder, {}, {}), build(folder, {}, {})
+    direct.state.load(Path(state))
+    is_direct, checkpoint.PIECE_BYTES = checkpoint._Read.is_direct, 100
+    checkpoint._Read.is_direct = False
+    try:
+        own.state.load(Path(state))
+    finally:
+        checkpoint._Read.is_direct, checkpoint.PIECE_BYTES = is_direct, 1 << 26
+    return state_of(direct), state_of(own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pieces_on_their_way_to_a_device_make_up_the_tensors(run_ranks, kept, world_size):
+    for direct, in_pieces in run_ranks(read_in_pieces, world_size, str(kept[0]), str(kept[1])):
+        assert_same(in_pieces, direct)
 
 
 OTHERS = {

@@ -1,8 +1,12 @@
+import errno
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.config import ModelError
+from shardwise.config import DamagedError, ModelError
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.state_files import Part, ShardFile, StateIndex, own_share
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
@@ -15,7 +19,10 @@ INDEX = StateIndex(
         "exp_avg/a": [Part((0, 0), (2, 3), "rank_0.safetensors"), Part((2, 0), (2, 3), "rank_1.safetensors")],
         "step/a": [Part((), (), "rank_0.safetensors")],
     },
-    files={"rank_0.safetensors": ShardFile(100, "ab", {"exp_avg/a": "cd", "step/a": "ef"})},
+    files={
+        "rank_0.safetensors": ShardFile(100, "ab", {"exp_avg/a": "cd", "step/a": "ef"}),
+        "rank_1.safetensors": ShardFile(100, "ab", {"exp_avg/a": "cd"}),
+    },
     numbers={"num_steps": 7, "loss_scaler": None},
 )
 
@@ -104,3 +111,30 @@ def test_every_file_is_one_ranks_and_a_shard_that_of_its_writer(monkeypatch, num
         assert {name.rpartition("/")[2] for name in share if name in shards} == written
     numbers = [sum(name in others for name in share) for share in shares]
     assert max(numbers) - min(numbers) <= 1
+
+
+@pytest.mark.parametrize("missing", ["file", "hash"])
+def test_an_index_with_parts_that_nothing_can_be_compared_with_is_refused(tmp_path, missing):
+    INDEX.write(tmp_path)
+    content = read_sealed_json(tmp_path / "index.json")
+    if missing == "file":
+        content["files"].pop("rank_1.safetensors")
+    else:
+        content["files"]["rank_1.safetensors"]["tensor_xxh3"] = {}
+    write_sealed_json(tmp_path / "index.json", content)
+    with pytest.raises(DamagedError, match=r"index.json is damaged: it lists other tensors than hashes of rank_1"):
+        StateIndex.read(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, DamagedError), (errno.EMFILE, ModelError)])
+def test_what_keeps_a_file_from_being_opened_is_damage_where_the_disk_fails(tmp_path, monkeypatch, number, kind):
+    written = ShardFile.write(tmp_path / "f", SPECS, TENSORS.items())
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(ModelError) as error:
+        written.open(tmp_path / "f")
+    assert type(error.value) is kind
+    assert ("is damaged" in str(error.value)) == (kind is DamagedError)

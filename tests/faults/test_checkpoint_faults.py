@@ -316,7 +316,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_keeps_the_damaged_one_asid
     (run / "checkpoints" / "latest").write_text("nonsense")
     (steps, error, said), _ = run_ranks(run_steps, 2, str(run), str(model_folder), note_latest)
     assert (steps, error) == ([3, 4, 5, 6], None)
-    assert re.fullmatch(rf"warning: rank [01]: {damaged} is damaged: .*that checkpoint is passed over and .*\n", said)
+    assert re.fullmatch(rf"warning: rank [01]: {damaged} is damaged: .*that checkpoint is passed over, and .*\n", said)
     assert names(run) == {"step_2", "step_4", "step_4.1", "step_6", "latest"}
     assert (run / "step 3").read_text() == "step_2\n"
     assert (run / "checkpoints" / "latest").read_text() == "step_6\n"

@@ -60,8 +60,8 @@ class CheckpointReader(Protocol):
         ...
 
     def load(self, checkpoint: Path) -> Mapping[str, str]:
-        """Brings every engine to its training state there. Returns what is damaged, by the state's folder in STATE;
-        the engine then has the optimizer's states of a new one, and may have any weights.
+        """Brings every engine to its training state there. Returns what is damaged, by the state's folder in STATE; the
+        engine of it may have any weights and states.
 
         Raises ModelError: a state is one of another engine."""
         ...
@@ -175,22 +175,20 @@ class _Search:
         """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where
         no folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not.
         ConfigError: it is of another config."""
-        takes_weights = self.config.trainer.resume_fallback == "weights"
         damage: list[str] = []
         for folder in folders:
             try:
                 if f"{STATE}/{RUN}" not in Manifest.read(folder).files and not (folder / STATE).is_dir():
                     continue
                 run = read_sealed_json(folder / STATE / RUN)
-                _require_same(folder, run, self.config, self.files)
-                self.reader.verify(folder)
             except ModelError as error:
-                damage.append(str(error))
+                own = [str(error)]
             else:
-                lost = self.reader.load(folder)
-                if takes_weights or not lost:
+                _require_same(folder, run, self.config, self.files)
+                own, lost = self._load(folder)
+                if not own:
                     return _Found(folder, run, damage, lost)
-                damage += lost.values()
+            damage += own
             if not falls_back:
                 weights = f", or resume {_ITS_WEIGHTS}" if self._is_whole_without_shards(folder) else ""
                 raise ModelError(f"{damage[0]}; {_RESTORE}{weights}")
@@ -200,6 +198,15 @@ class _Search:
                 f"with trainer.resume=never, which moves what is there aside{self._without_states(folders)}"
             )
         return None
+
+    def _load(self, folder: Path) -> tuple[list[str], Mapping[str, str]]:
+        """What is damaged that may not be, and the training states that are lost where they may be."""
+        try:
+            self.reader.verify(folder)
+        except ModelError as error:
+            return [str(error)], {}
+        lost = self.reader.load(folder)
+        return ([], lost) if self.config.trainer.resume_fallback == "weights" else (list(lost.values()), {})
 
     def named(self, path: Path) -> _Found:
         """What trainer.resume names."""

@@ -3,6 +3,7 @@ import re
 import pytest
 
 from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
+from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.resume import Start, find_start, write_run
@@ -288,3 +289,17 @@ def test_no_engine_is_loaded_where_the_config_has_changed(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer.seed was 0 and is 1"):
         find_start(config(tmp_path, seed=1), reader=reader)
     assert reader.seen == []
+
+
+def test_a_damaged_model_is_not_taken_for_damaged_checkpoints(tmp_path, monkeypatch):
+    for step in (2, 3):
+        folder = leave(tmp_path, step)
+        content = read_sealed_json(folder / "state" / "run.json")
+        write_sealed_json(folder / "state" / "run.json", content | {"files": {"model.path": {}}})
+
+    def fails(config):
+        raise ModelError("model/model.safetensors cannot be read")
+
+    monkeypatch.setattr("shardwise.recipes.checkpointing.resume.fingerprints", fails)
+    with pytest.raises(ModelError, match=r"^model/model.safetensors cannot be read$"):
+        find_start(config(tmp_path))
