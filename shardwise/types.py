@@ -263,6 +263,8 @@ class RolloutGroup:
     """What the reward function returned beside the score, by name."""
     failed: list[bool]
     """Where there is no score: the reward function raised, hung or returned something else than a number."""
+    has_baseline: bool = True
+    """Whether there is what its rewards are compared with; without it no completion is trained."""
 
     def prompt_ids(self, completion: Completion) -> list[int]:
         """The prompt of one of the completions."""

@@ -227,3 +227,16 @@ def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is_one_line():
             whole = [sys.executable, "-m", "shardwise", "schema", "sft"]
             done = subprocess.run(whole, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_threads_that_hang_in_code_of_users_change_no_exit_code():
+    """They wake up while the interpreter is taken down, in a library that then aborts the process."""
+    script = (
+        "import sys, threading, time\nfrom pydantic import validate_call\nfrom shardwise.__main__ import run\n"
+        "@validate_call\ndef spin(n: int):\n    while True:\n        time.sleep(0.001)\n"
+        "for _ in range(4):\n    threading.Thread(target=spin, args=(1,), daemon=True).start()\n"
+        "sys.argv = ['shardwise', 'schema', 'sft']\nrun()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["title"] == "SFTConfig", "all of the output is there"

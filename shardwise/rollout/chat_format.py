@@ -237,10 +237,15 @@ def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
 
 def _end(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
     told = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        {"token": token, "logprob": logprob, "bytes": _bytes_of(token), "top_logprobs": []}
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
     ]
     return {"finish_reason": answer.finish_reason, "logprobs": {"content": told} if logprobs else None}
+
+
+def _bytes_of(token: str) -> list[int] | None:
+    """None for a part of a character, which is no text."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:

@@ -133,8 +133,8 @@ def answer():
         message=read_turn(text, 2, call_format="hermes"),
         finish_reason="tool_calls",
         num_prompt_tokens=11,
-        tokens=["a", "é"],
-        logprobs=[-0.5, -1.5],
+        tokens=["a", "é", "\N{REPLACEMENT CHARACTER}"],
+        logprobs=[-0.5, -1.5, -2.5],
     )
 
 
@@ -150,8 +150,9 @@ def test_an_answer_says_what_was_sampled(answer):
     assert [(t["token"], t["logprob"], t["bytes"]) for t in choice["logprobs"]["content"]] == [
         ("a", -0.5, [97]),
         ("é", -1.5, [195, 169]),
+        ("\N{REPLACEMENT CHARACTER}", -2.5, None),
     ]
-    assert body["usage"] == {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
+    assert body["usage"] == {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
     assert completion_body(answer, logprobs=False)["choices"][0]["logprobs"] is None
 
 

@@ -133,7 +133,7 @@ class Sampler:
         greedy = self._greedy(kept, step)
         if self._config.masks_failed:  # without a baseline a group is left out as a whole
             pairs = zip(kept, greedy, strict=True)
-            kept = [replace(g, failed=[True] * len(g.failed)) if base.failed[0] else g for g, base in pairs]
+            kept = [replace(g, has_baseline=not base.failed[0]) for g, base in pairs]
         return Rollout(groups=kept, greedy_rewards=self._rewards_of(greedy), metrics=metrics)
 
     def _sample(self, num_prompts: int, *, step: int, round: int) -> list[RolloutGroup]:

@@ -18,7 +18,8 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
     """Prompt and completion in one sequence; those of the completion's tokens are trained that the policy sampled.
 
     Args:
-        mask_failed: a completion whose reward failed has no trained token, so that nothing counts it.
+        mask_failed: a completion whose reward failed has no trained token, so that nothing counts it; nor have those of
+            a group without a baseline.
     """
     samples = []
     for number, group in enumerate(groups):
@@ -40,7 +41,7 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
                     token_ids=token_ids,
                     position_ids=_continued(group.example.position_ids, len(token_ids)),
                     image_refs=group.example.image_refs,
-                    loss_mask=is_trained & (not (mask_failed and failed)),
+                    loss_mask=is_trained & (group.has_baseline and not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     experts=experts,
                     spans=completion.spans,

@@ -8,6 +8,7 @@ import pytest
 from shardwise.config import RewardError, RLConfig
 from shardwise.data import PromptStream
 from shardwise.recipes.sampling.sampler import Sampler
+from shardwise.recipes.sampling.samples import to_samples
 from shardwise.rewards.composite import FailurePolicy
 from shardwise.types import Example
 
@@ -199,8 +200,9 @@ def test_experts_are_kept_of_what_is_trained_where_they_are_replayed(make_group,
     assert rollouter.experts_kept == [router_replay, False]
 
 
-@pytest.mark.parametrize(("on_failure", "left_out"), [("mask", [False, True]), ("value", [False, False])])
-def test_a_group_whose_greedy_completion_failed_has_no_baseline(make_group, on_failure, left_out):
+@pytest.mark.parametrize(("on_failure", "compared"), [("mask", [True, False]), ("value", [True, True])])
+def test_a_group_whose_greedy_completion_failed_has_no_baseline(make_group, on_failure, compared):
+    """Its own rewards have not failed, and are told as they are."""
     rewards = {row: [DIFFERENT] for row in range(2)}
     settings = config(advantage="remax", reward={"on_failure": on_failure})
     sampler, rollouter, _ = sampler_of(make_group, settings, rewards)
@@ -211,7 +213,10 @@ def test_a_group_whose_greedy_completion_failed_has_no_baseline(make_group, on_f
         return judged(examples, temperature=temperature, **others)
 
     rollouter.collect = collect
-    assert [group.failed for group in sampler.collect(1).groups] == [[out] * 2 for out in left_out]
+    groups = sampler.collect(1).groups
+    assert [group.has_baseline for group in groups] == compared
+    assert [group.failed for group in groups] == [[False, False]] * 2
+    assert [sample.loss_mask.any() for sample in to_samples(groups)] == [has for has in compared for _ in range(2)]
 
 
 def test_pass_rates_of_all_rounds_are_recorded_and_used(make_group):
