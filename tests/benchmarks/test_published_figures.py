@@ -27,6 +27,7 @@ ROWS = [
     ("checkpoint", [f"{peer}_{ranks}" for peer in ("torch_save", "dcp", "raw_write") for ranks in (1, 2)]),
     ("checkpoint", ["pause_1", "pause_2"]),
     ("checkpoint", ["verified_load_1", "verified_load_2"]),
+    ("checkpoint", ["verified_cold_load_1", "verified_cold_load_2"]),
     ("weight_sync", ["memcpy", "gloo_broadcast"]),
     ("loading", ["memory:load/dense/4_ranks"]),
 ]
