@@ -9,7 +9,7 @@ import torch
 from shardwise.config import DataError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchLoader:
     """Walks through the rows epoch after epoch, `batch_size` at a time, without leaving any out at an epoch's end.
 
@@ -27,8 +27,7 @@ class BatchLoader:
     def __post_init__(self) -> None:
         assert self.num_rows > 0, self.num_rows
         assert self.batch_size > 0, self.batch_size
-        order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
-        object.__setattr__(self, "_order", order)
+        self._order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
 
     def indices(self, step: int) -> list[int]:
         """The rows of a step, counted from 0."""
