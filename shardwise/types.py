@@ -261,10 +261,16 @@ class RolloutGroup:
     """0 where nothing judges."""
     reward_parts: list[dict[str, float]]
     """What the reward function returned beside the score, by name."""
-    failed: list[bool]
-    """Where there is no score: the reward function raised, hung or returned something else than a number."""
+    failures: list[str | None]
+    """Why there is no score, where there is none: the reward function raised, hung or returned something else than a
+    number, or the environment or agent failed."""
     has_baseline: bool = True
     """Whether there is what its rewards are compared with; without it no completion is trained."""
+
+    @property
+    def failed(self) -> list[bool]:
+        """Whether each completion's reward failed."""
+        return [failure is not None for failure in self.failures]
 
     def prompt_ids(self, completion: Completion) -> list[int]:
         """The prompt of one of the completions."""

@@ -131,7 +131,7 @@ def test_every_noun_of_a_run_comes_back(noun):
         texts=["5"],
         rewards=[1.0],
         reward_parts=[{"acc": 1.0}],
-        failed=[False],
+        failures=[None],
     )
     assert same({"groups": [group, noun]}, decode(encode({"groups": [group, noun]})))
 

@@ -14,6 +14,7 @@ from shardwise.config import (
     RewardConfig,
     RewardError,
 )
+from shardwise.console import warn
 from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, describe_error, load_function
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
@@ -217,13 +218,15 @@ class CustomRewards:
 
 
 class FailurePolicy:
-    """Stops the run where a call failed that may not, or too many have."""
+    """Stops the run where a call failed that may not, or too many have; warns of the first of each kind else."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._min_calls: int | None = None
         self._num_calls = self._num_failed = self._num_passing = 0
         self._first = ""
+        self._kinds: set[tuple[str, str]] = set()
+        """What has failed so far in this run, and with which error."""
 
     @contextmanager
     def counting(self, min_calls: int) -> Iterator[None]:
@@ -254,7 +257,8 @@ class FailurePolicy:
         """
         assert self._min_calls is not None
         config = self._config
-        self._first = self._first or f"{who} failed for row {uid}: {failure}"
+        said = f"{who} failed for row {uid}: {failure}"
+        self._first = self._first or said
         self._num_failed += 1
         self._num_passing += may_pass
         if config.on_failure == "abort":
@@ -269,6 +273,10 @@ class FailurePolicy:
                 f"{self._num_failed} of {num_calls} reward calls failed, more than "
                 f"reward.max_failure_rate={config.max_failure_rate:g} allows. The first: {self._first}"
             )
+        kind = who, failure.partition(":")[0]
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            warn(f"{said} (reward.on_failure={config.on_failure}; reward/failed counts such rows)")
 
 
 def make_rewards(config: RewardConfig, models: Mapping[str, Scorer] | None = None) -> Rewards | CustomRewards:

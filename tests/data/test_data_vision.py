@@ -264,7 +264,7 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
         texts=["5"],
         rewards=[1.0],
         reward_parts=[{}],
-        failed=[False],
+        failures=[None],
     )
     (sample,) = to_samples([group])
     assert torch.equal(sample.token_ids, expected.token_ids)

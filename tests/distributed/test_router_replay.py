@@ -144,7 +144,7 @@ def sampled_and_scored(folder):
             texts=["", ""],
             rewards=[0.0, 0.0],
             reward_parts=[{}, {}],
-            failed=[False, False],
+            failures=[None, None],
         )
         for n, (ids, completions) in enumerate(zip(prompts, rollout.generate(requests), strict=True))
     ]

@@ -175,11 +175,11 @@ def test_completions_of_agents_that_failed_are_left_out(folder, command, broken,
     done = command(*agent_options(folder, "masked", **extra), "reward.max_failure_rate=1")
     assert done.code == 0, done.err
     samples = samples_of(folder / "masked")
-    failed = [sample for sample in samples if sample["reward_failed"]]
+    failed = [sample for sample in samples if sample["reward_failure"]]
     assert 0 < len(failed) < len(samples)
     assert all(sample["num_turns"] == 1 for sample in failed)
     for row in metrics_of(folder / "masked"):
-        trained = [s for s in samples if s["step"] == row["step"] and not s["reward_failed"]]
+        trained = [s for s in samples if s["step"] == row["step"] and not s["reward_failure"]]
         assert row["train/num_tokens"] == sum(sum(sample["is_sampled"]) for sample in trained)
         assert row["tokens/sampled"] - row["tokens/masked"] == row["tokens/trained"] == row["train/num_tokens"]
 

@@ -114,7 +114,7 @@ def make_group():
             texts=texts or [f"text {i}" for i in range(count)],
             rewards=list(rewards),
             reward_parts=parts or [{"b": reward} for reward in rewards],
-            failed=failed or [False] * count,
+            failures=["it raised" if one else None for one in failed or [False] * count],
         )
 
     return make

@@ -119,6 +119,21 @@ def test_f41_the_rate_is_of_all_calls_of_all_functions():
     assert [result.failure for result in results] == ["never: ValueError: never (rules.py line 9)"] * 2
 
 
+def test_the_first_failure_of_each_kind_is_told(capsys):
+    failures = iter(["KeyError: 'a'", "KeyError: 'b'", None, "IndexError: c", "KeyError: d"])
+    with custom(
+        lambda jobs: [RewardResult(score=1.0, failure=next(failures))], on_failure="mask", max_failure_rate=1
+    ) as rewards:
+        for number in range(5):
+            rewards.score([RewardJob(uid=f"r:{number}", data_source="", solution_str="", ground_truth="")])
+    told = "warning: reward.manager=rules.py:Custom failed for row {} (reward.on_failure=mask; "
+    told += "reward/failed counts such rows)"
+    assert capsys.readouterr().err.splitlines() == [
+        told.format("r:0: KeyError: 'a'"),
+        told.format("r:3: IndexError: c"),
+    ]
+
+
 def custom(returns, **settings):
     rewards = make_rewards(RewardConfig(functions=[], manager="rules.py:Custom", **settings))
     assert isinstance(rewards, CustomRewards)

@@ -114,7 +114,7 @@ class Rollouter:
                 texts=[self._text(episode) for episode in group],
                 rewards=[result.score for result in judged],
                 reward_parts=[result.parts for result in judged],
-                failed=[result.failure is not None for result in judged],
+                failures=[result.failure for result in judged],
             )
             for example, group, judged in zip(examples, groups, results, strict=True)
         ]

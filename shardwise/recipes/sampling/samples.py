@@ -140,7 +140,7 @@ def sample_rows(groups: Sequence[RolloutGroup], step: int, *, judged: bool = Tru
             "prompt": group.example.prompt,
             "completion": text,
             "ground_truth": group.example.ground_truth,
-            **({"reward": reward, "reward_parts": parts, "reward_failed": failed} if judged else {}),
+            **({"reward": reward, "reward_parts": parts, "reward_failure": failure} if judged else {}),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "token_versions": completion.token_versions,
@@ -151,8 +151,8 @@ def sample_rows(groups: Sequence[RolloutGroup], step: int, *, judged: bool = Tru
             "logprobs": completion.logprobs,
         }
         for group in groups
-        for completion, text, reward, parts, failed in zip(
-            group.completions, group.texts, group.rewards, group.reward_parts, group.failed, strict=True
+        for completion, text, reward, parts, failure in zip(
+            group.completions, group.texts, group.rewards, group.reward_parts, group.failures, strict=True
         )
     )
     return list(islice(rows, NUM_LOGGED_SAMPLES))

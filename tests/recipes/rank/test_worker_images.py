@@ -161,7 +161,7 @@ def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple
             texts=[""],
             rewards=[0.0],
             reward_parts=[{}],
-            failed=[False],
+            failures=[None],
         )
         for sample, completions in zip(samples, worker.generate(requests), strict=True)
     ]

@@ -42,7 +42,7 @@ class Engines:
             texts=["x"],
             rewards=[0.5],
             reward_parts=[{}],
-            failed=[False],
+            failures=[None],
         )
         return Rollout(groups=[group], greedy_rewards=[1 / 3], metrics={"a": MetricValue.mean(1.0, 3)})
 
@@ -154,10 +154,11 @@ def test_a_rollout_comes_back_from_json_as_it_was():
     assert Rollout.from_json(json.loads(json.dumps(rollout.to_json())), EXAMPLES) == rollout
 
 
-FORMAT_2 = """{
-    "format": 2, "greedy_rewards": null,
+FORMAT_3 = """{
+    "format": 3, "greedy_rewards": null,
     "groups": [{
-        "example": "row 2", "texts": ["x"], "rewards": [0.5], "reward_parts": [{}], "failed": [false],
+        "example": "row 2", "texts": ["x"], "rewards": [0.5], "reward_parts": [{}], "failures": [null],
+        "has_baseline": true,
         "completions": [{
             "token_ids": [1], "logprobs": [-0.1], "finish_reason": "stop", "policy_version": 0, "token_versions": null,
             "is_sampled": null, "num_turns": 1, "prompt_ids": null, "experts": null,
@@ -173,20 +174,18 @@ FORMAT_2 = """{
 
 def test_a_rollout_of_a_checkpoint_is_read_in_the_format_that_it_names_and_in_no_other():
     """What a checkpoint of this format holds. Once it cannot be read any more, raise the format and write it anew."""
-    written = json.loads(FORMAT_2)
-    again = Rollout.from_json(written, EXAMPLES).to_json()
-    assert again["groups"][0].pop("has_baseline"), "which the first of this format did not say"
-    assert json.loads(json.dumps(again)) == written
+    written = json.loads(FORMAT_3)
+    assert json.loads(json.dumps(Rollout.from_json(written, EXAMPLES).to_json())) == written
     del written["format"]  # as the versions before wrote it, without spans
     del written["groups"][0]["completions"][0]["spans"]
     with pytest.raises(
-        ModelError, match=r"in format 1, and this version of Shardwise reads 2; resume it with the version"
+        ModelError, match=r"in format 1, and this version of Shardwise reads 3; resume it with the version"
     ):
         Rollout.from_json(written, EXAMPLES)
 
 
 def test_a_rollout_of_a_row_that_is_gone_names_it():
-    written = json.loads(FORMAT_2)
+    written = json.loads(FORMAT_3)
     uid = written["groups"][0]["example"]
     with pytest.raises(DataError, match=f"rollouts of the row '{uid}', .* give data.train_files as they were"):
         Rollout.from_json(written, [example for example in EXAMPLES if example.uid != uid])

@@ -51,7 +51,7 @@ def group_of(*completions, uid="5", failed=None) -> RolloutGroup:
         texts=[""] * count,
         rewards=[0.0] * count,
         reward_parts=[{}] * count,
-        failed=failed or [False] * count,
+        failures=["it raised" if one else None for one in failed or [False] * count],
     )
 
 

@@ -94,7 +94,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "ground_truth": "5",
         "reward": 1.0,
         "reward_parts": {"b": 1.0},
-        "reward_failed": False,
+        "reward_failure": None,
         "finish_reason": "stop",
         "policy_version": 4,
         "token_versions": None,
@@ -105,7 +105,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "logprobs": [-0.2, -0.21000000000000002],
     }
     unjudged = sample_rows(groups, 3, judged=False)[1]
-    assert rows[1].keys() - unjudged.keys() == {"reward", "reward_parts", "reward_failed"}
+    assert rows[1].keys() - unjudged.keys() == {"reward", "reward_parts", "reward_failure"}
     assert unjudged.items() <= rows[1].items()
 
 
