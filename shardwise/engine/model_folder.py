@@ -120,9 +120,6 @@ class ModelFolder:
         for reader in self._readers.values():
             reader.close()
 
-    def file_of(self, name: str) -> Path:
-        return self.folder / self._file_of[name]
-
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor, or the part of it inside `box`, on the host; nothing else is read from disk.
 

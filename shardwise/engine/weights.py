@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.engine.conversions import export_blocks, stored_dtypes
-from shardwise.engine.gathering import gathered_blocks, gathered_in_order
+from shardwise.engine.conversions import stored_dtypes
+from shardwise.engine.gathering import gathered_in_order
 from shardwise.engine.quantized import quantized_weights
 from shardwise.engine.runtime_state import merged_state, runtime_state
 
@@ -23,16 +23,6 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
     wholes = gathered_in_order((merged[name], stored) for name, stored in dtypes.items())
     for name in dtypes:
         yield name, next(wholes)
-
-
-def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (hub name, full tensor), as `save_pretrained` writes them: what other engines take.
-
-    Fused experts are taken apart. The peak is the largest block (the experts of one layer), as it is gathered.
-    """
-    merged = merged_state(model)
-    for block, wholes in gathered_blocks(merged, export_blocks(model, runtime_state(model), dtype)):
-        yield from block.convert(wholes)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -93,15 +93,6 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
     return outcome
 
 
-def missing_protections() -> list[str]:
-    """What this machine lacks for programs to be run in a sandbox; empty where nothing does."""
-    try:
-        run_python("", limits=Limits())
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
 def _supervise(folder: str, stdin_fd: int, limits: Limits, allow_unsafe: bool) -> tuple[Outcome, dict[str, Any]]:
     settings = asdict(limits) | {"folder": folder, "allow_unsafe": allow_unsafe}
     status_read, status_write = os.pipe()

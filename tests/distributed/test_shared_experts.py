@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hub_weights import hub_weights
 from safetensors.torch import load_file
 from tiny_models import random_samples, tiny_folder
 
@@ -16,7 +17,7 @@ from shardwise.data.packing import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.gathering import gathered
-from shardwise.engine.weights import full_weights, hub_weights
+from shardwise.engine.weights import full_weights
 from shardwise.ops import plain_name
 from shardwise.recipes.losses import sft_loss
 

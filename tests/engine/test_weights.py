@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_weights import hub_weights
 from live_bytes import LiveBytes
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import SINGLE_NAME
-from shardwise.engine.weights import full_weights, hub_weights, num_parameters
+from shardwise.engine.weights import full_weights, num_parameters
 
 
 def gathered(folder, dtype_name):
