@@ -74,7 +74,9 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
         else:
             require_no_writer(Path(config.trainer.output_dir))
         with interruptible_imports():
-            from shardwise.recipes.preflight import check_inputs
+            from shardwise.recipes.preflight import check_inputs, check_layouts
+        if options.nproc > 1:  # 1 is also what a config for other machines is looked at with
+            check_layouts(config, options.nproc)
         check_inputs(config)
     if options.dry_run:
         _print(config.to_yaml())

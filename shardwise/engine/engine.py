@@ -136,12 +136,7 @@ class TrainEngine:
                 f"strategy={config.strategy} {'needs an' if optimizer is None else 'takes no'} optimizer; trained "
                 "engines are fsdp2_train, frozen ones fsdp2_infer"
             )
-        dims = ParallelDims.from_sizes(
-            world_size=dist.get_world_size(),
-            fsdp_size=config.fsdp_size,
-            ulysses_size=config.ulysses_size,
-            ep_size=config.ep_size,
-        )
+        dims = ParallelDims.of(config, world_size=dist.get_world_size())
         sharded = build_sharded(
             folder,
             config,

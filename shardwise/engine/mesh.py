@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, LayoutConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,16 @@ class ParallelDims:
     dp_shard: int
     sp: int
     ep: int = 1
+
+    @classmethod
+    def of(cls, config: LayoutConfig, *, world_size: int) -> Self:
+        """Of an engine on so many ranks. Raises ConfigError as `from_sizes`."""
+        return cls.from_sizes(
+            world_size=world_size,
+            fsdp_size=config.fsdp_size,
+            ulysses_size=config.ulysses_size,
+            ep_size=config.ep_size,
+        )
 
     @classmethod
     def from_sizes(cls, *, world_size: int, fsdp_size: int | None, ulysses_size: int, ep_size: int = 1) -> Self:

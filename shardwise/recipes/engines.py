@@ -50,12 +50,7 @@ class RemoteEngine:
     @property
     def mesh(self) -> ParallelDims:
         """How many ranks each axis of its mesh has."""
-        return ParallelDims.from_sizes(
-            world_size=self.group.size,
-            fsdp_size=self.layout.fsdp_size,
-            ulysses_size=self.layout.ulysses_size,
-            ep_size=self.layout.ep_size,
-        )
+        return ParallelDims.of(self.layout, world_size=self.group.size)
 
     @property
     def size(self) -> str:

@@ -2,25 +2,29 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from shardwise.config import ConfigError, EvalConfig, ModelConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.config import ConfigError, EvalConfig, LayoutConfig, ModelConfig, RecipeConfig, RLConfig, SglangRollout
 from shardwise.config.base import Config
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import check_files
 from shardwise.data.chat import read_template
-from shardwise.engine import resolve_folder
+from shardwise.engine import ParallelDims, resolve_folder
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.custom import require_callable
+from shardwise.recipes.ranks import num_training_ranks
 from shardwise.recipes.sampling.environment import check_environment
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang
+
+T = TypeVar("T")
 
 
 def check_inputs(config: RecipeConfig) -> None:
@@ -33,7 +37,7 @@ def check_inputs(config: RecipeConfig) -> None:
     """
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
     check_files([*train_files, *config.data.validation_files])
-    for model in _models(config):
+    for _, model in _parts(config, ModelConfig):
         _check_model(model)
     if not isinstance(config, EvalConfig):
         if config.trainer.resume == "never" and torchrun_restarts_allowed():
@@ -56,17 +60,26 @@ def check_inputs(config: RecipeConfig) -> None:
     require_callable(config)
 
 
-def _models(config: object) -> Iterator[ModelConfig]:
-    """Every model that a config names."""
-    match config:
-        case ModelConfig():
-            yield config
-        case Config():
-            for _, inner in config:
-                yield from _models(inner)
-        case list():
-            for one in config:
-                yield from _models(one)
+def check_layouts(config: RecipeConfig, num_ranks: int) -> None:
+    """Whether every engine of a config can be laid out on a job's ranks. Raises ConfigError: one cannot; names it."""
+    num_trainers = num_training_ranks(num_ranks, config.rollout.split if isinstance(config, RLConfig) else None)
+    for key, layout in _parts(config, LayoutConfig):
+        try:
+            ParallelDims.of(layout, world_size=num_trainers)
+        except ConfigError as error:
+            raise error if key == "engine" else ConfigError(f"{key}: {error}") from None
+
+
+def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:
+    """Everything of one class that a config names, by its key."""
+    if isinstance(config, kind):
+        yield key, config
+    elif isinstance(config, Config):
+        for name, inner in config:
+            yield from _parts(inner, kind, f"{key}.{name}" if key else name)
+    elif isinstance(config, list):
+        for number, one in enumerate(config):
+            yield from _parts(one, kind, f"{key}.{number}")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -3,10 +3,21 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardwise.config import ModelConfig, RLConfig
+from shardwise.config import ConfigError, ModelConfig, RLConfig, Split
 from shardwise.controller.base import WorkerGroup
 from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.engines import build_rollout_engines
+
+
+def num_training_ranks(num_ranks: int, split: Split | None) -> int:
+    """How many of a job's ranks train: the first ones. Raises ConfigError: none would."""
+    num_apart = 0 if split is None else split.num_ranks
+    if num_apart >= num_ranks:
+        raise ConfigError(
+            f"rollout.placement.num_ranks={num_apart} leaves none of the job's {num_ranks} ranks to train; start at "
+            f"least {num_apart + 1} (--nproc {num_apart + 1}), or lower it"
+        )
+    return num_ranks - num_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,7 @@ class Ranks:
         split, supervises = config.rollout.split, config.rollout.engine.process is not None
         if split is None:
             return cls(group, group, supervises=supervises)
-        num_trainers = group.size - split.num_ranks
+        num_trainers = num_training_ranks(group.size, split)
         return cls(
             group.part(
                 0,

@@ -17,7 +17,7 @@ from shardwise.config import (
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.checkpointing.resume import write_run
 from shardwise.recipes.custom import ARGUMENTS
-from shardwise.recipes.preflight import check_inputs
+from shardwise.recipes.preflight import check_inputs, check_layouts
 
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
 
@@ -240,3 +240,28 @@ def test_restarts_by_torchrun_that_would_begin_anew_are_refused(data, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     with pytest.raises(ConfigError, match=r"trainer.resume=never would begin anew at each of torchrun's restarts; set"):
         check_inputs(config)
+
+
+@pytest.mark.parametrize(
+    ("part", "num_ranks", "expected"),
+    [
+        ({"engine": {"fsdp_size": 3}}, 4, r"^engine\.fsdp_size=3 does not divide the world size 4; use 1, 2 or 4"),
+        ({"engine": {"ulysses_size": 2}}, 3, r"^engine\.ulysses_size=2 does not divide the 3 ranks"),
+        (
+            {"algorithm": {"kl_coef": 0.1}, "reference": {"fsdp_size": 4}},
+            2,
+            r"^reference: engine\.fsdp_size=4 does not divide the world size 2",
+        ),
+        (
+            {"engine": {"fsdp_size": 2}, "rollout": {"placement": {"type": "split"}}},
+            4,
+            r"^engine\.fsdp_size=2 does not divide the world size 3",
+        ),
+        ({"rollout": {"placement": {"type": "split", "num_ranks": 2}}}, 2, "leaves none of the job's 2 ranks to train"),
+    ],
+)
+def test_engines_that_fit_no_mesh_of_the_ranks_are_named(data, part, num_ranks, expected):
+    config = RLConfig.parse({"model": MODEL, "data": data, "reward": REWARD, **part}, origin="test")
+    with pytest.raises(ConfigError, match=expected):
+        check_layouts(config, num_ranks)
+    check_layouts(config, 12 + ("placement" in part.get("rollout", {})))

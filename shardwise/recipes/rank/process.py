@@ -27,6 +27,7 @@ from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rank.background_worker import BackgroundWorker
 from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.recipes.rank.worker import Worker
+from shardwise.recipes.ranks import num_training_ranks
 from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
 
@@ -62,7 +63,7 @@ def run_rank(
     with ExitStack() as stack:
         try:
             _begin_plan(faults)
-            num_together = _num_together(rank, split)
+            num_trainers = num_training_ranks(rank.world_size, split)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
             reports = None if output_dir is None else Path(output_dir) / REPORTS
@@ -77,7 +78,7 @@ def run_rank(
                     rank,
                     device_type=device.type,
                     timeout_seconds=timeout_seconds,
-                    num_together=num_together,
+                    num_together=num_trainers,
                     store=store,
                 )
             )
@@ -147,23 +148,12 @@ def _begin_plan(faults: Sequence[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _num_together(rank: Rank, split: Split | None) -> int:
-    """The ranks of the default process group. Raises ConfigError: there would be none."""
-    num_apart = 0 if split is None else split.num_ranks
-    if num_apart >= rank.world_size:
-        raise ConfigError(
-            f"rollout.placement.num_ranks={num_apart} leaves none of the job's {rank.world_size} ranks to train; start "
-            f"at least {num_apart + 1} (--nproc {num_apart + 1}), or lower it"
-        )
-    return rank.world_size - num_apart
-
-
 def _medium_of(
     rank: Rank, split: Split | None, store: dist.Store, device: torch.device, *, run: str | None, timeout_seconds: int
 ) -> Callable[[], Medium] | None:
     """Joins what carries weights from rank 0 to the ranks that only sample; None for a rank that is neither."""
-    num_together = _num_together(rank, split)
-    if split is None or 0 < rank.rank < num_together:
+    num_trainers = num_training_ranks(rank.world_size, split)
+    if split is None or 0 < rank.rank < num_trainers:
         return None
     assert run is not None  # of training, as `split` is
     join: Callable[..., Medium]
@@ -178,7 +168,7 @@ def _medium_of(
     return partial(
         join,
         dist.PrefixStore("weights", store),
-        0 if rank.rank == 0 else rank.rank - num_together + 1,
+        0 if rank.rank == 0 else rank.rank - num_trainers + 1,
         1 + split.num_ranks,
         # Shorter than a collective: the trainers that wait for rank 0 must not be the first to give up.
         timeout=timedelta(seconds=timeout_seconds / 2),
