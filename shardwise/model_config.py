@@ -70,6 +70,12 @@ def end_of_sequence_ids(generation: GenerationConfig | None, config: PreTrainedC
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
+def media_token_ids(config: PreTrainedConfig) -> list[int]:
+    """The tokens that stand for parts of images and videos, and mean nothing without any; of a model of words none."""
+    ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    return [token_id for token_id in ids if token_id is not None]
+
+
 @contextmanager
 def blaming_config(folder: Path, purpose: str) -> Iterator[None]:
     """Inside it a model is built from config.json and nothing else, so all that goes wrong is due to that file.

@@ -12,6 +12,6 @@ from shardwise.engine.runtime_state import merged_state, runtime_state
 
 
 def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (hub name, full tensor) as an export writes them: fused experts taken apart, adapters merged."""
+    """Collective. Yields (hub name, full tensor) as exports write them: fused experts taken apart, adapters merged."""
     for block, wholes in gathered_blocks(merged_state(model), export_blocks(model, runtime_state(model), dtype)):
         yield from block.convert(wholes)

@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from tiny_models import tiny_folder
+from tiny_models import IMAGE, VIDEO, tiny_folder, tiny_vision_model
 from transformers import Qwen3Config
 
 from shardwise.config import ModelError
 from shardwise.engine.model import build_on_meta
-from shardwise.model_config import blaming_config, read_model_config, require_generates
+from shardwise.model_config import blaming_config, media_token_ids, read_model_config, require_generates
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,9 @@ def test_reward_models_and_critics_are_not_taken_for_language_models(tmp_path, n
         require_generates(tmp_path, Qwen3Config(architectures=[name]))
     for others in (["Qwen3ForCausalLM"], [], None):
         require_generates(tmp_path, Qwen3Config(architectures=others))
+
+
+def test_the_tokens_of_images_and_videos_are_those_that_the_config_names(tmp_path):
+    assert media_token_ids(Qwen3Config()) == []
+    tiny_vision_model("qwen3_vl").config.save_pretrained(tmp_path)
+    assert media_token_ids(read_model_config(tmp_path)) == [IMAGE, VIDEO]

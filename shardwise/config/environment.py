@@ -59,6 +59,10 @@ class ToolsEnvironment(_Environment):
                 f"tool_timeout_seconds={self.tool_timeout_seconds:g} must be below timeout_seconds="
                 f"{self.timeout_seconds:g}, or a slow tool would be a failure of the whole completion"
             )
+        if self.max_turns == 1:
+            raise ValueError(
+                "max_turns=1 leaves no turn for calls, for those of the last one are not made; give 2 or more"
+            )
         return self
 
 

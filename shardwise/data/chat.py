@@ -1,7 +1,7 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,7 @@ def render_prompt(
     system_prompt: str | None,
     origin: str,
     tools: Sequence[ToolSchema] = (),
+    media_token_ids: Collection[int] = (),
 ) -> list[int]:
     """The tokens that a response is to follow.
 
@@ -101,8 +102,9 @@ def render_prompt(
         system_prompt: put before messages that have no system message; only with a chat template.
         origin: names the row in errors.
         tools: what the chat template tells the model that it may call.
+        media_token_ids: that stand for parts of images and videos where there are none.
     Raises:
-        DataError: an empty prompt, bad messages, or no chat template.
+        DataError: an empty prompt, bad messages, no chat template, or a text that spells one of `media_token_ids`.
     """
     if apply_chat_template:
         messages = prompt_messages(prompt, system_prompt, origin)
@@ -110,7 +112,7 @@ def render_prompt(
         token_ids = _encode(tokenizer, text)
     else:
         token_ids = _encode_opening(tokenizer, _plain_prompt(prompt, origin))
-    return _at_least_one(token_ids, origin)
+    return _at_least_one(_only_words(tokenizer, token_ids, media_token_ids, origin), origin)
 
 
 def render_response_sample(
@@ -146,6 +148,7 @@ def render_observation(
     last_token_id: int,
     origin: str,
     max_chars: int,
+    media_token_ids: Collection[int] = (),
 ) -> list[int] | None:
     """The tokens between a sampled turn and the next one: what stands there of the turn's end that the policy did not
     sample itself, the observation, and what the next turn answers. The sampled tokens are never tokenized again.
@@ -155,10 +158,11 @@ def render_observation(
         last_token_id: the last one sampled.
         origin: names the row in errors.
         max_chars: of the text, with what the template adds.
+        media_token_ids: that stand for parts of images and videos: an observation has none.
     Returns:
         None where it is longer: it is not tokenized.
     Raises:
-        DataError: bad messages, or messages without a chat template.
+        DataError: bad messages, messages without a chat template, or a text that spells one of `media_token_ids`.
     """
     if not apply_chat_template:
         if not isinstance(observation, str):
@@ -166,7 +170,10 @@ def render_observation(
                 f"{origin}: the observation is {describe_type(observation)}, but data.apply_chat_template=false takes "
                 f"strings: {preview(observation)}"
             )
-        return _encode_inside(tokenizer, _characters(observation)) if len(observation) <= max_chars else None
+        if len(observation) > max_chars:
+            return None
+        token_ids = _encode_inside(tokenizer, _characters(observation))
+        return _only_words(tokenizer, token_ids, media_token_ids, origin)
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     before = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
     text = _render(tokenizer, [*before, *checked_messages(messages, origin)], origin, add_generation_prompt=True)
@@ -178,7 +185,7 @@ def render_observation(
         )
     if len(after) > max_chars:
         return None
-    token_ids = _encode(tokenizer, _characters(after))
+    token_ids = _only_words(tokenizer, _encode(tokenizer, _characters(after)), media_token_ids, origin)
     if last_token_id not in token_ids:
         return token_ids
     end = token_ids.index(last_token_id)
@@ -480,6 +487,18 @@ def _length_to_end(turn_ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase"
     if end is None or end not in turn_ids:
         return len(turn_ids)
     return len(turn_ids) - list(reversed(turn_ids)).index(end)
+
+
+def _only_words(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], media_token_ids: Collection[int], origin: str
+) -> list[int]:
+    found = next((token_id for token_id in token_ids if token_id in media_token_ids), None)
+    if found is not None:
+        raise DataError(
+            f"{origin}: the text spells {tokenizer.decode([found])!r}, by which the model knows a part of an image or "
+            "a video, and none is shown here; leave it out"
+        )
+    return token_ids
 
 
 def _at_least_one(token_ids: list[int], origin: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Data files to what a run consumes: samples to learn from, or examples to answer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -99,6 +99,7 @@ def prompt_examples(
     max_rows: int | None,
     tools: Mapping[str, ToolSchema] = MappingProxyType({}),
     vision: Vision | None = None,
+    media_token_ids: Collection[int] = (),
     is_judged: bool = True,
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
@@ -108,6 +109,7 @@ def prompt_examples(
 
     Args:
         vision: of a model that sees images, where they can be shown; None refuses rows that have any.
+        media_token_ids: that no row may spell where there is no `vision`.
         tools: by name what a row may offer the model; without any the column that chooses from them is not read.
         is_judged: whether there is a reward, which needs a ground truth.
     Raises:
@@ -127,6 +129,7 @@ def prompt_examples(
             system_prompt=config.system_prompt,
             origin=row.origin,
             tools=[tools[name] for name in offered],
+            media_token_ids=media_token_ids if vision is None else (),
         )
         words = prompt_ids
         if vision is not None:

@@ -11,7 +11,7 @@ from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
 from shardwise.families import rotary_limit
-from shardwise.model_config import end_of_sequence_ids, read_generation_config, read_model_config
+from shardwise.model_config import end_of_sequence_ids, media_token_ids, read_generation_config, read_model_config
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.manifest import verify_weights
 
@@ -39,6 +39,11 @@ class OpenedModel:
         config = read_model_config(self.folder).get_text_config()
         end = turn_end_id(self.tokenizer)
         return None if end in end_of_sequence_ids(read_generation_config(self.folder), config) else end
+
+    @property
+    def media_token_ids(self) -> list[int]:
+        """The tokens that no text may spell, for they stand for parts of images and videos."""
+        return media_token_ids(read_model_config(self.folder))
 
     def vision_in(self, rollout: SamplingConfig) -> Vision | None:
         """What shows images to the model where it also samples; None where that is not known how."""

@@ -48,6 +48,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         max_rows=config.data.max_validation_rows,
         tools=tool_schemas(config.rollout.environment),
         vision=model.vision_in(config.rollout),
+        media_token_ids=model.media_token_ids,
     ).rows
     build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
@@ -55,7 +56,12 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed for it
         make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
         Rollouter(
-            group, model.tokenizer, config.rollout, rewards, max_prompt_tokens=config.data.max_prompt_tokens
+            group,
+            model.tokenizer,
+            config.rollout,
+            rewards,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            media_token_ids=model.media_token_ids,
         ) as rollouter,
     ):
         greedy = _collect(rollouter, rows, num_completions=1, temperature=0.0, seed=config.eval.seed)

@@ -36,8 +36,12 @@ def converse(
         max_tokens: of a completion; None: DEFAULT_TOKENS, or what the prompt leaves of the model's context.
         apply_chat_template: falls back to the plain prompt for a tokenizer that has no template.
     """
-    if (max_tokens is not None and max_tokens < 1) or num_completions < 1 or not 0 <= temperature < math.inf:
-        raise ConfigError("--max-tokens and --num-completions are at least 1, --temperature is a number of at least 0")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens={max_tokens}; a completion has at least 1, or leave it out")
+    if num_completions < 1:
+        raise ConfigError(f"--num-completions={num_completions}; give at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature={temperature}; give a number of at least 0, which is greedy")
     quiet_libraries()
     model = open_model(ModelConfig(path=path))
     engine = EmbeddedEngine.from_folder(
@@ -48,11 +52,11 @@ def converse(
         prompt_ids = render_prompt(
             model.tokenizer, prompt, apply_chat_template=templated, system_prompt=None, origin="the prompt"
         )
-        wanted = max_tokens
+        wanted, asked = max_tokens, "--max-tokens"
         if wanted is None:
             room = DEFAULT_TOKENS if model.context_tokens is None else model.context_tokens - len(prompt_ids)
-            wanted = max(1, min(DEFAULT_TOKENS, room))
-        model.require_context("the prompt + --max-tokens", len(prompt_ids) + wanted)
+            wanted, asked = max(1, min(DEFAULT_TOKENS, room)), "the one token of a completion"
+        model.require_context(f"the prompt's {len(prompt_ids)} tokens + {asked}", len(prompt_ids) + wanted)
         request = GenerateRequest(
             uid=prompt,
             prompt_ids=prompt_ids,

@@ -118,6 +118,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
             config.rollout,
             rewards,
             max_prompt_tokens=config.data.max_prompt_tokens,
+            media_token_ids=model.media_token_ids,
             sync_gate=sync_gate,
         ) as rollouter,
         Pipeline(
@@ -190,6 +191,7 @@ def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], l
         tokenizer=model.tokenizer,
         tools=tools,
         vision=vision,
+        media_token_ids=model.media_token_ids,
         is_judged=config.reward is not None,
     )
     examples = read(data.train_files, max_rows=data.max_train_rows)

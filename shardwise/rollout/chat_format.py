@@ -133,7 +133,7 @@ def require_sampling(request: ChatRequest, sampling: GenerateRequest) -> None:
 
 def plain_message(message: Message, number: int) -> Message:
     """A message with what a chat template reads of it: text as one string, arguments of calls as objects, no nulls.
-    Two messages say the same if they are equal in this form.
+    `says_the_same` compares this form.
 
     Args:
         number: its place, counted from 1, for errors.
@@ -160,9 +160,17 @@ def plain_message(message: Message, number: int) -> Message:
     return {"role": role, "content": _text(message.get("content"), number), **plain}
 
 
-def says_the_same(one: Message, other: Message) -> bool:
-    """Whether two plain messages do, spaces around the text aside, which some frameworks strip."""
-    return {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
+def says_the_same(one: Message, other: Message, stop: Sequence[str] = ()) -> bool:
+    """Whether two plain messages do. Spaces around the text do not matter, which some frameworks strip, nor whether an
+    assistant's has the stop string behind it that ended the turn, and that it was told without."""
+    return _without_ends(one, stop) == _without_ends(other, stop)
+
+
+def _without_ends(message: Message, stop: Sequence[str]) -> Message:
+    content = message["content"]
+    if message["role"] == "assistant":
+        content = content.removesuffix(max(filter(content.endswith, stop), key=len, default=""))
+    return {**message, "content": content.strip()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class HttpServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            status, content_type, body = await self._reply(reader)
+            status, content_type, body = await self._reply(reader, writer)
             async with asyncio.timeout(self._timeout_seconds):
                 head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
                 writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
@@ -81,10 +81,10 @@ class HttpServer:
         finally:
             writer.close()
 
-    async def _reply(self, reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
+    async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, str, bytes]:
         """Status, type and body of the answer."""
         try:
-            answered = await self._answer(await self._read(reader))
+            answered = await self._answer(await self._read(reader, writer))
         except ApiError as error:
             return error.status, "application/json", json.dumps(error.body).encode()
         except (OSError, TimeoutError):
@@ -97,14 +97,14 @@ class HttpServer:
         events = [*map(json.dumps, answered), "[DONE]"]
         return 200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode()
 
-    async def _read(self, reader: asyncio.StreamReader) -> HttpRequest:
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> HttpRequest:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._read_parts(reader)
+                return await self._read_parts(reader, writer)
         except TimeoutError:
             raise ApiError(408, f"no whole request within {self._timeout_seconds:g} s", code="timeout") from None
 
-    async def _read_parts(self, reader: asyncio.StreamReader) -> HttpRequest:
+    async def _read_parts(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> HttpRequest:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         except asyncio.LimitOverrunError:
@@ -124,10 +124,14 @@ class HttpServer:
                 "(endpoint.api_key), which ends with it",
                 code="invalid_api_key",
             )
-        body = await self._read_body(reader, headers)
+        length = self._body_bytes(headers)
+        if headers.get("expect", "").lower() == "100-continue" and words[2] != "HTTP/1.0":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # to a client that waits for it, as curl does
+        body = await _read_json(reader, length)
         return HttpRequest(method=words[0], path=words[1].partition("?")[0], token=token, body=body)
 
-    async def _read_body(self, reader: asyncio.StreamReader, headers: dict[str, str]) -> Any:
+    def _body_bytes(self, headers: dict[str, str]) -> int:
+        """Raises ApiError: the head does not say how many there are, or they are too many."""
         if "transfer-encoding" in headers:
             raise ApiError(411, "the body has no Content-Length; send it in one piece")
         length = headers.get("content-length", "0")
@@ -137,14 +141,18 @@ class HttpServer:
             raise ApiError(
                 413, f"the body has {length} bytes, at most {self._max_body_bytes} are read", code="too_large"
             )
-        try:
-            written = await reader.readexactly(int(length))
-        except asyncio.IncompleteReadError:
-            raise ConnectionResetError("the client went before it had asked") from None
-        try:
-            return json.loads(written) if written else None
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from None
+        return int(length)
+
+
+async def _read_json(reader: asyncio.StreamReader, num_bytes: int) -> Any:
+    try:
+        written = await reader.readexactly(num_bytes)
+    except asyncio.IncompleteReadError:
+        raise ConnectionResetError("the client went before it had asked") from None
+    try:
+        return json.loads(written) if written else None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 async def _outlast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -26,6 +26,11 @@ def first_stop_across(
     return None
 
 
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """What was said before the first stop string; all of it where there is none."""
+    return text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
+
+
 def _num_holding(token_ids: Iterable[int], stop: Sequence[str], decode: Decode) -> int:
     """How many of these tokens, from the first on, hold all of a stop string that begins or ends there. Decoding skips
     special tokens, which therefore do not count."""

@@ -41,8 +41,18 @@ def qwen_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 
     Example: `<tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>`
     """
-    parameters = _parameters(tools)
+    parameters = parameter_schemas(tools)
     return [call for block in _BLOCK.findall(text) for call in _qwen_calls(block, parameters)]
+
+
+def parameter_schemas(tools: Tools) -> dict[tuple[str, str], Any]:
+    """(name of a tool, name of a parameter) -> its schema."""
+    found: dict[tuple[str, str], Any] = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
+                found |= {(name, parameter): schema for parameter, schema in properties.items()}
+    return found
 
 
 FORMATS: Mapping[str, Callable[[str, Tools], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
@@ -63,16 +73,6 @@ def _hermes_call(block: str) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(error='the tool call is not of the form {"name": ..., "arguments": {...}}')
     return ToolCall(name=name, arguments=arguments)
-
-
-def _parameters(tools: Tools) -> dict[tuple[str, str], Any]:
-    """(name of a tool, name of a parameter) -> its schema."""
-    found: dict[tuple[str, str], Any] = {}
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
-                found |= {(name, parameter): schema for parameter, schema in properties.items()}
-    return found
 
 
 def _qwen_calls(block: str, parameters: Mapping[tuple[str, str], Any]) -> Iterator[ToolCall]:

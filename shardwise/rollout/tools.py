@@ -2,17 +2,18 @@
 
 import asyncio
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, validate_call
 
 from shardwise.config import error_text
 from shardwise.rollout.environment import Messages
-from shardwise.rollout.timed_calls import USER_ERRORS, Deadline, call_in_time
-from shardwise.rollout.tool_calls import FORMATS, ToolCall, Tools
+from shardwise.rollout.timed_calls import USER_ERRORS, Deadline, call_in_time, is_coroutine
+from shardwise.rollout.tool_calls import FORMATS, ToolCall, Tools, parameter_schemas
 from shardwise.types import Example
 
 
@@ -21,7 +22,7 @@ class ToolEnvironment:
 
     All calls of a turn run at the same time. A call that cannot be read, names no tool, does not fit its signature,
     raises or takes too long is answered with what is wrong, so that the policy can do better: it is no failure of the
-    episode.
+    episode. Calls of the last turn are not made, for nobody would read what they return.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ToolEnvironment:
         functions: Mapping[str, Callable[..., Any]],
         *,
         call_format: str,
+        max_turns: int,
         tool_timeout_seconds: float,
         max_calls_per_turn: int,
         max_result_chars: int,
@@ -36,17 +38,21 @@ class ToolEnvironment:
     ) -> None:
         """
         Args:
-            functions: by the name they are called by; plain functions or coroutines.
+            functions: by the name they are called by, as `checked` gives them.
             call_format: one of tool_calls.FORMATS.
+            max_turns: of the policy, in one episode.
             tool_timeout_seconds: of one call.
             max_calls_per_turn: further ones are answered with an error.
             max_result_chars: what is beyond is cut off.
-            schemas: of the functions; the format qwen needs them to tell text from JSON.
+            schemas: of the functions; an `enum` of a parameter allows these values alone, and the format qwen needs
+                types to tell text from JSON.
         """
         self._functions = functions
         self._offered = set(functions)
         self._read = FORMATS[call_format]
         self._schemas = schemas
+        self._parameters = parameter_schemas(schemas)
+        self._turns_left = max_turns
         self._seconds = tool_timeout_seconds
         self._max_calls = max_calls_per_turn
         self._max_chars = max_result_chars
@@ -58,9 +64,12 @@ class ToolEnvironment:
 
     async def step(self, response: str) -> Messages | None:
         """One message of role tool for each call."""
-        too_many = f"too many calls in one turn, at most {self._max_calls}"
+        self._turns_left -= 1
+        num_made, why_not = self._max_calls, f"too many calls in one turn, at most {self._max_calls}"
+        if self._turns_left == 0:
+            num_made, why_not = 0, "this is the last turn, so nobody would read the answer"
         calls = [
-            call if number < self._max_calls else replace(call, error=too_many)
+            call if number < num_made else replace(call, error=why_not)
             for number, call in enumerate(self._read(response, self._schemas))
         ]
         results = await asyncio.gather(*map(self._answer, calls))
@@ -94,20 +103,59 @@ class ToolEnvironment:
             nearest = difflib.get_close_matches(call.name, self._offered, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tools are {', '.join(sorted(self._offered))}"
             raise _CallError(f"there is no tool {call.name!r}; {hint}")
+        self._require_choices(call)
         try:
             function = partial(self._functions[call.name], **call.arguments)
             return str(await call_in_time(function, Deadline(self._seconds)))
-        except ValidationError as error:
-            raise _CallError(f"{call.name}: {_first_problem(error)}") from None
+        except WrongArguments as error:
+            raise _CallError(f"{call.name}: {error}") from None
         except USER_ERRORS as error:
             raise _CallError(f"{call.name}: {type(error).__name__}: {error_text(error)}") from None
+
+    def _require_choices(self, call: ToolCall) -> None:
+        """Raises _CallError: an argument, or an item of one that is a list, is none of those that the schema names."""
+        for name, value in call.arguments.items():
+            match self._parameters.get((call.name, name)):
+                case {"enum": list(choices)} if value is not None:  # whether there may be none, the type hint says
+                    if any(item not in choices for item in (value if isinstance(value, list) else [value])):
+                        raise _CallError(f"{call.name}: {name}: Input should be one of {json.dumps(choices)}")
+
+
+class WrongArguments(Exception):
+    """What is wrong with the first argument that does not fit a tool."""
+
+
+def checked(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, checking what it is called with against its type hints.
+
+    Args:
+        tool: a plain function, or a coroutine function.
+    Returns:
+        What is called with the same arguments, each by its name, and is a coroutine function if the tool is one. It
+        raises WrongArguments where they do not fit; what else it raises, the tool does.
+    Raises:
+        Exception: of pydantic's, for type hints that nothing can be checked against.
+    """
+
+    @wraps(tool)
+    def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    fitting = validate_call(arguments)
+
+    def call(**given: Any) -> Any:
+        try:
+            args, kwargs = fitting(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise WrongArguments(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return tool(*args, **kwargs)
+
+    async def call_coroutine(**given: Any) -> Any:
+        return await call(**given)
+
+    return call_coroutine if is_coroutine(tool) else call
 
 
 class _CallError(Exception):
     """What the policy is told about a call that went wrong."""
-
-
-def _first_problem(error: ValidationError) -> str:
-    """Of arguments that do not fit the function's signature."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -48,6 +48,7 @@ def test_tools_are_a_type():
         ({"parameters": {}}, {}, r"rollout\.environment\.path: required"),
         ({"type": "tools", "functions": []}, {}, r"rollout\.environment\.functions=\[\]: list should have at least 1"),
         ({"type": "tools", "functions": ["a.py:f"], "path": "x"}, {}, "type=tools has no such key"),
+        ({"type": "tools", "functions": ["a.py:f"], "max_turns": 1}, {}, "max_turns=1 leaves no turn for calls"),
         (
             {"type": "tools", "functions": ["a.py:f"], "tool_timeout_seconds": 60},
             {},

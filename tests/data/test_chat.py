@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer
@@ -174,6 +175,27 @@ def test_half_a_character_in_an_observation_is_replaced(tokenizer):
     tokenizer.chat_template = CHATML
     assert observed(tokenizer, "a\ud83db", last="<|end|>") == "\n<|user|>\na?b<|end|>\n<|assistant|>\n"
     assert observed(tokenizer, "a\ud83db", last="<|end|>", apply_chat_template=False) == "a?b"
+
+
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+def test_a_text_that_spells_a_token_of_images_or_videos_is_refused_where_there_are_none(tokenizer, apply_chat_template):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>", "<|video|>"]})
+    media = {"media_token_ids": tokenizer.convert_tokens_to_ids(["<|image|>", "<|video|>"]), "origin": "row"}
+    for token in ("<|image|>", "<|video|>"):
+        reason = rf"^row: the text spells '{re.escape(token)}', by which the model knows a part of an image or a video"
+        with pytest.raises(DataError, match=reason):
+            render_observation(
+                tokenizer,
+                f"no {token}",
+                apply_chat_template=apply_chat_template,
+                last_token_id=1,
+                max_chars=100,
+                **media,
+            )
+        with pytest.raises(DataError, match=reason):
+            render_prompt(tokenizer, f"{token}?", apply_chat_template=apply_chat_template, system_prompt=None, **media)
+    words = render_prompt(tokenizer, "<|image?", apply_chat_template=False, system_prompt=None, **media)
+    assert tokenizer.decode(words) == "<|image?"
 
 
 def test_a_template_that_drops_what_was_said_is_refused(tokenizer):

@@ -230,13 +230,25 @@ def test_a_prompt_with_a_response_has_images_too(load, picture, tokenizer):
 
 @pytest.fixture
 def ask(vision, tokenizer, tmp_path):
-    def read(rows, *, vision=vision, **settings):
+    def read(rows, *, vision=vision, media_token_ids=(), **settings):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         config = PromptDataConfig(ground_truth_column="answer", **settings)
-        return prompt_examples(config, [str(path)], tokenizer, max_rows=None, vision=vision).rows
+        return prompt_examples(
+            config, [str(path)], tokenizer, max_rows=None, vision=vision, media_token_ids=media_token_ids
+        ).rows
 
     return read
+
+
+def test_a_prompt_that_spells_the_image_token_is_refused_also_where_no_images_are_shown(ask, picture, tmp_path):
+    picture().save(tmp_path / "a.png")
+    row = {"prompt": "What is <|image_pad|>?", "answer": "5"}
+    with pytest.raises(DataError, match=r"line 1: the text has 1 times '<\|image_pad\|>' for 0 images"):
+        ask([row], media_token_ids=[PAD])
+    with pytest.raises(DataError, match=r"line 1: the text spells '<\|image_pad\|>', .* none is shown here"):
+        ask([row], media_token_ids=[PAD], vision=None)
+    assert ask([row | {"prompt": "<image>What?", "images": ["a.png"]}], media_token_ids=[PAD])
 
 
 def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp_path):

@@ -1,10 +1,14 @@
 import json
 import os
 from itertools import combinations
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
+from tiny_models import tiny_vision_model
 
 from shardwise.config import ConfigError, EvalConfig, RewardConfig
+from shardwise.data import train_tokenizer
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.evaluate import by_source, evaluate, greedy_accuracy, majority_is_correct, pass_at_k, summarize
 
@@ -148,6 +152,72 @@ def test_results_say_what_was_measured_and_stay_with_their_samples_when_more_is(
         assert results == found[number]
         assert len((run / f"samples.jsonl{place}").read_text().splitlines()) == num_samples
         assert EvalConfig.load(run / f"config.yaml{place}") == measured[number]
+
+
+class Describes:
+    """Answers the first turn with what the row says."""
+
+    def reset(self, example):
+        self.answer = example.ground_truth
+
+    def step(self, response):
+        return self.answer
+
+    def reward(self):
+        return 1.0
+
+    def close(self): ...
+
+
+def asks(example, endpoint):
+    """The first request says what the row says."""
+    body = {"model": endpoint.model, "messages": [{"role": "user", "content": example.ground_truth}]}
+    request = Request(
+        f"{endpoint.base_url}/chat/completions",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {endpoint.api_key}"},
+    )
+    try:
+        with urlopen(request, timeout=10):
+            return 1.0
+    except HTTPError as refused:
+        raise ValueError(json.load(refused)["error"]["message"]) from None
+
+
+@pytest.mark.parametrize(
+    ("environment", "failed"),
+    [
+        ({"type": "custom", "path": f"{__file__}:Describes", "max_turns": 2}, "step() returned what cannot be read: "),
+        ({"type": "agent", "path": f"{__file__}:asks"}, "the agent failed: ValueError: the request: "),
+    ],
+)
+def test_what_spells_the_token_of_images_fails_its_own_episode(
+    group_of_one, write_jsonl, tmp_path, capsys, environment, failed
+):
+    """The engine, which knows a part of an image by it, would end the run."""
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    model = tiny_vision_model("qwen3_vl", vocab_size=262)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    said = ["a cat", "<|image_pad|>", "a dog"]
+    files = write_jsonl("v.jsonl", [{"prompt": "?", "reward_model": {"ground_truth": answer}} for answer in said])
+    config = evaluation(
+        tmp_path / "model",
+        files,
+        tmp_path / "run",
+        f"rollout.environment={json.dumps(environment)}",
+        "rollout.max_response_tokens=50",
+        f"rollout.stop_token_ids={list(range(262))}",
+        "reward.functions=[{type: environment}]",
+        "reward.on_failure=value",
+    )
+    evaluate(config, group_of_one)
+    group_of_one.call("close")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["reward"] for sample in samples] == [1.0, 0.0, 1.0]
+    assert f"row v.jsonl line 2: {failed}" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_an_output_folder_that_cannot_be_taken_is_named_before_anything_is_computed(

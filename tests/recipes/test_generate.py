@@ -68,11 +68,17 @@ def test_sampling_gives_as_many_lines_as_asked_and_the_same_for_the_same_seed(mo
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_tokens": 0}, {"num_completions": 0}, {"temperature": -0.5}, {"temperature": math.nan}]
+    ("bad", "told"),
+    [
+        ({"max_tokens": 0}, "--max-tokens=0; a completion has at least 1, or leave it out"),
+        ({"num_completions": 0}, "--num-completions=0; give at least 1"),
+        ({"temperature": -0.5}, "--temperature=-0.5; give a number of at least 0, which is greedy"),
+        ({"temperature": math.nan}, "--temperature=nan; give a number"),
+    ],
 )
-def test_numbers_out_of_range_are_refused(model_folder, bad):
-    with pytest.raises(ConfigError, match="at least"):
-        converse(str(model_folder), **{**OPTIONS, **bad})
+def test_a_number_out_of_range_is_refused_by_its_name_alone(model_folder, bad, told):
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        converse(str(model_folder), **{**OPTIONS, "max_tokens": None, **bad})
 
 
 def test_without_a_number_completions_fill_what_the_context_leaves(model_folder, capsys, monkeypatch):
@@ -90,7 +96,8 @@ def test_without_a_number_completions_fill_what_the_context_leaves(model_folder,
     monkeypatch.setattr("shardwise.recipes.generate.DEFAULT_TOKENS", 7)
     converse(str(model_folder), **options)
     assert asked[1:] == [7]
-    with pytest.raises(ConfigError, match="the prompt \\+ --max-tokens = 104 tokens, more than the 96"):
+    told = r"^the prompt's 103 tokens \+ the one token of a completion = 104 tokens, more than the 96"
+    with pytest.raises(ConfigError, match=told):
         converse(str(model_folder), **options | {"prompts": ["1" * 103]})
     assert capsys.readouterr().err == ""
 
@@ -102,5 +109,5 @@ def test_the_help_names_the_default_number_of_tokens(capsys):
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(model_folder):
-    with pytest.raises(ConfigError, match="the prompt \\+ --max-tokens = 109 tokens, more than the 96"):
+    with pytest.raises(ConfigError, match=r"^the prompt's 103 tokens \+ --max-tokens = 109 tokens, more than the 96"):
         converse(str(model_folder), **{**OPTIONS, "prompts": ["1" * 100], "max_tokens": 6})

@@ -125,6 +125,23 @@ def test_messages_say_the_same_in_different_forms():
     assert not says_the_same(told, {"role": "user", "content": "5"})
 
 
+@pytest.mark.parametrize(
+    ("role", "content", "expected"),
+    [
+        ("assistant", "5", True),
+        ("assistant", "5##", True),
+        ("assistant", " 5\n#", True),
+        ("assistant", "5###", False),
+        ("assistant", "5#6", False),
+        ("user", "5#", False),
+    ],
+)
+def test_what_an_assistant_said_is_the_same_with_the_stop_string_behind_it(role, content, expected):
+    one, other = {"role": role, "content": "5"}, {"role": role, "content": content}
+    assert says_the_same(one, other, ["#", "##"]) is expected
+    assert says_the_same(other, one, ["#", "##"]) is expected
+
+
 @pytest.fixture
 def answer():
     text = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'

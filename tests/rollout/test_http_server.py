@@ -117,6 +117,33 @@ def test_f47_a_refused_client_that_goes_on_sending_is_cut_off(server):
 HEAD = b"POST /x HTTP/1.1\r\nAuthorization: Bearer a\r\n"
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("expect", [b"100-continue", b"100-Continue"])
+def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(server, expect):
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=0.4)) as sock:
+        sock.sendall(HEAD + b"Expect: " + expect + b"\r\nContent-Length: 3\r\n\r\n")
+        assert sock.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(b"[1]")
+        assert b'"body": [1]' in b"".join(iter(lambda: sock.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (HEAD + b"Content-Length: 6000\r\n", "413 "),
+        (HEAD.replace(b"r a", b"r c") + b"Content-Length: 3\r\n", "401 "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n", "411 "),
+    ],
+)
+def test_a_client_that_asks_before_it_sends_what_is_refused_is_told_so_at_once(server, data, status):
+    assert send(server, data + b"Expect: 100-continue\r\n\r\n").startswith(f"HTTP/1.1 {status}")
+
+
+def test_a_client_too_old_to_know_interim_answers_gets_none(server):
+    head = HEAD.replace(b"1.1", b"1.0") + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+    assert send(server, head + b"[1]").startswith("HTTP/1.1 200 OK")
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [

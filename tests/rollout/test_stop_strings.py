@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.rollout.stop_strings import brings_stop, first_stop_across
+from shardwise.rollout.stop_strings import before_stop, brings_stop, first_stop_across
 
 SPECIAL = 256
 
@@ -51,3 +51,17 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(num_special):
     assert not brings_stop([65, *between, 67], ["AB"], decode)
     assert first_stop_across([65], [*between, 66, 67], ["AB"], decode) == num_special + 1
     assert first_stop_across([65, *between], [66, 67], ["AB"], decode) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("two = 2. ", ["."], "two = 2"),
+        ("two = 2", ["2", "="], "two "),
+        ("two = 2", ["3"], "two = 2"),
+        ("two", [], "two"),
+        ("two", ["two"], ""),
+    ],
+)
+def test_what_was_said_ends_before_the_first_stop_string(text, stop, expected):
+    assert before_stop(text, stop) == expected

@@ -4,11 +4,14 @@ import asyncio
 import json
 import threading
 import time
+from typing import Literal
 
 import pytest
-from pydantic import validate_call
+from pydantic import BaseModel
+from transformers.utils import get_json_schema
 
 from shardwise.rollout import ToolEnvironment
+from shardwise.rollout.tools import checked
 from shardwise.types import Example
 
 
@@ -35,6 +38,18 @@ def fails() -> None:
     raise RuntimeError("the tool is away")
 
 
+class Order(BaseModel):
+    count: int
+
+
+def orders(count: str) -> int:
+    return Order(count=count).count
+
+
+async def orders_later(count: str) -> int:
+    return orders(count)
+
+
 class Mute(Exception):
     def __str__(self):
         raise ValueError("no words")
@@ -57,10 +72,17 @@ async def blocks() -> str:
     return "too late"
 
 
-def environment(**options):
-    defaults = {"call_format": "hermes", "tool_timeout_seconds": 5.0, "max_calls_per_turn": 16, "max_result_chars": 60}
-    odd = (mutters, cancels, interrupts, blocks)
-    tools = {tool.__name__: validate_call(tool) for tool in (add, slow_echo, nap, fails, active_threads, *odd)}
+def environment(*more, **options):
+    """With tools beside those of this file."""
+    defaults = {
+        "call_format": "hermes",
+        "max_turns": 8,
+        "tool_timeout_seconds": 5.0,
+        "max_calls_per_turn": 16,
+        "max_result_chars": 70,
+    }
+    more += (orders, orders_later, mutters, cancels, interrupts, blocks)
+    tools = {tool.__name__: checked(tool) for tool in (add, slow_echo, nap, fails, active_threads, *more)}
     return ToolEnvironment(tools, **(defaults | options))
 
 
@@ -113,6 +135,9 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_made():
         (call("add"), "error: add: a: Missing required argument"),
         (call("add", a=1, c=1), "error: add: c: Unexpected keyword argument"),
         (call("fails"), "error: fails: RuntimeError: the tool is away"),
+        (call("orders", count="x"), "error: orders: ValidationError: 1 validation error for Order\n"),
+        (call("orders_later", count="x"), "error: orders_later: ValidationError: 1 validation error for Order\n"),
+        (call("orders", count=5), "error: orders: count: Input should be a valid string"),
         (call("mutters"), "error: mutters: Mute: (its __str__ raised ValueError)"),
         (call("cancels"), "error: cancels: RuntimeError: the call was cancelled from inside"),
         (call("interrupts"), "error: interrupts: KeyboardInterrupt: "),
@@ -142,6 +167,67 @@ def test_a_row_offers_some_tools_only():
     made.reset(example([]))
     (message,) = asyncio.run(made.step(call("add", a=1)))
     assert message["content"] == "error: there are no tools"
+
+
+def test_choices_of_a_schema_are_the_values_that_there_are():
+    """transformers reads them from a docstring, which no type hint tells of."""
+
+    def serves(drink: str | None = None, extras: list[str] = []) -> str:  # noqa: B006
+        """Serves.
+
+        Args:
+            drink: What (choices: ["tea", "coffee"])
+            extras: With what (choices: ["milk"])
+        """
+        return f"{drink} with {extras}"
+
+    made = environment(serves, schemas=[get_json_schema(serves)])
+    asked = [{"drink": "tea", "extras": ["milk"]}, {"drink": None}, {"drink": "wine"}, {"extras": ["milk", "honey"]}]
+    assert answers(made, *[call("serves", **arguments) for arguments in asked]) == [
+        "tea with ['milk']",
+        "None with []",
+        'error: serves: drink: Input should be one of ["tea", "coffee"]',
+        'error: serves: extras: Input should be one of ["milk"]',
+    ]
+
+
+def test_values_of_a_literal_are_the_values_that_there_are():
+    def serves(drink: Literal["tea", "coffee"], cups: Literal[1, 2] = 1) -> str:
+        return f"{cups} {drink}"
+
+    made = environment(serves)
+    asked = [{"drink": "tea", "cups": 2}, {"drink": "wine"}, {"drink": "tea", "cups": 3}]
+    assert answers(made, *[call("serves", **arguments) for arguments in asked]) == [
+        "2 tea",
+        "error: serves: drink: Input should be 'tea' or 'coffee'",
+        "error: serves: cups: Input should be 1 or 2",
+    ]
+
+
+def test_calls_of_the_last_turn_are_not_made_and_end_the_episode_all_the_same():
+    done = []
+
+    def notes(text: str) -> None:
+        done.append(text)
+
+    made = environment(notes, max_turns=2)
+    made.reset(example())
+    asyncio.run(made.step(call("notes", text="first")))
+    assert asyncio.run(made.step(call("notes", text="second"))) == [
+        {
+            "role": "tool",
+            "name": "notes",
+            "content": "error: this is the last turn, so nobody would read the answer",
+        }
+    ]
+    assert done == ["first"]
+    assert made.reward() == {"score": 0.0, "tool_calls": 2, "tool_errors": 1}
+
+
+def test_a_last_turn_without_calls_is_the_answer():
+    made = environment(max_turns=1)
+    made.reset(example())
+    assert asyncio.run(made.step("it is 5")) is None
 
 
 def test_the_other_format_is_read_where_it_is_chosen():

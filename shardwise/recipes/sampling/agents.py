@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -60,13 +60,14 @@ class Agents:
         generate: Generate,
         *,
         max_prompt_tokens: int,
+        media_token_ids: Collection[int] = (),
     ) -> None:
-        """Opens the endpoint. `agent` is called once for each completion."""
+        """Opens the endpoint. `agent` is called once for each completion; no message may bring in `media_token_ids`."""
         self._config = config
         self._agent = agent
         self._tokenizer = tokenizer
         self._generate = generate
-        self._limits = Limits(max_prompt_tokens, config.max_turns, longest_token(tokenizer))
+        self._limits = Limits(max_prompt_tokens, config.max_turns, longest_token(tokenizer), media_token_ids)
         self._version, self._has_sampled = 0, False
         self._has_refused_keys = False
         self._changed = threading.Condition()

@@ -1,5 +1,6 @@
 """An episode whose turns are asked for by chat requests: messages on one side, the tokens to train on the other."""
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
@@ -12,6 +13,7 @@ from shardwise.recipes.sampling.episodes import Episode, empty_completion, with_
 from shardwise.rewards import Answer
 from shardwise.rollout import chat_format
 from shardwise.rollout.chat_format import ApiError, ChatAnswer, ChatRequest, Message
+from shardwise.rollout.stop_strings import before_stop
 from shardwise.types import Completion, Example, GenerateRequest
 
 ORIGIN = "the request"
@@ -20,13 +22,15 @@ ORIGIN = "the request"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a conversation may not exceed."""
+    """What a conversation may hold."""
 
     max_prompt_tokens: int
     """The messages of the first request, rendered."""
     max_turns: int
     longest_token: int
     """In characters: what is longer than its tokens could be is refused before it is tokenized."""
+    media_token_ids: Collection[int] = ()
+    """That no message may spell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class Conversation:
         self._completion, self._last_turn_start = with_turn(before, turn), len(before.token_ids)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         message = chat_format.read_turn(
-            text,
+            before_stop(text, self._request.stop),
             self.num_turns,
             call_format=self._call_format if asked.reads_calls else None,
             tools=self._tools,
@@ -184,7 +188,10 @@ class Conversation:
     def _repeats(self, messages: list[Message]) -> bool:
         assert self._asked is not None
         last = self._asked.messages
-        return len(messages) == len(last) and all(map(chat_format.says_the_same, messages, last))
+        return len(messages) == len(last) and all(map(self._says_the_same, messages, last))
+
+    def _says_the_same(self, one: Message, other: Message) -> bool:
+        return chat_format.says_the_same(one, other, self._request.stop)
 
     def _first(self, chat: ChatRequest, messages: list[Message], tools: list[dict[str, Any]]) -> Asked:
         num_chars = sum(len(message["content"]) for message in messages)
@@ -194,7 +201,13 @@ class Conversation:
                 f"data.max_prompt_tokens={self._limits.max_prompt_tokens} can hold"
             )
         prompt_ids = render_prompt(
-            self._tokenizer, messages, apply_chat_template=True, system_prompt=None, origin=ORIGIN, tools=tools
+            self._tokenizer,
+            messages,
+            apply_chat_template=True,
+            system_prompt=None,
+            origin=ORIGIN,
+            tools=tools,
+            media_token_ids=self._limits.media_token_ids,
         )
         if len(prompt_ids) > self._limits.max_prompt_tokens:
             self._refuse(
@@ -214,6 +227,7 @@ class Conversation:
             last_token_id=self._completion.token_ids[-1],
             origin=ORIGIN,
             max_chars=(self._request.max_tokens - num_used) * self._limits.longest_token,
+            media_token_ids=self._limits.media_token_ids,
         )
         if self.num_turns == self._limits.max_turns:
             self._refuse(
@@ -241,7 +255,7 @@ class Conversation:
 
     def _new_messages(self, messages: list[Message]) -> list[Message]:
         for number, (said, given) in enumerate(zip(self._messages, messages, strict=False), start=1):
-            if not chat_format.says_the_same(said, given):
+            if not self._says_the_same(said, given):
                 raise ApiError(
                     400,
                     f"message {number} is not what was said before in this episode: "

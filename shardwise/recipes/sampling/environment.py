@@ -5,8 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pydantic import validate_call
-
 from shardwise.config import AgentEnvironment, ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
 from shardwise.rewards import load_function
 
@@ -34,6 +32,7 @@ def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[
                 ToolEnvironment,
                 checked_tools(config),
                 call_format=config.call_format,
+                max_turns=config.max_turns,
                 tool_timeout_seconds=config.tool_timeout_seconds,
                 max_calls_per_turn=config.max_calls_per_turn,
                 max_result_chars=config.max_result_chars,
@@ -101,10 +100,12 @@ def checked_tools(config: ToolsEnvironment) -> dict[str, Callable[..., Any]]:
     Raises:
         ConfigError: type hints that nothing can be checked against.
     """
+    from shardwise.rollout.tools import checked
+
     tools = {}
     for name, tool in load_tools(config).items():
         try:
-            tools[name] = validate_call(tool)
+            tools[name] = checked(tool)
         except Exception as error:
             raise ConfigError(
                 f"{TOOLS}: arguments of {name} cannot be checked against its type hints ({_one_line(error)}); "

@@ -1,6 +1,6 @@
 """Completions of several turns: the policy speaks, an environment answers, until one of them is done."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -106,13 +106,16 @@ class Episodes:
         environment: Callable[[], Any],
         tokenizer: PreTrainedTokenizerBase,
         generate: Generate,
+        *,
+        media_token_ids: Collection[int] = (),
     ) -> None:
-        """`environment` makes one for each completion."""
+        """`environment` makes one for each completion; no answer of it may bring in `media_token_ids`."""
         self._config = config
         self._new_environment = environment
         self._tokenizer = tokenizer
         self._generate = generate
         self._longest_token = longest_token(tokenizer)
+        self._media_token_ids = media_token_ids
         self._caller = EnvironmentCaller(config)
 
     def __enter__(self) -> Self:
@@ -192,6 +195,7 @@ class Episodes:
                     last_token_id=before.token_ids[-1],
                     origin="the environment's answer",
                     max_chars=(game.request.max_tokens - len(before.token_ids)) * self._longest_token,
+                    media_token_ids=self._media_token_ids,
                 )
             except DataError as error:
                 game.fail("step", f"returned what cannot be read: {error}")

@@ -1,7 +1,7 @@
 """From prompts to judged completions: what reinforcement learning and evaluation share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -38,12 +38,14 @@ class Rollouter:
         rewards: Rewards | CustomRewards | None,
         *,
         max_prompt_tokens: int,
+        media_token_ids: Collection[int] = (),
         sync_gate: SyncGate | None = None,
     ) -> None:
         """
         Args:
             rewards: None judges nothing; every reward is 0.
             max_prompt_tokens: of the prompts that agents write.
+            media_token_ids: that environments and agents may not bring in.
             sync_gate: lets new weights in between two calls of the engines, or into one; None: nothing interrupts.
         Raises:
             ConfigError: rollout.environment cannot be used.
@@ -59,10 +61,21 @@ class Rollouter:
         match config.environment:
             case AgentEnvironment() as agents:
                 self._episodes = Agents(
-                    agents, load_agent(agents), tokenizer, self._generate, max_prompt_tokens=max_prompt_tokens
+                    agents,
+                    load_agent(agents),
+                    tokenizer,
+                    self._generate,
+                    max_prompt_tokens=max_prompt_tokens,
+                    media_token_ids=media_token_ids,
                 )
             case CustomEnvironment() | ToolsEnvironment() as environment:
-                self._episodes = Episodes(environment, load_environment(environment), tokenizer, self._generate)
+                self._episodes = Episodes(
+                    environment,
+                    load_environment(environment),
+                    tokenizer,
+                    self._generate,
+                    media_token_ids=media_token_ids,
+                )
 
     def __enter__(self) -> Self:
         return self

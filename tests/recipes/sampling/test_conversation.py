@@ -1,6 +1,7 @@
 """Chat requests to tokens: what was sampled stays, what is new is rendered behind it, anything else is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -22,16 +23,23 @@ def tokenizer():
 
 @pytest.fixture
 def begin(tokenizer):
-    def make(*, max_tokens=200, max_prompt_tokens=60, max_turns=4, call_format="hermes", **sampling):
+    def make(
+        *,
+        max_tokens=200,
+        max_prompt_tokens=60,
+        max_turns=4,
+        call_format="hermes",
+        media_token_ids=(),
+        **sampling,
+    ):
         request = GenerateRequest(
             uid="step 1/0/row/2",
             prompt_ids=[1],
             max_tokens=max_tokens,
             **{"temperature": 0.7, "stop": ["#"], "seed": 5} | sampling,
         )
-        return Conversation(
-            tokenizer, request, Limits(max_prompt_tokens, max_turns, longest_token(tokenizer)), call_format=call_format
-        )
+        limits = Limits(max_prompt_tokens, max_turns, longest_token(tokenizer), media_token_ids)
+        return Conversation(tokenizer, request, limits, call_format=call_format)
 
     return make
 
@@ -131,6 +139,46 @@ def test_calls_are_read_by_the_schemas_of_the_request(begin, tokenizer):
     tools = [{"type": "function", "function": put}]
     message, _ = say(begin(call_format="qwen"), tokenizer, text, USER, tools=tools)
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "5", "n": 5}
+
+
+@pytest.mark.parametrize("echo", ["5", "5#", "5\n", " 5\n#"])
+def test_a_stop_string_is_not_told_and_recognized_with_and_without_it(begin, tokenizer, echo):
+    conversation = begin(stop=["?", "#"])
+    asked = conversation.ask(chat(USER))
+    sampled = turn(tokenizer, "5\n#!", ends=False)  # a token may bring more than the stop string
+    conversation.take(replace(sampled, finish_reason="stop"))
+    choice = completion_body(asked.answer.result(), logprobs=True)["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "5\n"}
+    assert choice["finish_reason"] == "stop"
+    assert [told["token"] for told in choice["logprobs"]["content"]] == ["5", "\n", "#", "!"]
+    echoed = {"role": "assistant", "content": echo}
+    _, again = say(conversation, tokenizer, "6", USER, echoed, USER)
+    assert tokenizer.decode(again.prompt_ids).endswith("<|assistant|>5\n#!<|end|><|user|>2+3=<|end|><|assistant|>")
+    say(conversation, tokenizer, "7", USER, choice["message"], USER, {"role": "assistant", "content": "6#"}, USER)
+    episode = conversation.episode(row(), Answer(), version=0)
+    assert episode.completion.token_ids[:4] == sampled.token_ids
+    assert episode.turns == ["5\n#!", "6", "7"]
+
+
+@pytest.mark.parametrize("echo", ["5#6", "5##", "#", "#5"])
+def test_a_stop_string_lets_no_other_words_in(begin, tokenizer, echo):
+    conversation = begin()
+    say(conversation, tokenizer, "5#", USER, ends=False)
+    with pytest.raises(ApiError, match="message 2 is not what was said before"):
+        conversation.ask(chat(USER, {"role": "assistant", "content": echo}, USER))
+
+
+def test_a_stop_string_of_the_users_is_what_the_user_said(begin, tokenizer):
+    conversation = begin()
+    first, _ = say(conversation, tokenizer, "5", {"role": "user", "content": "2+3=#"})
+    with pytest.raises(ApiError, match="message 1 is not what was said before"):
+        conversation.ask(chat(USER, first, USER))
+
+
+def test_a_stop_string_may_end_a_call(begin, tokenizer):
+    conversation = begin(stop=["</tool_call>"])
+    message, _ = say(conversation, tokenizer, f"So: <tool_call>{json.dumps(CALL)}</tool_call>", USER, tools=TOOLS)
+    assert (message["content"], len(message["tool_calls"])) == ("So:", 1)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +289,21 @@ def test_messages_that_the_template_refuses_are_a_refusal(begin, tokenizer):
         conversation.ask(chat({"role": "user", "content": " "}))
     assert refused.value.status == 400
     say(conversation, tokenizer, "5", USER)
+
+
+def test_a_message_that_spells_an_image_is_a_refusal_and_changes_nothing(begin, tokenizer):
+    """A part of an image without one would end the run of everybody where it is sampled."""
+    media = tokenizer.convert_tokens_to_ids("<|system|>")
+    conversation, spelled = begin(media_token_ids=[media]), {"role": "user", "content": "what is <|system|>?"}
+    told = r"^the request: the text spells '<\|system\|>', by which the model knows a part of an image"
+    with pytest.raises(ApiError, match=told) as refused:
+        conversation.ask(chat(spelled))
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    first, _ = say(conversation, tokenizer, "5", USER)
+    with pytest.raises(ApiError, match=told):
+        conversation.ask(chat(USER, first, spelled))
+    say(conversation, tokenizer, "6", USER, first, USER)
+    assert (conversation.num_turns, conversation.refusal) == (2, None)
 
 
 def test_half_a_surrogate_pair_is_no_character(begin, tokenizer):

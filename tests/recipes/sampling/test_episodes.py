@@ -222,6 +222,18 @@ def test_f41_what_is_raised_before_a_line_of_the_environment_is_reached_names_no
     assert episode.outcome.failure == f"step() failed: {failure}"
 
 
+def test_an_answer_that_spells_a_token_of_images_fails_its_episode_alone():
+    scripts = {"row 1/0": ["489"], "row 1/1": ["49", "39"]}  # the environment says 748 and 74
+    policy, config = Policy(scripts), CustomEnvironment(path="a.py:B")
+    with Episodes(config, Echo, Digits(), policy, media_token_ids=[8]) as episodes:
+        ((bad, good),) = play_all(episodes, group_size=2)
+    assert bad.outcome.failure.startswith(
+        "step() returned what cannot be read: the environment's answer: the text spells '8', by which the model knows"
+    )
+    assert (bad.completion.token_ids, made[0].calls[-1]) == ([4, 8, 9], ("close",))
+    assert (good.outcome.failure, good.completion.num_turns) == (None, 2)
+
+
 def test_one_failure_leaves_the_other_episodes_alone():
     class FailsOnTwo(Echo):
         async def step(self, response):

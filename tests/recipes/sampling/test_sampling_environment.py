@@ -1,11 +1,12 @@
 import asyncio
 import functools
+import json
 from typing import Annotated
 
 import pytest
 from pydantic import Field
 
-from shardwise.config import ConfigError, CustomEnvironment, EvalConfig, RLConfig, ToolsEnvironment
+from shardwise.config import ConfigError, CustomEnvironment, DataError, EvalConfig, RLConfig, ToolsEnvironment
 from shardwise.data import build_model_folder, train_tokenizer
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.rl import train
@@ -124,6 +125,15 @@ def anything(**numbers: int) -> int:
     """
 
 
+def serve(drink: str) -> str:
+    """Serves.
+
+    Args:
+        drink: What (choices: ["tea", "coffee"])
+    """
+    return drink
+
+
 def unresolved(a: "Nowhere") -> int:  # noqa: F821
     """Adds.
 
@@ -171,6 +181,18 @@ def test_a_tool_that_takes_text_is_given_text_that_reads_as_json():
     for text in ("5", "null", '{"a": 1}', "so"):
         call = f"<tool_call><function=shout><parameter=text>{text}</parameter></function></tool_call>"
         assert answer_of(made, call) == f"{text}!"
+
+
+@pytest.mark.parametrize("call_format", ["hermes", "qwen"])
+def test_choices_that_a_docstring_names_are_the_values_that_there_are(call_format):
+    assert tool_schemas(tools("serve"))["serve"]["function"]["parameters"]["properties"]["drink"]["enum"]
+    for drink, answer in (("tea", "tea"), ("wine", 'error: serve: drink: Input should be one of ["tea", "coffee"]')):
+        call = {
+            "hermes": json.dumps({"name": "serve", "arguments": {"drink": drink}}),
+            "qwen": f"<function=serve><parameter=drink>{drink}</parameter></function>",
+        }[call_format]
+        made = load_environment(tools("serve", call_format=call_format))()
+        assert answer_of(made, f"<tool_call>{call}</tool_call>") == answer
 
 
 def answer_of(made, text):
@@ -234,13 +256,28 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer, call_format, tag):
 def test_a_recipe_looks_at_the_tags_before_it_reads_a_row(recipe, config, tokenizer, tmp_path):
     tokenizer.add_tokens(["<tool_call>"], special_tokens=True)
     build_model_folder(tmp_path, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=16)
+    with pytest.raises(ConfigError, match="marks calls with <tool_call>"):
+        recipe(with_tools(config, tmp_path, "gone.jsonl"), None)
+
+
+@pytest.mark.parametrize(("recipe", "config"), [(train, RLConfig), (evaluate, EvalConfig)])
+def test_a_recipe_refuses_rows_that_spell_the_token_of_images(recipe, config, tokenizer, tmp_path):
+    build_model_folder(tmp_path, tokenizer=tokenizer, hidden_size=16, num_layers=1, intermediate_size=16)
+    written = json.loads((tmp_path / "config.json").read_text())
+    five = tokenizer.convert_tokens_to_ids("5")
+    (tmp_path / "config.json").write_text(json.dumps(written | {"image_token_id": five}))
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "2+3=5", "reward_model": {"ground_truth": ""}}')
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: the text spells '5', by which the model knows a part"):
+        recipe(with_tools(config, tmp_path, str(rows)), None)
+
+
+def with_tools(config, folder, files):
     tree = {
-        "model": {"path": str(tmp_path)},
-        "data": {"validation_files": "gone.jsonl", "max_prompt_tokens": 8},
+        "model": {"path": str(folder)},
+        "data": {"validation_files": files, "max_prompt_tokens": 8},
         "rollout": {"environment": tools("add").model_dump(), "max_response_tokens": 8},
         "reward": {"functions": "a.py:b"},
     }
     if config is RLConfig:
-        tree["data"]["train_files"] = "gone.jsonl"
-    with pytest.raises(ConfigError, match="marks calls with <tool_call>"):
-        recipe(config.parse(tree, origin="test"), None)
+        tree["data"]["train_files"] = files
+    return config.parse(tree, origin="test")
