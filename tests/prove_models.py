@@ -15,10 +15,12 @@ from family_table import FAMILIES, REFUSED
 from ranks import RankError, RankPool
 from transformers.utils.logging import disable_progress_bar
 
+from shardwise import families
 from shardwise.families import CHECKS, PROVEN, other_release, proven_record
+from shardwise.families.proven import RECORD_NAME
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "shardwise" / "ops" / "proven.json"
+RECORD = Path(families.__file__).with_name(RECORD_NAME)
 PAGE = ROOT / "docs" / "models.md"
 
 

@@ -23,6 +23,7 @@ from shardwise.families import (
     rotary_limit,
     unproven_reason,
     unsupported_reason,
+    vision_reason,
 )
 from shardwise.memfd import SharedTensors
 from shardwise.model_config import read_model_config, require_generates
@@ -268,7 +269,7 @@ class EmbeddedEngine:
             return
         for request in requests:
             if request.images is not None:
-                raise ModelError(f"{request.uid} has images, and {type(self._model).__name__} sees none")
+                raise ModelError(f"{request.uid} has images: {vision_reason(self._model)}")
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.families import (
@@ -24,6 +24,7 @@ from shardwise.families import (
     is_own_mask,
     mask_as_span,
     sequence_mixers,
+    with_release,
 )
 from shardwise.ops import VARLEN_READS_CACHES, attend, seen_keys, varlen_decode_attention, varlen_problem
 from shardwise.rollout.decode_kernels import DecodeKernels
@@ -32,7 +33,7 @@ from shardwise.rollout.mixer_states import MixerStates, places_by_length
 CACHED_ATTENTION = "shardwise_cached"
 _SPAN_STEP = 64
 """Decode steps on a GPU look at a multiple of so many cache places."""
-_CACHE_PARAMETERS = ("cache_params", "past_key_values")
+_CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
 """What families call the cache that a sequence mixer takes."""
 
 _cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
@@ -265,11 +266,13 @@ class CachedMixer(ActivationWrapper):
 
 
 def cache_mixers(model: PreTrainedModel) -> None:
-    """Puts the sequence mixers of a model into CachedMixer, in place. Raises ModelError: one takes no cache."""
+    """Puts the sequence mixers of a model into CachedMixer, in place. Raises ModelError: one takes no cache, or one of
+    a release of transformers that asks it for other things."""
     for path, mixer in sequence_mixers(model).items():
         names = [name for name in _CACHE_PARAMETERS if name in inspect.signature(mixer.forward).parameters]
-        if not names:
-            raise ModelError(f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache")
+        if not names or not hasattr(Cache, MixerStates.get_conv_state.__name__):
+            reason = f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache of ours"
+            raise ModelError(with_release(reason))
         model.set_submodule(path, CachedMixer(mixer, names[0]))
 
 

@@ -1,5 +1,6 @@
 """The record of what is proven of each family: that it says the truth, and that engines go by it."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from family_checks import CPU, Proof
 from family_table import FAMILIES, REFUSED, save_model
-from prove_models import PAGE, page
+from prove_models import PAGE, RECORD, page
 from ranks import RankError
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
@@ -33,6 +34,7 @@ def test_what_is_proven_of_a_family_is_what_the_record_says(run_ranks, tmp_path,
 
 def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
     record = proven_record()
+    assert json.loads(RECORD.read_text(encoding="utf-8"))["families"] == record
     assert record.keys() == FAMILIES.keys() | REFUSED.keys()
     assert all(row.keys() == CHECKS.keys() for family, row in record.items() if family in FAMILIES)
     assert PAGE.read_text(encoding="utf-8") == page(record, proven_release()), "run make models"

@@ -8,7 +8,7 @@ from stand_in_kernels import varlen_over_caches
 from torch import nn
 
 from shardwise.config import ModelError
-from shardwise.ops import attention
+from shardwise.ops import VARLEN_READS_CACHES, attention
 from shardwise.rollout import kv_cache
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import CacheSize, KVCache, _cached_attention
@@ -127,7 +127,7 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypat
         for row, (sequence, position) in enumerate(rows):
             torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
-    assert bool(calls) == (kernels == "varlen" and softcap is None and chunk is None)
+    assert bool(calls) == (VARLEN_READS_CACHES and kernels == "varlen" and softcap is None and chunk is None)
 
 
 def test_a_cache_takes_the_bytes_of_its_layers():
