@@ -21,6 +21,8 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
     Raises:
         ModelError: it is missing, damaged or of a model that transformers does not know, or a value in it is wrong.
     """
+    if not (folder / "config.json").is_file():  # else transformers looks for it on the hub
+        raise ModelError(f"{folder / 'config.json'} does not exist; a model folder needs one")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # whatever a value in the file leads to

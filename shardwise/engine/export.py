@@ -61,29 +61,29 @@ def export_folder(
     Raises:
         ExportError: on every rank, if a rank could not write; names it and the cause.
     """
-    staging = staging_folder(path)
+    staging = path.with_name(f".{path.name}.partial")
     plan = ExportPlan.of(model, dtype, max_shard_size=max_shard_size)
-    with raised_on_every_rank(ExportError), named_failures(staging):
+    try:
+        with raised_on_every_rank(ExportError), named_failures(staging):
+            if dist.get_rank() == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                plan.write_configs(staging, tokenizer)
+        writers = plan.writers(staging)
+        merged = merged_state(model) if weights is None else weights
+        for block, wholes in gathered_blocks(merged, plan.blocks):
+            writers.write(block, wholes)
+        with raised_on_every_rank(ExportError), named_failures(staging):
+            writers.finish()
+        with raised_on_every_rank(ExportError), named_failures(path):
+            if dist.get_rank() == 0:
+                plan.finish(staging)
+                shutil.rmtree(path, ignore_errors=True)
+                os.replace(staging, path)
+    except BaseException:
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            plan.write_configs(staging, tokenizer)
-    writers = plan.writers(staging)
-    merged = merged_state(model) if weights is None else weights
-    for block, wholes in gathered_blocks(merged, plan.blocks):
-        writers.write(block, wholes)
-    with raised_on_every_rank(ExportError), named_failures(staging):
-        writers.finish()
-    with raised_on_every_rank(ExportError), named_failures(path):
-        if dist.get_rank() == 0:
-            plan.finish(staging)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(staging, path)
-
-
-def staging_folder(path: Path) -> Path:
-    """Where an export to `path` is until it is whole."""
-    return path.with_name(f".{path.name}.partial")
+        raise
 
 
 @dataclass(frozen=True, slots=True)

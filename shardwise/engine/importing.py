@@ -1,6 +1,5 @@
 """The weights of another trainer's checkpoint, written as a Hugging Face folder, one block at a time."""
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError
 from shardwise.engine.conversions import ImportBlock, export_blocks
-from shardwise.engine.export import export_folder, staging_folder
+from shardwise.engine.export import export_folder
 from shardwise.engine.foreign import ShardedTensors
 from shardwise.engine.loading import checked_blocks, require_same_copy
 from shardwise.engine.runtime_state import runtime_state
@@ -38,11 +37,7 @@ def import_weights(
         ExportError: target cannot be written.
     """
     weights = RuntimeWeights(model, source)
-    try:
-        export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size, weights=weights)
-    except BaseException:
-        shutil.rmtree(staging_folder(target), ignore_errors=True)
-        raise
+    export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size, weights=weights)
 
 
 @dataclass(frozen=True, slots=True)

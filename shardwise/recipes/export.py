@@ -27,24 +27,43 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
             cannot be loaded, or its weights are not those that a run wrote there.
         ExportError: target cannot be written.
     """
-    require_named(target)
-    require_empty(target)
+    folder = new_folder(target)
     opened = _open(source)
     dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
     if opened.adapter is not None:
         verify_weights(opened.adapter)
     adapter = "" if opened.adapter is None else str(opened.adapter)
-    group.call("export_model", opened.model.config.model_dump_json(), adapter, target, dtype, max_shard_size)
+    try:
+        group.call("export_model", opened.model.config.model_dump_json(), adapter, str(folder), dtype, max_shard_size)
+    except ModelError:
+        if (gone := opened.adapter or opened.model.folder).is_dir():
+            raise
+        raise ModelError(
+            f"{gone} was removed while it was read: a run goes on there and keeps fewer checkpoints "
+            "(trainer.keep_last); export again, which takes the newest"
+        ) from None
     print(written(Path(target), dtype), flush=True)
 
 
-def require_named(target: str) -> None:
-    """Raises ConfigError: the path does not end in a name, which the folder that is written gets at last, and all that
-    was there is removed for it."""
+def new_folder(target: str) -> Path:
+    """Where to write a folder that is called `target` in the end: what it links to, if it is a link.
+
+    Raises:
+        ConfigError: the path does not end in a name, which the folder that is written gets at last, and all that was
+            there is removed for it; there is something in it; or what is there cannot be removed.
+    """
     if Path(target).name in ("", ".."):
         raise ConfigError(
             f"{target} does not end in the name of a folder; give one, such as {Path(target, 'exported')}"
         )
+    require_empty(target)
+    folder = Path(target).resolve() if Path(target).is_symlink() else Path(target)
+    if folder.is_mount():
+        raise ConfigError(
+            f"{target} is where a file system is mounted, and the folder that is written takes the place of what is "
+            f"there; name one in it, such as {Path(target, 'exported')}"
+        )
+    return folder
 
 
 def require_empty(target: str) -> None:

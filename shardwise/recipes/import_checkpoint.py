@@ -12,7 +12,7 @@ from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine.convert import on_meta
-from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, VerlCheckpoint
+from shardwise.engine.foreign import METADATA, DcpCheckpoint, VerlCheckpoint
 from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
@@ -21,7 +21,7 @@ from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
-from shardwise.recipes.export import named_dtype, require_empty, require_named, written
+from shardwise.recipes.export import named_dtype, new_folder, require_empty, written
 from shardwise.recipes.rank.worker import POLICY
 
 TITLE = "import-checkpoint"
@@ -53,8 +53,9 @@ def import_checkpoint(
             or asks to run code. ExportError: target cannot be written.
     """
     if run is None:
-        require_named(target)
-    require_empty(target)
+        hf = new_folder(target)
+    else:
+        require_empty(target)
     if group.size > 1:
         raise ConfigError(f"{TITLE} runs on one rank and this job has {group.size}; start it without torchrun")
     if run is not None:
@@ -72,11 +73,11 @@ def import_checkpoint(
     def write(path: Path) -> None:
         import_weights(meta, weights.weights, tokenizer, path, getattr(torch, dtype), max_shard_size=max_shard_size)
 
-    hf, states = Path(target), None
+    states = None
     if run is None:
         write(hf)
     else:
-        states = _states(found, meta, weights.weights, run)
+        states = _states(found, meta, weights, run)
         step = _step(found.folder, default=states.num_updates)
         with new_checkpoint(Path(target), step) as checkpoint:
             write(checkpoint / "hf")
@@ -168,11 +169,11 @@ def _require_plain_adamw(run: TrainingConfig) -> None:
 
 
 def _states(
-    found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: ShardedTensors, run: TrainingConfig
+    found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: FoundWeights, run: TrainingConfig
 ) -> AdamWStates:
     """Raises ModelError: the checkpoint has no optimizer whose states are those that the run resumes from."""
     parameters = dict(meta.named_parameters())
-    in_order = [name for name in weights.tensors if name in parameters]
+    in_order = [name for name in weights.weights.tensors if name in parameters]
     if len(in_order) < len(parameters):
         raise ModelError(
             f"{found.folder}: the weights have other names than in this version of transformers, so the optimizer's "
@@ -180,7 +181,8 @@ def _states(
         )
     freeze(meta, run.engine.freeze_module_prefix, routers=run.engine.freeze_router)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad}
-    return AdamWStates.of(shapes, found.optimizer_states(in_order))
+    near = {"near": weights.prefix} if isinstance(found, DcpCheckpoint) else {}
+    return AdamWStates.of(shapes, found.optimizer_states(in_order, **near))
 
 
 def _step(folder: Path, *, default: int) -> int:

@@ -32,7 +32,8 @@ async def play(example: Example, endpoint: Endpoint, *, taskset: Tree, agent: Tr
     Returns:
         The task's reward as score, and its rewards and metrics by their names.
     Raises:
-        RuntimeError: verifiers calls the episode a failure; tells its first error.
+        RuntimeError: verifiers calls the episode a failure, after the retries that its config allows; tells its last
+            error.
     """
     config = _config(taskset, agent)
     task = _tasks(json.dumps(taskset, sort_keys=True))[example.extra_info["task"]]
@@ -45,9 +46,9 @@ async def play(example: Example, endpoint: Endpoint, *, taskset: Tree, agent: Tr
             episode = await environment.run_episode(task, vf.ModelContext(model=endpoint.model, client=client))
     finally:
         del os.environ[variable]
-    errors = [error for owner in (episode, *episode.traces) for error in owner.errors]
-    if errors or not episode.ok:
-        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no success")
+    if not episode.ok:
+        errors = [error for owner in (*episode.traces, episode) for error in owner.errors]
+        raise RuntimeError(f"verifiers: {errors[-1].type}: {errors[-1].message}" if errors else "verifiers: no success")
     (trace,) = episode.traces
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     return {**trace.metrics, **rewards, "score": trace.reward}

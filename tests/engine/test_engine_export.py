@@ -145,6 +145,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_folder(run_ranks,
     )
     assert run_ranks(export_onto_a_full_disk, 2, str(source), str(out)) == [expected] * 2
     assert [path.name for path in out.iterdir()] == ["old.txt"]
+    assert sorted(tmp_path.iterdir()) == sorted([source, out]), "no staging folder fills the disk further"
 
 
 def export_error(folder, out):

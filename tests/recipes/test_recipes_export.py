@@ -3,6 +3,7 @@ import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,41 @@ def test_a_target_without_a_name_is_refused_and_nothing_around_it_is_removed(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == f"error: {target} does not end in the name of a folder; give one, such as {advice}"
     assert [path.name for path in here.iterdir()] == ([] if target == "." else ["notes.txt"])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed(model_folder, tmp_path, is_there):
+    (tmp_path / "disk").mkdir()
+    if is_there:
+        (tmp_path / "disk" / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    assert main(["export", str(model_folder), str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert tensors_of(tmp_path / "disk" / "out").keys() == tensors_of(model_folder).keys()
+
+
+def test_a_mounted_file_system_is_refused_before_anything_is_written(model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    assert main(["export", str(model_folder), str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {tmp_path} is where a file system is mounted, ")
+    assert error.endswith(f"; name one in it, such as {tmp_path}/exported")
+    assert list(tmp_path.iterdir()) == []
+    assert main(["export", str(model_folder), str(tmp_path / "exported")]) == 0
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_told_as_that(model_folder, tmp_path):
+    class Removing:
+        def call(self, *_arguments):
+            shutil.rmtree(hf)
+            raise ModelError("46 tensors are missing")
+
+    hf = tmp_path / "run" / "checkpoints" / "step_3" / "hf"
+    shutil.copytree(model_folder, hf)
+    with pytest.raises(
+        ModelError, match=r"step_3/hf was removed while it was read: .*trainer\.keep_last.*export again"
+    ):
+        export(str(tmp_path / "run"), str(tmp_path / "out"), Removing(), dtype=None, max_shard_size="5GB")
 
 
 def edit_config(folder, **changes):

@@ -37,6 +37,25 @@ class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
 
 __all__ = ["Sums"]
 """
+UNSTEADY = """
+import verifiers.v1 as vf
+
+calls = []
+
+class UnsteadyTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        calls.append(trace)
+        if len(calls) == 1:
+            raise ConnectionError("no judge for a moment")
+        return 1.0
+
+class Unsteady(vf.Taskset[UnsteadyTask, vf.TasksetConfig]):
+    def load(self):
+        return [UnsteadyTask(vf.TaskData(prompt="2+3="), self.config.task)]
+
+__all__ = ["Unsteady"]
+"""
 PARAMETERS = {
     "taskset": {"id": "sums_v1"},
     "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
@@ -58,6 +77,7 @@ def adapter(tmp_path, monkeypatch):
     if shutil.which("uv") is None:
         pytest.skip("verifiers' harnesses need uv")
     (tmp_path / "sums_v1.py").write_text(TASKSET)
+    (tmp_path / "unsteady_v1.py").write_text(UNSTEADY)
     monkeypatch.syspath_prepend(str(tmp_path))
     from shardwise.rollout import verifiers
 
@@ -88,3 +108,14 @@ def test_tasks_are_played_over_the_endpoint_and_rewarded_by_themselves(adapter):
     assert TOKENIZER.decode(right.completion.prompt_ids) == "<|user|>0+3=<|end|><|assistant|>"
     assert "cannot be judged" in unjudged.outcome.failure
     assert dict(os.environ) == before
+
+
+def test_an_episode_that_verifiers_tried_again_is_no_failure(adapter):
+    agent = PARAMETERS["agent"] | {"retries": {"max_retries": 1}}
+    parameters = {"taskset": {"id": "unsteady_v1"}, "agent": agent}
+    example = Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth="", extra_info={"task": 0})
+    request = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=60, temperature=1.0)
+    config = AgentEnvironment(path="shardwise.rollout.verifiers:play", parameters=parameters, timeout_seconds=120)
+    with Agents(config, load_agent(config), TOKENIZER, says_five, max_prompt_tokens=40) as agents:
+        ((episode,),) = agents.play([example], [request])
+    assert (episode.outcome.failure, episode.outcome.score) == (None, 1.0)

@@ -75,14 +75,16 @@ class DcpCheckpoint:
         others = [name for name in entries if name not in tensors]
         return cls(folder, len(files), ShardedTensors(folder, tensors), others)
 
-    def optimizer_states(self, parameters: Sequence[str]) -> dict[str, ShardedTensor]:
+    def optimizer_states(self, parameters: Sequence[str], *, near: str = "") -> dict[str, ShardedTensor]:
         """By "KEY/NAME", such as "exp_avg/model.norm.weight", of an optimizer that was saved by the names of its
         parameters (`get_optimizer_state_dict`); empty without one.
 
+        Args:
+            near: the prefix of the weights, which tells their optimizer from those of other models in the folder.
         Raises:
-            ConfigError: there are several.
+            ConfigError: there are several all the same.
         """
-        prefix = self.tensors.prefix_of(parameters, suffix=".exp_avg")
+        prefix = self.tensors.prefix_of(parameters, suffix=".exp_avg", near=near)
         if prefix is None:
             return {}
         named = {name.rpartition("."): state for name, state in self.tensors.under(prefix).tensors.items()}

@@ -1,5 +1,6 @@
 """Tensors that lie in pieces in the files of several ranks."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -91,8 +92,9 @@ class ShardedTensors:
         chosen = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return ShardedTensors(self.folder, {name.removeprefix(prefix): tensor for name, tensor in chosen.items()})
 
-    def prefix_of(self, wanted: Collection[str], *, suffix: str = "") -> str | None:
-        """What stands before most of the wanted names, which `suffix` follows; None if none of them is there.
+    def prefix_of(self, wanted: Collection[str], *, suffix: str = "", near: str = "") -> str | None:
+        """What stands before most of the wanted names, which `suffix` follows; None if none of them is there. Of
+        several that fit equally well the one that has the longest beginning in common with `near`.
 
         Raises:
             ConfigError: several prefixes fit equally well.
@@ -103,13 +105,20 @@ class ShardedTensors:
                 parts = name.removesuffix(suffix).split(".")
                 places = (place for place in range(len(parts)) if ".".join(parts[place:]) in wanted)
                 found.update("".join(f"{part}." for part in parts[:place]) for place in places)
-        best = sorted(prefix for prefix, count in found.items() if count == max(found.values()))
+        fits = {prefix: (count, _num_common_parts(prefix, near)) for prefix, count in found.items()}
+        best = sorted(prefix for prefix, fit in fits.items() if fit == max(fits.values()))
         if len(best) > 1:
             raise ConfigError(
                 f"{self.folder} holds {len(best)} models that fit config.json, under {', '.join(map(repr, best))}; "
                 "choose one with --prefix"
             )
         return best[0] if best else None
+
+
+def _num_common_parts(one: str, other: str) -> int:
+    """How many parts, between dots, two names have in common from the first on."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _is_inside(piece: Piece, spec: TensorSpec) -> bool:

@@ -131,3 +131,13 @@ def test_two_optimizers_are_not_guessed_between(tmp_path):
     dcp.save({"a.w.exp_avg": torch.ones(3), "b.w.exp_avg": torch.ones(3)}, checkpoint_id=tmp_path)
     with pytest.raises(ConfigError, match=r"under 'a\.', 'b\.'"):
         DcpCheckpoint.open(tmp_path).optimizer_states(["w"])
+
+
+@pytest.mark.parametrize(("near", "value"), [("app.actor.model.", 1.0), ("app.ema.model.", 2.0)])
+def test_of_two_optimizers_that_beside_the_weights_is_theirs(tmp_path, near, value):
+    states = {
+        f"app.{name}.optim.w.exp_avg": torch.full((3,), number) for name, number in (("actor", 1.0), ("ema", 2.0))
+    }
+    dcp.save(states, checkpoint_id=tmp_path)
+    (state,) = DcpCheckpoint.open(tmp_path).optimizer_states(["w"], near=near).values()
+    assert state.read().tolist() == [value] * 3
