@@ -202,7 +202,7 @@ REFUSED = {
         f"JambaMambaMixer .* {KEYWORDS}|{RECURRENT}",
     ),
     "falcon": ({"alibi": False, "new_decoder_architecture": False}, UNREGISTERED),
-    "gptj": ({"rotary_dim": 4, **GPT}, UNREGISTERED),
+    "gptj": ({"rotary_dim": 4, **GPT}, f"has a bias on its output projection|{UNREGISTERED}"),
     "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, UNREGISTERED),
     "bert": ({}, "has a bias on its output projection"),
     "phi": ({}, "has a bias on its output projection"),

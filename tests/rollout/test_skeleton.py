@@ -18,5 +18,5 @@ def test_a_skeleton_has_the_names_shapes_and_dtypes_of_the_model_and_no_values(m
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match=f"{tmp_path}/config.json is not a model config: "):
+    with pytest.raises(ModelError, match=f"{tmp_path}/config.json does not exist; a model folder needs one"):
         load_skeleton(tmp_path, torch.float32)
