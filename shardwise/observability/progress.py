@@ -116,7 +116,7 @@ class Progress:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stream: TextIO | None = None
 ) -> None:
-    """Prints a table: numbers to the right and formatted as in `Progress`, everything else as text.
+    """Prints a table: numbers (formatted as in `Progress`) and percentages to the right, everything else as text.
 
     Args:
         rows: one value per column each.
@@ -127,7 +127,7 @@ def print_table(
         console.width = LOG_FILE_COLUMNS
     table = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
-        is_number = all(isinstance(row[place], int | float) for row in rows)
+        is_number = all(isinstance(row[place], int | float) or str(row[place]).endswith("%") for row in rows)
         table.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*(_number_text(cell) if isinstance(cell, float) else str(cell) for cell in row))

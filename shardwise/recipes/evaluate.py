@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,18 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
                 )
         (output_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         write_json_atomic(output_dir / "results.json", {_MEASURED: _measured(config, model.folder), **results})
-    columns = list(results["all"])
-    print_table(str(model.folder), ["data source", *columns], [[name, *row.values()] for name, row in results.items()])
+    _print(results, title=str(model.folder))
     return results
+
+
+def _print(results: Mapping[str, Mapping[str, float]], *, title: str) -> None:
+    """A line for each data source, and one for all of several."""
+    shown = {name: row for name, row in results.items() if name != "all" or len(results) > 2}
+    rows = [
+        [name, *(f"{value:.1%}" if isinstance(value, float) else value for value in row.values())]
+        for name, row in shown.items()
+    ]
+    print_table(title, ["data source", *results["all"]], rows)
 
 
 def greedy_accuracy(rollouter: Rollouter, examples: Sequence[Example], config: RewardConfig) -> Metrics:
@@ -185,6 +194,7 @@ def _row(kind: str, group: RolloutGroup, index: int, config: RewardConfig) -> di
         "ground_truth": group.example.ground_truth,
         "reward": group.rewards[index],
         "reward_parts": group.reward_parts[index],
+        "reward_failure": group.failures[index],
         "correct": is_correct(group.rewards[index], group.reward_parts[index], config),
         "finish_reason": group.completions[index].finish_reason,
         "logprobs": group.completions[index].logprobs,

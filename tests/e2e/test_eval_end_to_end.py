@@ -37,8 +37,10 @@ def test_eval_writes_what_its_samples_say(evaluated, assets):
     for name, value in results["sums"].items():
         assert value == (10 if name == "num_prompts" else 1.0), name
     assert results["all"]["pass@4"] == results["all"]["maj@4"] == results["all"]["greedy_accuracy"] == 0.5
-    assert "greedy_accuracy" in done.out
-    assert "maj@4" in done.out
+    table = [line.strip("│ ").replace(" ", "").split("│") for line in done.out.splitlines() if "│" in line]
+    assert [row[:3] for row in table] == [["products", "10", "0.0%"], ["sums", "10", "100.0%"], ["all", "20", "50.0%"]]
+    assert {"greedy_accuracy", "maj@4"} <= set(done.out.replace("┃", " ").split())
+    assert {sample["reward_failure"] for sample in samples} == {None}
 
 
 def test_greedy_completions_of_eval_are_those_of_transformers(evaluated, assets):

@@ -87,6 +87,12 @@ def test_print_table_shows_text_as_it_is_and_aligns_numbers():
     assert "│  200 │" in lines[4]
 
 
+def test_print_table_aligns_percentages():
+    stream = io.StringIO()
+    print_table("", ["source", "greedy"], [["a", "7.1%"], ["b", "100.0%"]], stream=stream)
+    assert "│   7.1% │" in stream.getvalue()
+
+
 def test_a_long_step_says_where_it_is_ever_more_rarely(clock):
     stream, phases = io.StringIO(), iter(["rollout", "train", ""])
     with Progress("rl", 10, start_step=4, doing=lambda: next(phases), stream=stream) as bar:
