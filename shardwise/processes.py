@@ -4,8 +4,13 @@ import ctypes
 import fcntl
 import os
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_TRACKER_SECONDS = 5.0
+_GLANCE_SECONDS = 0.02
 _OF_A_JOB = ("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """How variables of a rank's process group begin: with them another program would try to join it."""
 
@@ -37,6 +42,31 @@ def end_group_with(lifeline_fd: int) -> None:
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+def end_group(group: int) -> None:
+    """Kills the processes of a group, Python's resource tracker as the last: it removes what shared memory they leave on
+    the machine, within a moment."""
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while (living := _living(group)) and time.monotonic() < deadline:
+        for process in (process for process, is_tracker in living.items() if not is_tracker):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_GLANCE_SECONDS)
+    with suppress(ProcessLookupError):  # nobody is left
+        os.killpg(group, signal.SIGKILL)
+
+
+def _living(group: int) -> dict[int, bool]:
+    """The processes of a group, without those that have ended and that nobody has asked how; whether each is a resource
+    tracker."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ends meanwhile
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found[int(folder.name)] = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
+    return found
 
 
 def how_it_ended(code: int) -> str:

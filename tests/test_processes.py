@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.processes import how_it_ended
+from shardwise.processes import end_group, how_it_ended
 
 ROOT = Path(__file__).parents[1]
 CHILD = """
@@ -72,3 +72,34 @@ def test_a_process_and_what_it_started_end_with_the_other_end_of_a_pipe():
 )
 def test_an_exit_code_in_words(code, words):
     assert how_it_ended(code) == words
+
+
+SHARING = """
+import subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_group_that_is_ended_leaves_no_shared_memory():
+    command = [sys.executable, "-c", SHARING]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    memory = Path("/dev/shm", process.stdout.readline().strip())
+    assert memory.is_file()
+    started = time.monotonic()
+    end_group(process.pid)
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    assert time.monotonic() - started < SECONDS
+    assert not memory.exists()
+    end_group(process.pid)  # nobody is left
+    process.stdout.close()
+
+
+def test_a_group_with_a_process_that_is_stopped_is_ended():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    process.send_signal(signal.SIGSTOP)
+    end_group(process.pid)
+    assert process.wait(SECONDS) == -signal.SIGKILL

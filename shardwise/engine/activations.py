@@ -55,8 +55,10 @@ def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConf
         )
     kept: frozenset[Any] = frozenset()
     if config.checkpoints_by_operation:
-        # The products of a compiled layer are inside its graphs, which are computed again as a whole.
-        kept = ATTENTION_OPS if config.compile_layers else ATTENTION_OPS | MATMUL_OPS
+        # The products of a compiled layer are inside its graphs, which are computed again as a whole. Liger's rotary
+        # embedding writes over a product that it is given, and no operation shows it.
+        hides_products = config.compile_layers or config.use_liger_kernels
+        kept = ATTENTION_OPS if hides_products else ATTENTION_OPS | MATMUL_OPS
     run = partial(_run_checkpointed, kept=kept, offload=config.activation_offload)
     for path in paths[every - 1 :: every]:
         model.set_submodule(path, checkpoint_wrapper(model.get_submodule(path), checkpoint_fn=run))

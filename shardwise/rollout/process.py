@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -22,7 +21,7 @@ from shardwise.config import ConfigError, DataError, EngineProcessConfig, ModelE
 from shardwise.console import tell, warn
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
-from shardwise.processes import how_it_ended, variables_of_its_own
+from shardwise.processes import end_group, how_it_ended, variables_of_its_own
 
 POLL_SECONDS = 0.5
 """How often it is looked whether the process lives. Its pipes tell at once, unless what it has started holds them
@@ -242,8 +241,7 @@ class EngineProcess:
         with self._lock:
             if not self.is_gone and self._reason is None:
                 self._reason = reason
-            with suppress(ProcessLookupError):  # nobody is left of it
-                os.killpg(self._process.pid, signal.SIGKILL)
+            end_group(self._process.pid)
             if self._lifeline_fd >= 0:
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1

@@ -22,13 +22,26 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _IN_MEMORY = Path("/dev/shm")
-"""Where vLLM is given adapters."""
+"""Where vLLM is given adapters, and where its workers on a CPU share memory."""
 
 
 class WeightLoader:
-    """What vLLM's worker gains: all weights at once, by their names in a checkpoint."""
+    """What vLLM's worker gains: all weights at once, by their names in a checkpoint; and names of shared memory taken
+    away."""
 
     model_runner: Any
+
+    def unlink_shared_memory(self) -> None:
+        """On a CPU the workers of an engine have mapped each other's memory when vLLM is there. Without its names it
+        goes with them, however they end, and is in nobody's way: those of ranks that are one engine are always the
+        same."""
+        from vllm.distributed import get_tp_group
+
+        communicator = get_tp_group().device_communicator
+        if (name := getattr(getattr(communicator, "dist_module", None), "group_name", None)) is not None:
+            for file in _IN_MEMORY.iterdir():
+                if file.name.startswith(name.lstrip("/")):
+                    file.unlink(missing_ok=True)
 
     def load_checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Streams the tensors into the model, which keeps them in the layout of its kernels."""

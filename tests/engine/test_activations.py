@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
 
 from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -30,10 +31,10 @@ SELECTIVE = {"activation_checkpointing": "selective"}
 EVERY_SECOND = SELECTIVE | {"checkpoint_every_layers": 2}
 
 
-def packed_model(options, num_layers=NUM_LAYERS):
+def packed_model(options, num_layers=NUM_LAYERS, family="qwen3"):
     """A model whose layers are compiled and checkpointed as the options say."""
     register_packed_attention()
-    model = tiny_model("qwen3", num_hidden_layers=num_layers)
+    model = tiny_model(family, num_hidden_layers=num_layers)
     model.set_attn_implementation(PACKED_ATTENTION)
     config = EngineConfig(**options)
     if config.compile_layers:
@@ -184,6 +185,42 @@ def test_selective_keeps_the_attention_of_compiled_layers():
     num_heads, head_dim, float_bytes = 4, 8, 4
     assert kept["selective"] - kept["full"] == 2 * NUM_TOKENS * num_heads * (head_dim + 1) * float_bytes
     assert kept["selective"] < kept["none"]
+
+
+class UnseenRotation(torch.autograd.Function):
+    """Writes over its inputs where no operation of torch shows it, as Liger's kernel does."""
+
+    @staticmethod
+    def forward(ctx, query, key, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return tuple(UnseenRotation.written(x, cos, sin) for x in (query, key))
+
+    @staticmethod
+    def written(heads, cos, sin):
+        inside = heads.transpose(1, 2)  # as the projection gave it
+        inside.numpy()[:] = rotated(inside, cos[:, :, None], sin[:, :, None]).numpy()
+        return inside.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        cos, sin = (x[:, None] for x in ctx.saved_tensors)
+        return *(rotated(gradient, cos, -sin) for gradient in gradients), None, None
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_selective_gives_the_gradients_of_kernels_that_write_unseen(monkeypatch, offload):
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", UnseenRotation.apply)
+    loss, expected = gradients(packed_model({}, family="llama"))
+    options = SELECTIVE | {"use_liger_kernels": True, "activation_offload": offload}
+    found_loss, found = gradients(packed_model(options, family="llama"))
+    assert found_loss == loss
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
 
 
 def shapes_kept(num_layers):

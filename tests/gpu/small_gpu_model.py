@@ -32,8 +32,8 @@ MARGIN = 0.08
 """How far samples keep from where a clip begins, in nats and in values."""
 
 
-def save_model(folder: Path, **overrides) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def save_model(folder: Path, family: str = "qwen3", **overrides) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = {
         "vocab_size": VOCAB,
@@ -51,7 +51,7 @@ def save_model(folder: Path, **overrides) -> Path:
         "eos_token_id": 1,
     }
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**config | overrides)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config | overrides)).save_pretrained(folder)
     return folder
 
 

@@ -6,6 +6,7 @@ from gpu_sampling import differences, generated_by_transformers, requests, token
 from small_gpu_model import allocated, build, train
 
 pytest.importorskip("xxhash")  # which proves weights
+from shardwise.ops import release_cached_blocks
 from shardwise.rollout import EmbeddedEngine
 from shardwise.transfer import WeightSyncError, sync_local
 
@@ -77,6 +78,21 @@ def test_a_sleeping_engine_gives_its_weights_memory_back_and_samples_the_same_af
     engine.wake("weights", "kv_cache")
     assert allocated() == pytest.approx(before, rel=0.01)
     assert tokens(engine.generate(wanted)) == expected
+
+
+def test_what_a_sleeping_engine_gives_back_other_processes_can_have(folder, device):
+    """The weights and the cache of a call: torch's allocator keeps both until it is told."""
+    engine = open_engine(folder, device, sleep_level=1)
+    engine.generate(requests())
+    size = sum(weight.nbytes for _, weight in engine.served_weights())
+    release_cached_blocks()
+    before = torch.accelerator.memory_reserved(device)
+    engine.generate(requests())
+    assert torch.accelerator.memory_reserved(device) > before
+    engine.sleep()
+    assert torch.accelerator.memory_reserved(device) > before
+    release_cached_blocks()
+    assert before - torch.accelerator.memory_reserved(device) >= 0.9 * size
 
 
 def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkeypatch):
