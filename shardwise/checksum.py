@@ -9,6 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.ops import on_current_stream
+
 _MAX_THREADS = 4
 """One hashes 20 GB/s; more than a few ask for more than memory gives."""
 
@@ -24,7 +26,8 @@ def checksums(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int 
     waiting: deque[tuple[str, Future[int] | None]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for name, tensor in weights:
-            waiting.append((name, None if tensor.is_meta else pool.submit(checksum, tensor)))
+            digest = None if tensor.is_meta else pool.submit(on_current_stream(checksum, tensor.device), tensor)
+            waiting.append((name, digest))
             if len(waiting) > num_threads:
                 yield _finished(*waiting.popleft())
         while waiting:

@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from stand_in_streams import OnAccelerator, Streams
 
+from shardwise import checksum as module
 from shardwise.checksum import checksum, checksums
 
 
@@ -45,3 +47,13 @@ def test_many_tensors_keep_their_order_and_few_are_held_at_a_time():
 def test_what_cannot_be_read_has_a_name_and_no_checksum():
     tensor = torch.arange(4.0)
     assert dict(checksums([("a", tensor), ("b", tensor.to("meta"))])) == {"a": checksum(tensor), "b": None}
+
+
+def test_threads_hash_behind_what_the_caller_has_asked_the_device_for(monkeypatch):
+    streams, seen = Streams(), []
+    streams.use("own")
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.of_device)
+    monkeypatch.setattr(module, "checksum", lambda tensor: seen.append(streams.current) or checksum(tensor))
+    weights = [(f"{index}", torch.full((3,), index).as_subclass(OnAccelerator)) for index in range(9)]
+    assert list(checksums(weights)) == [(name, checksum(tensor)) for name, tensor in weights]
+    assert seen == ["own"] * 9

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import repeat
+from operator import call
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ from shardwise.engine.shards import local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.state_files import ShardFile, StateIndex, own_share, shard_name
 from shardwise.engine.state_plan import StatePlan
-from shardwise.ops import nonfinite_names
+from shardwise.ops import nonfinite_names, on_current_stream
 
 MAX_THREADS = 8
 """That read at the same time."""
@@ -53,13 +53,11 @@ def save_state(
         ExportError: on every rank, if a rank could not write. Whatever `meanwhile` raises, when the file is written.
     """
     state = StagedState.of(optimizer, plan)
-
-    def write() -> ShardFile | None:
-        folder.mkdir(parents=True, exist_ok=True)
-        return state.write(folder)
-
+    with raised_on_every_rank(ExportError), named_failures(folder):
+        if dist.get_rank() == 0:  # the others find it there, unless they see another file system
+            folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1, thread_name_prefix="state") as thread:
-        writing = thread.submit(write)
+        writing = thread.submit(on_current_stream(partial(state.write, folder), state.device))
         meanwhile()
     file: ShardFile | None = None
     with raised_on_every_rank(ExportError), named_failures(folder):
@@ -92,6 +90,12 @@ class StagedState:
             mine = {name: buffers.copy(name, tensor) for name, tensor in mine.items()}
         return cls(plan, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
 
+    @property
+    def device(self) -> torch.device:
+        """That its tensors are on, but for those on the host."""
+        devices = (tensor.device for tensor in self._mine.values())
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
     def nonfinite_names(self) -> list[str]:
         """Of the masters (by the weight's name) and states (`exp_avg/NAME`) of which this rank's part holds NaN or an
         infinity."""
@@ -107,8 +111,12 @@ class StagedState:
         return ShardFile.write(folder / shard_name(self._rank), specs, self._mine.items())
 
     def finish(self, folder: Path, files: Sequence[ShardFile | None]) -> None:
-        """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError."""
+        """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError: also where a file is
+        not what its rank has written."""
         written = {shard_name(rank): file for rank, file in enumerate(files) if file is not None}
+        for name, file in written.items():
+            if (num_bytes := (folder / name).stat().st_size) != file.num_bytes:
+                raise OSError(f"{folder / name} has {num_bytes:,} bytes, and its rank has written {file.num_bytes:,}")
         self._plan.index(written, self._numbers).write(folder)
         fsync_folder(folder)
 
@@ -291,4 +299,5 @@ def _for_each(reads: Sequence[_Read], folder: Path, work: Callable[[_Read, Safet
     with ThreadPoolExecutor(min(MAX_THREADS, max(2, torch.get_num_threads()))) as threads:
         for name, own in by_file.items():
             with closing(SafetensorsReader(folder / name)) as file:
-                list(threads.map(work, own, repeat(file)))
+                calls = [on_current_stream(partial(work, read, file), read.target.device) for read in own]
+                list(threads.map(call, calls))

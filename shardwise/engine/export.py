@@ -220,7 +220,9 @@ class ExportPlan:
 
     def finish(self, folder: Path) -> None:
         """When every rank has written: the index where there are several files, and the folder's entries made durable.
-        Raises OSError."""
+        Raises OSError: also where a file is not there that a rank has written."""
+        for name in self.specs:
+            (folder / name).stat()
         if len(self.specs) > 1:
             metadata = {"total_parameters": self.num_parameters, "total_size": self.total_bytes}
             tree = {"metadata": metadata, "weight_map": self.file_of}

@@ -42,6 +42,11 @@ class PackedLayout:
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
         return cls(cu_seqlens.to(device, non_blocking=True), runs, max(lengths))
 
+    @classmethod
+    def of_one_length(cls, count: int, length: int, *, device: torch.device) -> Self:
+        """Of `count` sequences. Made on the device: nothing is copied there."""
+        return cls(torch.arange(count + 1, dtype=torch.int32, device=device) * length, ((count, length),), length)
+
     @property
     def num_tokens(self) -> int:
         return sum(count * length for count, length in self.runs)

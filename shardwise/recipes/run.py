@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, Self
 
 from shardwise.config import ConfigError, TrainingConfig
@@ -243,8 +244,22 @@ class Run:
             if self.last_logged_step is not None:
                 write_latest(self.output_dir, self.last_logged_step)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
+            self._require_shared_folder()
         except OSError as error:
             raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
+
+    def _require_shared_folder(self) -> None:
+        """Raises ConfigError: a rank does not see the output folder, and its part of checkpoints would be lost."""
+        if self._group.size == 1:
+            return
+        with NamedTemporaryFile(dir=self.output_dir, prefix=".seen_by_every_rank.") as file:
+            hosts = self._group.call("sees", file.name)
+        blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+        if blind:
+            raise ConfigError(
+                f"trainer.output_dir={self.output_dir}: {', '.join(blind)} does not see what rank 0 writes there; give "
+                "a folder on a file system that all hosts share"
+            )
 
     def _left_by_others(self) -> list[Path]:
         """What is in the folder and not of this run: all of it, or checkpoints after the one that it resumes from."""

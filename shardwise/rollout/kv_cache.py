@@ -26,7 +26,16 @@ from shardwise.families import (
     sequence_mixers,
     with_release,
 )
-from shardwise.ops import VARLEN_READS_CACHES, attend, seen_keys, varlen_decode_attention, varlen_problem
+from shardwise.ops import (
+    VARLEN_READS_CACHES,
+    PackedLayout,
+    attend,
+    packed_attention,
+    seen_keys,
+    varlen_attention,
+    varlen_decode_attention,
+    varlen_problem,
+)
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
@@ -184,6 +193,8 @@ class KVCache:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
             keys[self._prefill, :, : key.shape[2]] = key
             values[self._prefill, :, : value.shape[2]] = value
+            if is_varlen and window is not None and window < key.shape[2]:
+                return _attend_in_window(query, key, value, scaling=scaling, window=window)
             return attend(query, key, value, causal=True, sinks=sinks, **options)
         if self._kernels is not None:
             return self._kernels.attend(query, key, value, keys, values, self._positions, sinks=sinks, **options)
@@ -274,6 +285,16 @@ def cache_mixers(model: PreTrainedModel) -> None:
             reason = f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache of ours"
             raise ModelError(with_release(reason))
         model.set_submodule(path, CachedMixer(mixer, names[0]))
+
+
+def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:
+    """[P, H, L, d] -> [P, H, L, d], what `ops.attend` gives, from one variable-length FlashAttention call: a window is
+    a mask elsewhere, with which torch has no kernel for grouped queries, and all scores [P, H, L, L] would be there."""
+    count, _, length, _ = query.shape
+    layout = PackedLayout.of_one_length(count, length, device=query.device)
+    query, key, value = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value))
+    out = packed_attention(query, key, value, layout, scaling=scaling, window=window, kernel=varlen_attention)
+    return out.unflatten(1, (count, length)).transpose(0, 1)
 
 
 def _cached_attention(

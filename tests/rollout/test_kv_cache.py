@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from stand_in_kernels import varlen_over_caches
+from stand_in_kernels import varlen_over_caches, varlen_over_packs
 from torch import nn
 
 from shardwise.config import ModelError
-from shardwise.ops import VARLEN_READS_CACHES, attention
+from shardwise.ops import VARLEN_READS_CACHES, attend, attention
 from shardwise.rollout import kv_cache
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import CacheSize, KVCache, _cached_attention
@@ -89,16 +89,27 @@ def decode(cache, rows, options):
     return cache.attend(0, *parts, **options)[:, :, 0]
 
 
+def stand_in_kernels(monkeypatch):
+    """In place of torch's. Returns what they were called with, by what they read."""
+    calls = {"packs": [], "caches": []}
+
+    def kernel(*tensors, **options):
+        reads, stand_in = ("caches", varlen_over_caches) if "seqused_k" in options else ("packs", varlen_over_packs)
+        calls[reads].append(tensors)
+        return stand_in(*tensors, **options)
+
+    monkeypatch.setattr(kv_cache, "varlen_problem", lambda *_tensors, **_options: None)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    return calls
+
+
 @pytest.mark.usefixtures("memory_begins_as_nan")
 @pytest.mark.parametrize("kernels", ["torch", "own", "varlen"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
 def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypatch, window, chunk, softcap, kernels):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
-    calls = []
-    if kernels == "varlen":
-        monkeypatch.setattr(kv_cache, "varlen_problem", lambda *_tensors, **_options: None)
-        monkeypatch.setattr(attention, "varlen_attn", lambda *a, **b: calls.append(a) or varlen_over_caches(*a, **b))
+    calls = stand_in_kernels(monkeypatch) if kernels == "varlen" else {"caches": []}
     seen = {"softcap": softcap, "window": window, "chunk": chunk}
     options = {"scaling": 0.7, "sinks": None, **seen}
     own = DecodeKernels() if kernels == "own" else None
@@ -127,7 +138,36 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypat
         for row, (sequence, position) in enumerate(rows):
             torch.testing.assert_close(found[row], sequence.expected(position, **seen))
         rows = [(sequence, position + 1) for sequence, position in rows]
-    assert bool(calls) == (VARLEN_READS_CACHES and kernels == "varlen" and softcap is None and chunk is None)
+    assert bool(calls["caches"]) == (VARLEN_READS_CACHES and kernels == "varlen" and softcap is None and chunk is None)
+
+
+@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
+@pytest.mark.parametrize("length", [1, 4, 5, 12])
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_prompts_longer_than_the_window_are_read_as_a_pack_and_without_a_mask(monkeypatch, window, length):
+    """A mask leaves torch the kernel that holds every score at once."""
+    calls = stand_in_kernels(monkeypatch)
+    masks = []
+    dense = attention.F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda *tensors, attn_mask, **options: (
+            masks.append(attn_mask) or dense(*tensors, attn_mask=attn_mask, **options)
+        ),
+    )
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randn(3, length, heads, DIM, generator=generator).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    cache = KVCache(num_rows=3, capacity_tokens=16, device=torch.device("cpu"))
+    cache.begin_prefill(torch.arange(3), [length] * 3)
+    found = cache.attend(0, *prompts, **OPTIONS | {"window": window})
+    assert all(mask is None for mask in masks)
+    assert len(calls["packs"]) == (window is not None and length > window)
+    expected = attend(*prompts, scaling=0.7, causal=True, window=window)
+    torch.testing.assert_close(found, expected)
+    assert found.transpose(1, 2).shape == (3, length, HEADS, DIM)
 
 
 def test_a_cache_takes_the_bytes_of_its_layers():

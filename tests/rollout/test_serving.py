@@ -66,6 +66,16 @@ def test_what_cannot_be_read_back_is_compared_as_it_arrives(served):
     assert engine.weights["b"].sum() == 0
 
 
+def test_an_engine_that_sleeps_keeps_no_memory_from_other_processes(served, monkeypatch):
+    """At every level: the cache of a call is free then."""
+    engine, child, _, _ = served
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: engine.calls.append("released"))
+    for method, arguments in [("sleep", ()), ("wake", ("weights",))]:
+        assert _answer(lambda method=method, arguments=arguments: child.do(method, arguments)) == {"result": None}
+    assert engine.calls == [("sleep", ()), "released", ("wake", ("weights",))]
+
+
 def test_calls_reach_the_engine_and_unknown_ones_are_errors(served):
     engine, child, _, finished = served
     request = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=1, temperature=1.0)

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "console": set(),
     "durable": set(),
     "codec": {"types"},
-    "checksum": set(),
+    "checksum": {"ops"},
     "memfd": set(),
     "model_config": {"config"},
     "families": {"ops"},

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stand_in_streams import OnAccelerator, Streams
 
 from shardwise.checksum import checksums
-from shardwise.transfer import Manifest, WeightSyncError
+from shardwise.transfer import Manifest, WeightSyncError, base
 
 SERVED = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0).view(2, 2))]
 
@@ -79,3 +80,21 @@ def test_a_tensor_without_a_place_is_not_passed_on():
     with pytest.raises(WeightSyncError):
         received.extend(Manifest(1, SERVED).record([("x", torch.zeros(1)), *SERVED]))
     assert received == []
+
+
+def test_what_is_sent_is_hashed_behind_what_gathered_it(monkeypatch):
+    streams, seen = Streams(), []
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.of_device)
+    original = base._checksum_if_finite
+    monkeypatch.setattr(base, "_checksum_if_finite", lambda tensor: seen.append(streams.current) or original(tensor))
+
+    def gathered():
+        for number, (name, tensor) in enumerate(SERVED):
+            streams.use(f"gather {number}")
+            yield name, tensor.as_subclass(OnAccelerator)
+
+    manifest = Manifest(1)
+    for _ in manifest.record(gathered()):
+        streams.use("engine")
+    assert seen == ["gather 0", "gather 1"]
+    assert manifest.checksums == dict(checksums(SERVED))

@@ -1,5 +1,6 @@
 """What every rank writes in the background, while its engines train on."""
 
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -70,7 +71,7 @@ class CheckpointWriter:
         def attempt(subfolder: str, work: Callable[[Path], Any]) -> Any:
             """The others need this rank's part of what follows, so a failure is noted."""
             path = folder / subfolder
-            made = _outcome(path, partial(path.mkdir, parents=True, exist_ok=True))
+            made = _outcome(path, partial(_make_inside, folder, path))
             done = _outcome(path, partial(work, path))
             failures.extend(outcome["error"] for outcome in (made, done) if outcome["error"])
             return done["result"]
@@ -108,6 +109,16 @@ class CheckpointWriter:
         for subfolder, state in self._states.items():
             trees = [files[subfolder] for files in written]
             state.finish(folder / subfolder, [None if tree is None else ShardFile(**tree) for tree in trees])
+
+
+def _make_inside(checkpoint: Path, path: Path) -> None:
+    """Makes a folder in what rank 0 has made. Raises ExportError: this rank does not see that; OSError."""
+    if not checkpoint.is_dir():
+        raise ExportError(
+            f"{checkpoint} is not there on {socket.gethostname()}: trainer.output_dir has to be on a file system that "
+            "all ranks share"
+        )
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _outcome(folder: Path, work: Callable[[], Any]) -> Outcome:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
+from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, RecipeConfig, TrainingConfig
 from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
 from shardwise.engine.safetensors_file import SafetensorsReader
@@ -42,8 +42,16 @@ def fingerprints(config: TrainingConfig) -> Fingerprints:
     Raises:
         ConfigError: a file cannot be read. ModelError: one with weights is damaged.
     """
-    files = dict(_model_files(config))
-    files["data.train_files"] = [file for name in config.data.train_files for file in _rows(Path(name))]
+    files = [file for name in config.data.train_files for file in _rows(Path(name))]
+    return model_fingerprints(config) | _digests({"data.train_files": files})
+
+
+def model_fingerprints(config: RecipeConfig) -> Fingerprints:
+    """Of every model alone. Raises as `fingerprints`."""
+    return _digests(dict(_model_files(config)))
+
+
+def _digests(files: Mapping[str, Sequence[Path]]) -> Fingerprints:
     return {key: [[path.name, _digest(path, key)] for path in paths] for key, paths in files.items() if paths}
 
 

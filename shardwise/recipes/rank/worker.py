@@ -1,5 +1,6 @@
 """What lives on every rank: engines, and the methods the controller calls on them."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +36,7 @@ from shardwise.engine import (
 )
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
+from shardwise.ops import release_cached_blocks
 from shardwise.recipes.bundles import MAX_BUNDLES, LossSource, SkippedStep, write_bundle
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
@@ -206,6 +208,7 @@ class Worker:
             shares_memory: the rank that sends weights may write them where the engine has them, if it can.
         """
         self._clear_device()
+        release_cached_blocks()  # an engine in another process looks for what is free
         self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
         self._rollout_engine = build_rollout(
             ModelConfig.model_validate_json(model),
@@ -417,6 +420,10 @@ class Worker:
         with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
+    def sees(self, path: str) -> str | None:
+        """The name of this host where the file is not there; None where it is."""
+        return None if Path(path).is_file() else socket.gethostname()
+
     def verify_files(self, checkpoint: str) -> str | None:
         """Compares this rank's share of a checkpoint's files, but for shards of training states, with what was written.
         Returns what is damaged, the same on every rank; None where nothing is."""
@@ -518,8 +525,11 @@ class Worker:
         return hosted
 
     def _clear_device(self, working: str = "", *parts: Part) -> None:
-        """Only those parts of the engine that works stay."""
+        """Only those parts of the engine that works stay. What is free goes to a rollout engine that has an allocator
+        of its own, but not between steps of training, which take it again at once."""
         for role, hosted in self._engines.items():
             leaving = [part for part in hosted.parts_to_offload if role != working or part not in parts]
             if leaving:
                 hosted.engine.offload(*leaving)
+        if "optimizer" not in parts and not isinstance(self._rollout_engine, EmbeddedEngine | None):
+            release_cached_blocks()

@@ -1,5 +1,6 @@
 """What is staged and written beside training is, byte for byte, what a save at that moment writes."""
 
+import socket
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -165,6 +166,17 @@ def test_a_state_is_written_while_parts_of_the_model_are_awaited(tmp_path):
     writer.add_export("policy", "hf", WaitingExport(), ModelConfig(path="m"))
     writer.add_state("policy", STATE, MarkedState())
     assert writer.write(str(tmp_path)) == {"result": {STATE: asdict(ShardFile(0, "", {}))}, "error": ""}
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_makes_none_of_its_own(tmp_path):
+    writer = CheckpointWriter(1, links=None)
+    writer.add_state("policy", STATE, MarkedState())
+    outcome = writer.write(str(tmp_path / ".step_6.tmp"))
+    assert outcome["error"] == (
+        f"{tmp_path}/.step_6.tmp is not there on {socket.gethostname()}: trainer.output_dir has to be on a file system "
+        "that all ranks share"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_hashed_for_the_manifest(run_ranks, tmp_path):

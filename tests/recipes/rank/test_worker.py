@@ -511,6 +511,47 @@ def test_whoever_works_has_the_device_and_what_the_others_name_has_left_it(every
             have_states.add(who)
 
 
+class Elsewhere:
+    """An engine, as if it had an allocator of its own. Notes who has the device."""
+
+    def __init__(self, engine, calls) -> None:
+        self._engine, self._calls = engine, calls
+
+    def sleep(self):
+        self._calls.append("sleep")
+
+    def wake(self, *parts):
+        self._calls.append(("wake", *parts))
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_what_is_free_goes_to_an_engine_elsewhere_before_it_wakes(everyone, monkeypatch, is_elsewhere):
+    """Not between steps of training, and not where one allocator serves both."""
+    worker, calls = build_everyone(everyone, {"policy": "both"}), []
+    samples = roll_out(worker)
+    train(worker, samples)
+    if is_elsewhere:
+        worker._rollout_engine = Elsewhere(worker._rollout_engine, calls)
+    monkeypatch.setattr("shardwise.recipes.rank.worker.release_cached_blocks", lambda: calls.append("released"))
+    offload = engine_of(worker).offload
+    monkeypatch.setattr(
+        engine_of(worker), "offload", lambda *parts: calls.append(("offload", *parts)) or offload(*parts)
+    )
+    train(worker, samples)
+    worker.sync_weights(1)
+    roll_out(worker)
+    away = [("offload", "optimizer"), ("offload", "params", "optimizer")]
+    if not is_elsewhere:
+        assert calls == away
+        return
+    trained = ["sleep"]
+    synced = [away[0], "released", "sleep", ("wake", "weights")]
+    assert calls == [*trained, *synced, away[1], "released", ("wake", "weights", "kv_cache")]
+
+
 def test_offloading_changes_no_number(everyone):
     """Three rounds of sampling, scoring and training end in the same weights."""
     found = []
