@@ -45,8 +45,8 @@ def end_group_with(lifeline_fd: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kills the processes of a group, Python's resource tracker as the last: it removes what shared memory they leave on
-    the machine, within a moment."""
+    """Kills the processes of a group, Python's resource tracker as the last: it removes what shared memory they leave
+    behind, within a moment."""
     deadline = time.monotonic() + _TRACKER_SECONDS
     while (living := _living(group)) and time.monotonic() < deadline:
         for process in (process for process, is_tracker in living.items() if not is_tracker):

@@ -9,7 +9,7 @@ class RankSilentError(RuntimeError):
 
 
 class RankStalledError(RuntimeError):
-    """Rank 0, which the others wait for as long as it takes, does not go on."""
+    """A rank, such as rank 0, which the others wait for as long as it takes, does not go on."""
 
 
 class WorkerGroup(Protocol):

@@ -42,7 +42,7 @@ class Note:
     is_timeout: bool
     """The other rank hangs."""
     is_stalled: bool = False
-    """Rank 0 does not go on: this rank, or what it waits for."""
+    """A rank does not go on: this one, or rank 0, which it waits for."""
     lacks_host_memory: bool = False
     """It asked for more than it could have."""
     is_shared: bool = False

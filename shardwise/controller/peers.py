@@ -1,15 +1,18 @@
 """Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its host,
-and rank 0 hears of a signal to any."""
+rank 0 hears of a signal to any, and the others hear that rank 0 lives."""
 
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -24,7 +27,11 @@ from shardwise.scratch import scratch_folder
 _ASKED = "asked"
 _STOP = "stop"
 """In the store: the signal that a rank other than 0 was sent."""
+_SIGNS = "signs_of_life"
+"""In the store: how many rank 0 has given."""
 _SECONDS_BETWEEN_LOOKS = 1.0
+_LEAST_SILENCE_SECONDS = 60.0
+"""Code that keeps Python from running silences rank 0 too."""
 _LEAVE_SECONDS = 3.0
 """What rank 0 gets to say why the job ends, before others of its host leave too."""
 
@@ -102,19 +109,29 @@ class Peers:
 
 
 @contextmanager
-def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None) -> Iterator[Peers]:
+def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, timeout_seconds: float) -> Iterator[Peers]:
     """Every rank of a host keeps its activity in one folder, which the first of them makes. Rank 0 is sent what others
-    pass on.
+    pass on, and they end when it has given no sign of life for `timeout_seconds`, at least a minute.
 
-    Waits for: that one. Unblocked by: the timeout of the store.
+    Waits for: the first rank of the host. Unblocked by: the timeout of the store.
     """
+    # A connection of its own: in that of `store` the main thread may wait. (torch's stubs do not know of it.)
+    beside = cast(Any, store).clone()
+    silence = max(timeout_seconds, _LEAST_SILENCE_SECONDS)
+    company = _hearing(beside) if rank.rank == 0 else _listening(beside, silence, partial(_end_alone, rank, silence))
+    with company, _watched_on_host(rank, store, reports) as peers:
+        yield peers
+
+
+@contextmanager
+def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Iterator[Peers]:
     host = f"watched/{os.environ.get('GROUP_RANK', socket.gethostname())}"
     if rank.local_rank > 0:
         folder = Path(store.get(host).decode())
         be_watched(rank.rank, folder)
         yield Peers(folder, rank.rank, reports, store)
         return
-    with scratch_folder() as folder, _hearing(store) if rank.rank == 0 else nullcontext():
+    with scratch_folder() as folder:
         store.set(host, str(folder))
         be_watched(rank.rank, folder)
         yield Peers(folder, rank.rank, reports, store)
@@ -122,23 +139,73 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
 
 @contextmanager
 def _hearing(store: dist.Store) -> Iterator[None]:
-    """Inside, this process is sent the first signal that a rank passes on."""
-    is_over = threading.Event()
+    """Inside, rank 0 gives signs of life, and is sent the first signal that another rank passes on."""
 
-    def listen() -> None:
+    def hear(is_over: threading.Event) -> None:
+        is_told = False
         with suppress(RuntimeError):  # the store is gone: the job ends
-            while not store.check([_STOP]):
+            while True:
+                store.add(_SIGNS, 1)
+                if not is_told and store.check([_STOP]):
+                    os.kill(os.getpid(), int(store.get(_STOP)))
+                    is_told = True
                 if is_over.wait(_SECONDS_BETWEEN_LOOKS):
                     return
-            os.kill(os.getpid(), int(store.get(_STOP)))
 
-    thread = threading.Thread(target=listen, name="signals of peers", daemon=True)
-    thread.start()
+    with _threads(hear):
+        yield
+
+
+@contextmanager
+def _listening(store: dist.Store, silence_seconds: float, end: Callable[[], None]) -> Iterator[None]:
+    """Inside, `end` is called where rank 0 gives no sign of life for so long: a host that loses its power or its
+    network closes no connection, and this rank would wait for its next command."""
+    num_signs = 0
+
+    def listen(is_over: threading.Event) -> None:
+        nonlocal num_signs
+        with suppress(RuntimeError):  # the store is gone: no sign comes any more
+            while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+                num_signs = store.add(_SIGNS, 0)  # of a host that vanished it waits for the answer
+
+    def judge(is_over: threading.Event) -> None:
+        heard, silent_seconds = num_signs, 0.0
+        while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+            # Counted in looks, not by the clock: while this process is stopped it hears nothing either.
+            silent_seconds = silent_seconds + _SECONDS_BETWEEN_LOOKS if heard == num_signs else 0.0
+            heard = num_signs
+            if silent_seconds >= silence_seconds:
+                end()
+                return
+
+    with _threads(listen, judge):
+        yield
+
+
+def _end_alone(rank: Rank, silence_seconds: float) -> None:
+    """Ends this process: the main thread waits for rank 0."""
+    Failure(
+        f"rank {rank.rank}: rank 0 has given no sign of life for {silence_seconds:.0f} s (the larger of "
+        f"engine.collective_timeout_seconds and {_LEAST_SILENCE_SECONDS:.0f}): its host or the network to it is down, "
+        "or its process is stopped; the same command goes on from the last checkpoint"
+    ).print()
+    sys.stderr.flush()
+    os._exit(FAILURE)
+
+
+@contextmanager
+def _threads(*bodies: Callable[[threading.Event], None]) -> Iterator[None]:
+    """They run inside, until the event that each is given."""
+    is_over = threading.Event()
+    threads = [threading.Thread(target=body, args=[is_over], name=body.__name__, daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join(_SECONDS_BETWEEN_LOOKS)
+        for thread in threads:
+            thread.join(_SECONDS_BETWEEN_LOOKS)
 
 
 def _is_alive(pid: int) -> bool:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import ConfigError
+from shardwise.controller.attempts import join_attempt
 from shardwise.controller.launch import STORE_VARIABLE
-from shardwise.controller.restarts import torchrun_restarts_done
 
 _CONTROL_TIMEOUT = timedelta(days=30)
 
@@ -57,13 +57,16 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
 
     Raises:
         ConfigError: the port that this job was given is taken.
+        RuntimeError: another rank did not come in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if rank.world_size == 1:
         return dist.HashStore()
     if STORE_VARIABLE in os.environ:
-        store: dist.Store = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
-    else:  # torchrun: MASTER_ADDR and MASTER_PORT
+        file = dist.FileStore(os.environ[STORE_VARIABLE], rank.world_size)
+        file.set_timeout(timeout)
+        return file
+    with _joining(rank, timeout_seconds):  # torchrun: MASTER_ADDR and MASTER_PORT
         try:
             store, _, _ = next(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))
         except dist.DistNetworkError as error:
@@ -74,10 +77,8 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
                 "job a port of its own (torchrun --master-port), or start this one with shardwise --nproc, which needs "
                 "none"
             ) from None
-        # What the attempts before left is still in the store.
-        store = dist.PrefixStore(f"attempt_{torchrun_restarts_done()}", store)
-    store.set_timeout(timeout)
-    return store
+        store.set_timeout(timeout)
+        return join_attempt(rank.rank, rank.world_size, store, timeout_seconds=timeout_seconds)
 
 
 def connect(name: str, rank: Rank, store: dist.Store, *, timeout: timedelta) -> Connections:
@@ -109,9 +110,9 @@ def process_group(
         A gloo group of all ranks for commands. A rank may wait in it as long as the others are at work elsewhere; a
         rank that dies closes its connections, which ends the wait.
     """
+    store = open_store(rank, timeout_seconds=timeout_seconds) if store is None else store
     try:
-        try:
-            store = open_store(rank, timeout_seconds=timeout_seconds) if store is None else store
+        with _joining(rank, timeout_seconds):
             _meet(rank, store)
             if num_together is None or rank.rank < num_together:
                 dist.init_process_group(
@@ -121,15 +122,21 @@ def process_group(
                     world_size=rank.world_size if num_together is None else num_together,
                     timeout=timedelta(seconds=timeout_seconds),
                 )
-        except RuntimeError as error:  # such as "Wait timeout", which names nobody
-            raise RuntimeError(
-                f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: "
-                f"{error}"
-            ) from error
         yield connect("control", rank, store, timeout=_CONTROL_TIMEOUT)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _joining(rank: Rank, timeout_seconds: int) -> Iterator[None]:
+    """Says of an error, such as "Wait timeout", whom it kept from what."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank.rank} could not join the other ranks of {rank.world_size} within {timeout_seconds} s: {error}"
+        ) from error
 
 
 def _meet(rank: Rank, store: dist.Store) -> None:

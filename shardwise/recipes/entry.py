@@ -56,7 +56,7 @@ def run_recipe(config: RecipeConfig) -> int:
             case EvalConfig():
                 evaluate(config, group)
 
-    start = partial(run_rank, recipe, timeout_seconds=config.engine.collective_timeout_seconds)
+    start = partial(run_rank, recipe, timeout_seconds=config.engine.collective_timeout_seconds, config=config)
     if isinstance(config, EvalConfig):
         limit = StallLimit.of("eval.stall_timeout_seconds", config.eval.stall_timeout_seconds)
         return start(output_dir=config.eval.output_dir, stall=limit)

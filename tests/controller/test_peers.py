@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.controller import peers
+from shardwise.controller.base import RankStalledError
 from shardwise.controller.peers import Peers, watched_by_peers
 from shardwise.controller.process_group import Rank
 from shardwise.controller.watchdog import Activity
@@ -45,6 +47,10 @@ def _quick(monkeypatch):
     monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
 
 
+def watched(rank, store, *, timeout_seconds=600):
+    return watched_by_peers(rank, store, None, timeout_seconds=timeout_seconds)
+
+
 def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, capsys):
     reports = tmp_path / "run" / "faults"
     assert Peers(tmp_path, 0, reports, dist.HashStore()).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
@@ -64,6 +70,15 @@ def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
     assert told == "error: rank 1 hangs in `train policy`: rank 0 waited in vain (Timed out waiting 9 ms)\n"
     assert second.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_finds_itself_hanging_is_named_with_the_stacks_of_its_host(hanging, tmp_path, capsys):
+    reports = tmp_path / "faults"
+    error = RankStalledError("another rank is gone (Connection closed by peer), and it has not noticed for 30 s")
+    assert Peers(tmp_path, 1, reports, dist.HashStore()).note_failure(error) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: rank 1 hangs in `train policy`: {error}; stacks of the ranks on ")
+    assert "<module>" in (reports / "1" / "rank_1.txt").read_text()
 
 
 def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path, capsys):
@@ -117,12 +132,12 @@ def test_a_signal_to_any_rank_reaches_rank_0(monkeypatch):
     monkeypatch.setattr(peers, "be_watched", lambda rank, folder: None)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.set())
     try:
-        with watched_by_peers(Rank(0, 4, 0), store, None), watched_by_peers(Rank(2, 4, 0), store, None) as other:
+        with watched(Rank(0, 4, 0), store), watched(Rank(2, 4, 0), store) as other:
             assert not heard.wait(0.2)
             other.pass_on(signal.SIGTERM)
             assert heard.wait(5)
         heard.clear()
-        with watched_by_peers(Rank(2, 4, 0), store, None):  # hears of nothing, whoever was sent it
+        with watched(Rank(2, 4, 0), store):  # hears of nothing, whoever was sent it
             assert not heard.wait(1.5)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -151,6 +166,61 @@ def test_a_second_signal_that_is_no_copy_ends_a_rank_that_does_not_decide(copies
     assert (ended.returncode, ended.stdout) == (code, said)
 
 
+@pytest.fixture
+def _often(monkeypatch):
+    """A second is 20 ms."""
+    monkeypatch.setattr(peers, "be_watched", lambda rank, folder: None)
+    monkeypatch.setattr(peers, "_SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(peers, "_LEAST_SILENCE_SECONDS", 0.3)
+
+
+@pytest.mark.usefixtures("_often")
+def test_a_rank_ends_when_rank_0_has_given_no_sign_of_life_for_long(monkeypatch, capsys):
+    """As where its host lost its power: no connection is closed, and who waits for a command is told nothing."""
+    ended, store = threading.Event(), dist.HashStore()
+    codes = []
+    monkeypatch.setattr(peers.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    with watched(Rank(2, 4, 0), store, timeout_seconds=0.1):
+        with watched(Rank(0, 4, 0), store):
+            assert not ended.wait(1.0)
+        assert ended.wait(5)
+    assert codes == [1]
+    assert capsys.readouterr().err.startswith("error: rank 2: rank 0 has given no sign of life for 0 s (the larger of ")
+
+
+@pytest.mark.usefixtures("_often")
+@pytest.mark.parametrize("breaks", ["fails", "hangs"])
+def test_a_store_that_is_out_of_reach_is_silence_too(monkeypatch, breaks):
+    ended, over = threading.Event(), threading.Event()
+
+    class Store:
+        def add(self, key, number):
+            if breaks == "fails":
+                raise RuntimeError("Connection reset by peer")
+            over.wait(10)
+            return 1
+
+    began = time.monotonic()
+    with peers._listening(Store(), 0.3, ended.set):
+        assert ended.wait(5)
+        assert time.monotonic() - began >= 0.3
+        over.set()
+
+
+@pytest.mark.usefixtures("_often")
+def test_rank_0_gives_signs_after_it_was_sent_a_signal_too(monkeypatch):
+    """It saves then, which takes its time."""
+    store, sent = dist.HashStore(), []
+    monkeypatch.setattr(peers.os, "kill", lambda pid, number: sent.append(number))
+    store.set("stop", "15")
+    with watched(Rank(0, 4, 0), store):
+        deadline = time.monotonic() + 5
+        while store.add("signs_of_life", 0) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert sent == [15]
+
+
 @pytest.mark.parametrize("group", [None, "3"])
 def test_the_ranks_of_a_host_find_the_folder_of_its_first(monkeypatch, group):
     monkeypatch.delenv("GROUP_RANK", raising=False)
@@ -158,7 +228,7 @@ def test_the_ranks_of_a_host_find_the_folder_of_its_first(monkeypatch, group):
         monkeypatch.setenv("GROUP_RANK", group)
     monkeypatch.setattr(peers, "be_watched", lambda rank, folder: seen.append((rank, folder.is_dir(), folder)))
     seen, store = [], dist.HashStore()
-    with watched_by_peers(Rank(8, 16, 0), store, None), watched_by_peers(Rank(9, 16, 1), store, None):
+    with watched(Rank(8, 16, 0), store), watched(Rank(9, 16, 1), store):
         pass
     (first, was_there, folder), second = seen
     assert (first, was_there) == (8, True)

@@ -1,5 +1,9 @@
+import os
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +73,35 @@ def test_backend_follows_the_device_and_not_the_build_of_torch(monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert backend_of("cpu") == "gloo"
     assert backend_of("cuda") == "cpu:gloo,cuda:nccl"
+
+
+MEETS = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from shardwise.controller.process_group import Rank, process_group
+with process_group(Rank.from_environment(), device_type="cpu", timeout_seconds=20) as control:
+    print("met", control.size())
+"""
+
+
+def test_ranks_whose_agents_count_restarts_differently_meet_in_the_store_of_all_attempts():
+    """As where the rank of one host died: its agent counts that, and the other one follows."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "WORLD_SIZE": "2",
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "SHARDWISE_STORE"} | torchrun
+    for counts in ("00", "02"):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", MEETS],
+                env=environment | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, count in enumerate(counts)
+        ]
+        assert [rank.communicate()[0] for rank in ranks] == ["met 2\n"] * 2

@@ -74,6 +74,37 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
+@pytest.mark.full  # in make test too: tests/controller/test_attempts.py, tests/controller/test_process_group.py
+def test_ranks_of_two_agents_go_on_together_after_one_died(assets, tmp_path):
+    """As on two hosts: only the agent of the rank that died counts a restart."""
+    run = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "1"),
+        *("-m", "shardwise", "sft", *options(assets, run)),
+        *("trainer.save_every_steps=1", "trainer.async_save=false", "engine.collective_timeout_seconds=30"),
+        # Rank 0 must not fail for the one that died before its agent hears of the other one's restart.
+        "trainer.faults=[rank=1 step=3 phase=forward action=kill, rank=0 step=3 phase=forward action=hang]",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(tmp_path)}
+    with (tmp_path / "out").open("w") as out:
+        agents = [subprocess.Popen(command, env=environment, stdout=out, stderr=out) for _ in range(2)]
+        try:
+            codes = [agent.wait(timeout=180) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    told = (tmp_path / "out").read_text()
+    assert codes == [0, 0], told
+    assert "could not join" not in told, "a restart was lost to ranks that did not find each other"
+    assert f"resumes from {run}/checkpoints/step_2" in told
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
 @contextmanager
 def going_on(assets, folder, *overrides):
     """torchrun, when its ranks have trained two steps. They are marked with `folder`, whose `out` has what they say."""

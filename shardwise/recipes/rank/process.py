@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -11,13 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.config import ConfigError, Split
+from shardwise.config import ConfigError, RecipeConfig, Split
+from shardwise.controller.attempts import restarts_done
 from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
-from shardwise.controller.restarts import torchrun_restarts_done
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
@@ -25,11 +26,15 @@ from shardwise.engine import take_device
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rank.background_worker import BackgroundWorker
+from shardwise.recipes.rank.identity import identity_of, require_same_identity
 from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.ranks import num_training_ranks
 from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
+
+_NOTICE_SECONDS = 30.0
+"""What the main thread gets to notice that another rank is gone: what it does may take that long."""
 
 
 def run_rank(
@@ -41,6 +46,7 @@ def run_rank(
     output_dir: str | None = None,
     stall: StallLimit | None = None,
     save_timeout_seconds: float | None = None,
+    config: RecipeConfig | None = None,
 ) -> int:
     """Runs `recipe` on rank 0 of this job and a serving loop on every other rank.
 
@@ -50,6 +56,7 @@ def run_rank(
         output_dir: where a job without our launcher leaves what every rank did when one of them hung.
         stall: how long rank 0 may take to go on; None: as long as it wants.
         save_timeout_seconds: how long ranks may wait for each other's files; None: as in collectives.
+        config: that every rank has to have been started with; None: of a command without one.
     Returns:
         The exit code of this process.
     """
@@ -66,10 +73,13 @@ def run_rank(
             num_trainers = num_training_ranks(rank.world_size, split)
             device = take_device(rank.local_rank)
             store = open_store(rank, timeout_seconds=timeout_seconds)
+            if restarts_done(store):  # what is planned happens once
+                _begin_plan(None)
             reports = None if output_dir is None else Path(output_dir) / REPORTS
             if rank.world_size > 1 and not is_launched():
-                peers = stack.enter_context(watched_by_peers(rank, store, reports))
+                peers = stack.enter_context(watched_by_peers(rank, store, reports, timeout_seconds=timeout_seconds))
                 note, react = peers.note_failure, peers.pass_on
+                require_same_identity(rank, store, identity_of(config, rank))
             if rank.rank == 0 and not is_launched():
                 end = partial(_end_stalled, note, reports, is_alone=rank.world_size == 1)
                 stack.enter_context(watching_itself(stall, end))
@@ -125,9 +135,21 @@ def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
 
 
 def _end(note: Callable[[BaseException], int], error: Exception) -> None:
-    """Ends this process for a failure in the background; that another rank is gone the main thread finds out too."""
+    """Ends this process for a failure in the background. That another rank is gone the main thread finds out too, where
+    it does not hang."""
     if not is_lost_peer(error):
         os._exit(note(error))
+    timer = threading.Timer(_NOTICE_SECONDS, _end_hanging, [note, error])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_hanging(note: Callable[[BaseException], int], error: Exception) -> None:
+    """Ends this process, whose main thread is where nothing tells it that another rank is gone."""
+    reason = " ".join(str(error).split())
+    os._exit(
+        note(RankStalledError(f"another rank is gone ({reason}), and it has not noticed for {_NOTICE_SECONDS:.0f} s"))
+    )
 
 
 def _end_stalled(
@@ -137,13 +159,12 @@ def _end_stalled(
     os._exit(note(with_own_stacks(error, reports) if is_alone else error))
 
 
-def _begin_plan(faults: Sequence[str]) -> None:
-    """What is planned happens once, and not again after a restart."""
+def _begin_plan(faults: Sequence[str] | None) -> None:
+    """Plans these faults and those of the environment variable; None: neither."""
     try:
-        if torchrun_restarts_done():
+        if faults is None:
             os.environ.pop(FAULT_PLAN_VARIABLE, None)
-            faults = []
-        begin_plan(faults)
+        begin_plan(faults or ())
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -1,7 +1,10 @@
+import threading
+
 import pytest
 import torch.distributed as dist
 
 from shardwise.config import DataError, Split
+from shardwise.controller.base import RankStalledError
 from shardwise.fault_plan import plan
 from shardwise.recipes.rank import process
 from shardwise.recipes.rank.process import run_rank
@@ -86,3 +89,26 @@ def test_the_faults_of_a_config_are_planned_and_a_mistake_in_the_variable_is_one
 def test_ranks_that_only_sample_need_others_that_train(capsys):
     assert run_rank(lambda group: None, timeout_seconds=7, split=Split()) == 2
     assert "rollout.placement.num_ranks=1 leaves none of the job's 1 ranks to train" in capsys.readouterr().err
+
+
+def test_a_rank_that_hangs_when_another_is_gone_ends_after_a_grace_and_is_told_to_hang(monkeypatch):
+    """The thread in the background hears of it; the main thread, which would too, is where nothing tells it."""
+    noted, codes, ended = [], [], threading.Event()
+    monkeypatch.setattr(process, "_NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(process.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    process._end(lambda error: noted.append(error) or 7, RuntimeError("Connection closed by peer\n[10.0.0.1]:9"))
+    assert not ended.wait(0.05)
+    assert ended.wait(5)
+    assert codes == [7]
+    (error,) = noted
+    assert isinstance(error, RankStalledError)
+    assert str(error).startswith(
+        "another rank is gone (Connection closed by peer [10.0.0.1]:9), and it has not noticed"
+    )
+
+
+def test_another_failure_in_the_background_ends_a_rank_at_once(monkeypatch):
+    codes = []
+    monkeypatch.setattr(process.os, "_exit", codes.append)
+    process._end(lambda error: 2, DataError("train.jsonl line 3: broken"))
+    assert codes == [2]

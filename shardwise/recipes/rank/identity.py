@@ -1,0 +1,88 @@
+"""What every rank of a job has to have in common: the code, the config and the models, which every host has its own of
+where torchrun starts ranks on several."""
+
+import json
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from shardwise.config import ConfigError, RecipeConfig
+from shardwise.controller.process_group import Rank
+from shardwise.recipes.checkpointing.fingerprints import model_fingerprints
+
+_PACKAGE = Path(__file__).parents[2]
+_NUM_SHOWN = 3
+
+Identity = dict[str, Any]
+"""By what it is called in errors: `{"the code of shardwise": "5d41...", "trainer.seed": 0, "the files of model.path":
+[["config.json", "9c56..."]]}`."""
+
+
+def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
+    """Of this rank. Files of models are looked at by one rank of each host, as `fingerprints` looks at them.
+
+    Raises:
+        ConfigError, ModelError: as `fingerprints`.
+    """
+    identity: Identity = {f"the release of {name}": version(name) for name in ("torch", "transformers")}
+    identity["the code of shardwise"] = _code_digest()
+    if config is not None:
+        identity |= _by_key(config.model_dump(mode="json"))
+        if rank.local_rank == 0:
+            identity |= {f"the files of {key}": files for key, files in model_fingerprints(config).items()}
+    return identity
+
+
+def require_same_identity(rank: Rank, store: dist.Store, identity: Identity) -> None:
+    """Waits for all ranks, which compare themselves with rank 0. Raises ConfigError: on each, where one differs."""
+    if rank.rank == 0:
+        store.set("identity", json.dumps([socket.gethostname(), identity]))
+        others = range(1, rank.world_size)
+        store.set("differs", next(filter(None, (store.get(f"differs/{other}").decode() for other in others)), ""))
+    else:
+        host, expected = json.loads(store.get("identity"))
+        store.set(f"differs/{rank.rank}", _difference(rank, identity, host, expected))
+    if said := store.get("differs").decode():
+        raise ConfigError(said)
+
+
+def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -> str:
+    """What both know and is not the same, in words; empty where there is nothing."""
+    own: Identity = json.loads(json.dumps(identity))
+    different = [name for name in own if name in expected and own[name] != expected[name]]
+    if not different:
+        return ""
+    shown = ", ".join(_shown(name, own[name], expected[name]) for name in different[:_NUM_SHOWN])
+    more = f" and {len(different) - _NUM_SHOWN} more" if len(different) > _NUM_SHOWN else ""
+    return (
+        f"rank {rank.rank} on {socket.gethostname()} differs from rank 0 on {host} in {shown}{more}; start the same "
+        "command with the same code, packages and model folders on every host"
+    )
+
+
+def _shown(name: str, own: Any, other: Any) -> str:
+    if isinstance(own, list | dict) or name.startswith("the code"):
+        return name
+    return f"{name} ({own} and {other})"
+
+
+def _by_key(tree: Any, key: str = "") -> Identity:
+    """The leaves of a config by their keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {key: tree}
+    found: Identity = {}
+    for name, inner in tree.items():
+        found |= _by_key(inner, f"{key}.{name}" if key else name)
+    return found
+
+
+def _code_digest() -> str:
+    digest = xxhash.xxh3_64()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

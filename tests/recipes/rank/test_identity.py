@@ -1,0 +1,87 @@
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from tiny_models import tiny_model
+
+from shardwise.config import ConfigError, SFTConfig
+from shardwise.controller.process_group import Rank
+from shardwise.recipes.rank import identity as module
+from shardwise.recipes.rank.identity import identity_of, require_same_identity
+
+FIRST, SECOND, BESIDE = Rank(0, 3, 0), Rank(2, 3, 0), Rank(1, 3, 1)
+
+
+def config_of(path, **trainer):
+    tree = {"model": {"path": str(path)}, "data": {"train_files": "a.jsonl"}, "trainer": trainer}
+    return SFTConfig.parse(tree, origin="test")
+
+
+@pytest.fixture
+def meet():
+    """Three ranks meet, of which all that differ from the first are told so; returns what each of them was told."""
+
+    def compare(first, other, rank=SECOND):
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=20))
+        identities = {one: first if one == FIRST else other if one == rank else {} for one in (FIRST, SECOND, BESIDE)}
+        with ThreadPoolExecutor(3) as threads:
+            calls = [threads.submit(require_same_identity, one, store, found) for one, found in identities.items()]
+        errors = {str(call.exception()) for call in calls}
+        assert len(errors) == 1, "every rank is told the same"
+        calls[0].result()
+
+    return compare
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_ranks_that_were_started_alike_go_on(meet, model):
+    meet(identity_of(config_of(model), FIRST), identity_of(config_of(model), SECOND))
+    meet(identity_of(None, FIRST), identity_of(None, SECOND))
+
+
+def test_keys_that_differ_are_named_with_both_values_and_both_hosts(meet, model):
+    with pytest.raises(ConfigError) as caught:
+        meet(
+            identity_of(config_of(model), FIRST),
+            identity_of(config_of(model, seed=5, learning_rate=0.5, total_steps=3, output_dir="b"), SECOND),
+        )
+    host = socket.gethostname()
+    assert str(caught.value).startswith(f"rank 2 on {host} differs from rank 0 on {host} in trainer.")
+    assert "trainer.learning_rate (0.5 and " in str(caught.value)
+    assert " and 1 more; start the same command with the same code, packages and model folders" in str(caught.value)
+
+
+def test_another_model_under_the_same_path_is_noticed_by_one_rank_of_a_host(meet, model):
+    first = identity_of(config_of(model), FIRST)
+    tiny_model("llama", seed=1).save_pretrained(model)
+    with pytest.raises(ConfigError, match=r"rank 2 .* in the files of model\.path; start the same"):
+        meet(first, identity_of(config_of(model), SECOND))
+    meet(first, identity_of(config_of(model), BESIDE), BESIDE)
+
+
+def test_a_model_that_is_on_one_host_alone_is_left_to_whoever_opens_it(meet, model, tmp_path):
+    first = identity_of(config_of(model), FIRST)
+    model.rename(tmp_path / "elsewhere")
+    meet(first, identity_of(config_of(model), SECOND))
+
+
+def test_other_code_is_noticed(meet, monkeypatch, tmp_path):
+    first = identity_of(None, FIRST)
+    (tmp_path / "own.py").write_text("betas = (0.8, 0.9)")
+    monkeypatch.setattr(module, "_PACKAGE", tmp_path)
+    with pytest.raises(ConfigError, match=r"rank 2 .* in the code of shardwise; start the same"):
+        meet(first, identity_of(None, SECOND))
+
+
+def test_it_travels_as_json(model):
+    identity = identity_of(config_of(model), FIRST)
+    assert json.loads(json.dumps(identity)).keys() == identity.keys()
