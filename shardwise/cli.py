@@ -96,6 +96,8 @@ def _start_recipe(config: RecipeConfig, options: argparse.Namespace, arguments: 
             )
     elif not _is_rank() and (options.nproc > 1 or options.max_restarts > 0):
         return _launch_training(config, options, arguments)
+    elif not is_launched() and options.max_restarts > 0:
+        raise ConfigError("--max-restarts is of ranks that shardwise --nproc starts; give torchrun its own")
     with heavy_imports():
         from shardwise.recipes.entry import run_recipe
 

@@ -204,6 +204,15 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, capfd):
     assert capfd.readouterr().err == "", "the launcher says it once"
 
 
+def test_restarts_of_shardwise_are_refused_under_torchrun(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("SHARDWISE_JOB_FOLDER", raising=False)
+    assert main(["sft", "--max-restarts", "2", "model.path=m", f"data.train_files={tmp_path}/a.jsonl"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --max-restarts is of ranks that shardwise --nproc starts; give torchrun its own\n"
+    )
+
+
 def test_ctrl_c_while_the_command_is_imported_is_one_line():
     script = (
         "import builtins, sys\nfrom shardwise.__main__ import main\nimported = builtins.__import__\n"

@@ -78,7 +78,8 @@ class TrainerConfig(OptimizerConfig):
     """Keys that may differ from those of the run that is resumed, although they change what is trained."""
     max_time_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Save and stop before the job has run so long, with exit code 75: in time for the longest step so far and the last
-    save. Counts from the start of the command; under torchrun, from that of rank 0. null: no limit."""
+    save. Counts from the start of the command; under torchrun, which may not restart it, from that of rank 0. null: no
+    limit."""
     stop_grace_seconds: Deadline = 30.0
     """What a run has after SIGTERM, SIGINT or SIGHUP to finish its step and save; then it ends without."""
     tensorboard: bool = True

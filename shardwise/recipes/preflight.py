@@ -8,7 +8,16 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from shardwise.config import ConfigError, EvalConfig, LayoutConfig, ModelConfig, RecipeConfig, RLConfig, SglangRollout
+from shardwise.config import (
+    ConfigError,
+    EvalConfig,
+    LayoutConfig,
+    ModelConfig,
+    RecipeConfig,
+    RLConfig,
+    SglangRollout,
+    TrainerConfig,
+)
 from shardwise.config.base import Config
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import check_files
@@ -40,12 +49,8 @@ def check_inputs(config: RecipeConfig) -> None:
     for _, model in _parts(config, ModelConfig):
         _check_model(model)
     if not isinstance(config, EvalConfig):
-        if config.trainer.resume == "never" and torchrun_restarts_allowed():
-            raise ConfigError(
-                "trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=auto and a "
-                "trainer.output_dir of its own, torchrun --max-restarts 0, or start with shardwise --nproc and its "
-                "--max-restarts, which resumes from the job's own checkpoints"
-            )
+        if torchrun_restarts_allowed():
+            _require_restartable(config.trainer)
         find_start(config)
         lora = config.engine.lora
         require_base_of_adapter(lora, config.model, "engine.lora")
@@ -80,6 +85,23 @@ def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, 
     elif isinstance(config, list):
         for number, one in enumerate(config):
             yield from _parts(one, kind, f"{key}.{number}")
+
+
+def _require_restartable(trainer: TrainerConfig) -> None:
+    """Raises ConfigError: torchrun's restarts, which start the same command again after any end but success, would undo
+    what is asked for."""
+    if trainer.resume == "never":
+        raise ConfigError(
+            "trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=auto and a "
+            "trainer.output_dir of its own, torchrun --max-restarts 0, or start with shardwise --nproc and its "
+            "--max-restarts, which resumes from the job's own checkpoints"
+        )
+    if trainer.max_time_seconds is not None:
+        raise ConfigError(
+            f"trainer.max_time_seconds={trainer.max_time_seconds:g} stops a job that torchrun would start again, with "
+            "as much time once more; set torchrun --max-restarts 0, or start with shardwise --nproc and its "
+            "--max-restarts"
+        )
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -242,6 +242,15 @@ def test_restarts_by_torchrun_that_would_begin_anew_are_refused(data, monkeypatc
         check_inputs(config)
 
 
+def test_a_time_limit_is_refused_where_torchrun_would_start_again(data, monkeypatch):
+    tree = {"model": MODEL, "data": data, "trainer": {"max_time_seconds": 60}}
+    config = SFTConfig.parse(tree, origin="test")
+    check_inputs(config)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ConfigError, match=r"trainer.max_time_seconds=60 stops a job that torchrun would start again"):
+        check_inputs(config)
+
+
 @pytest.mark.parametrize(
     ("part", "num_ranks", "expected"),
     [
