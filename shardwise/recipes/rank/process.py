@@ -137,11 +137,12 @@ def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:
 def _end(note: Callable[[BaseException], int], error: Exception) -> None:
     """Ends this process for a failure in the background. That another rank is gone the main thread finds out too, where
     it does not hang."""
-    if not is_lost_peer(error):
+    if is_lost_peer(error):
+        timer = threading.Timer(_NOTICE_SECONDS, _end_hanging, [note, error])
+        timer.daemon = True
+        timer.start()
+    else:
         os._exit(note(error))
-    timer = threading.Timer(_NOTICE_SECONDS, _end_hanging, [note, error])
-    timer.daemon = True
-    timer.start()
 
 
 def _end_hanging(note: Callable[[BaseException], int], error: Exception) -> None:
