@@ -205,10 +205,13 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
         while True:
             path, world_size, store, payload = connection.recv()
             sys.path[:] = path
-            connection.send_bytes(_call(rank, world_size, store, payload))
+            succeeded, answer = _call(rank, world_size, store, payload)
+            connection.send_bytes(answer)
+            if not succeeded:
+                os._exit(1)  # frees the peers from their collectives, also where a cache of meshes holds the groups
 
 
-def _call(rank: int, world_size: int, store: str, payload: bytes) -> bytes:
+def _call(rank: int, world_size: int, store: str, payload: bytes) -> tuple[bool, bytes]:
     import torch
     import torch.distributed as dist
 
@@ -222,12 +225,9 @@ def _call(rank: int, world_size: int, store: str, payload: bytes) -> bytes:
                 "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
             )
         value = function(*args)
-        return pickle.dumps((True, value, _is_as_new(world_size)))
+        return True, pickle.dumps((True, value, _is_as_new(world_size)))
     except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc(), False))
-        if dist.is_initialized():  # closes the connections, which frees the peers from their collectives
-            dist.destroy_process_group()
-        return answer
+        return False, pickle.dumps((False, traceback.format_exc(), False))
     finally:
         gc.collect()  # engines are cycles; their groups and buffers should not outlive the call
 

@@ -8,12 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 def sum_of_ranks(start):
     total = torch.tensor([float(start + dist.get_rank())])
     dist.all_reduce(total)
     return float(total), dist.get_world_size(), torch.get_num_threads(), float(torch.rand(()))
+
+
+def train_on_a_mesh():
+    """Leaves behind what DTensor's caches hold: the mesh and its groups."""
+    layer = torch.nn.Linear(8, 8)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    layer(torch.ones(2, 8)).sum().backward()
+    return float(torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0).full_tensor())
 
 
 def raise_on(rank):
@@ -41,7 +51,7 @@ def test_ranks_of_every_world_size_talk_to_each_other(run_ranks, world_size, tot
 
 
 def test_exception_of_one_rank_comes_first_with_its_traceback_and_frees_the_others(run_ranks):
-    run_ranks(sum_of_ranks, 4, 0)  # the others have found each other before one of them fails
+    run_ranks(train_on_a_mesh, 4)  # the others have found each other before one of them fails
     start = time.monotonic()
     with pytest.raises(RankError, match=r"\Arank 2 raised:\n(.|\n)*in raise_on\n(.|\n)*ValueError: by rank 2\n"):
         run_ranks(raise_on, 4, 2)
