@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from shardwise.uploads import to_device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
@@ -279,7 +281,7 @@ class RolloutGroup:
 
 def _moved(instance: Any, device: torch.device) -> Any:
     tensors = {f.name: v for f in fields(instance) if isinstance(v := getattr(instance, f.name), Tensor)}
-    return replace(instance, **{k: v.to(device, non_blocking=device.type != "cpu") for k, v in tensors.items()})
+    return replace(instance, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 PER_TOKEN_FIELDS = (

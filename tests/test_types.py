@@ -61,7 +61,8 @@ def test_a_sample_whose_mask_has_another_length_is_refused():
         Sample(uid="a", token_ids=torch.tensor([4, 5]), loss_mask=torch.tensor([False, True, True]))
 
 
-def test_a_batch_moves_every_tensor_and_nothing_else():
+def test_a_batch_moves_every_tensor_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which takes an accelerator
     batch = TokenBatch(
         input_ids=torch.tensor([1]),
         position_ids=torch.tensor([0]),

@@ -293,7 +293,7 @@ class TrainEngine:
         for index, (batch, about, origin) in enumerate(zip(batches, wanted, origins, strict=True)):
             self._set_reduction(is_last=index == len(batches) - 1)
             tokens, scale = self._slice(batch), self._optimizer.loss_scale
-            whole = batch.to(self._device)  # before the device has work that a copy from pageable memory waits for
+            whole = batch.to(self._device)
             watching = self._expert_loads.watching(
                 batch, tokens, num_sequences=denominators.num_sequences, loss_scale=scale
             )

@@ -21,6 +21,7 @@ from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses
 from shardwise.families import Router
 from shardwise.types import Metrics, MetricValue, TokenBatch
+from shardwise.uploads import to_device
 
 Detail = Literal["summary", "layers", "experts"]
 """How much is told: of all routers together, of each of them, of each expert."""
@@ -273,7 +274,7 @@ def _weights(batch: TokenBatch, tokens: TokenSlice) -> Tensor:
     trained = torch.cat([batch.loss_mask.new_zeros(1, dtype=torch.int64), batch.loss_mask.cumsum(0)])
     is_trained = trained[batch.cu_seqlens.long()].diff() > 0
     weights = is_trained / batch.cu_seqlens.diff().double().square()
-    return torch.cat([weights, weights.new_zeros(1)]).to(tokens.input_ids.device, non_blocking=True)
+    return to_device(torch.cat([weights, weights.new_zeros(1)]), tokens.input_ids.device)
 
 
 def _dtype(logits: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.engine.divergence import DivergenceKind, VocabularyTerms, vocabulary_divergence
 from shardwise.ops import LogitTransform
+from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class TeacherOutputs:
         return vocabulary_divergence(
             states,
             projection,
-            self.states.to(states.device, non_blocking=True),
+            to_device(self.states, states.device),
             self.projection,
             kind=self.divergence.kind,
             beta=self.divergence.beta,

@@ -17,6 +17,7 @@ from shardwise.engine.ulysses import Ulysses
 from shardwise.engine.vision import ImageShare, VisionTower
 from shardwise.ops import PackedLayout
 from shardwise.types import TokenBatch
+from shardwise.uploads import to_device
 
 
 class ScoredTokens(Enum):
@@ -102,7 +103,7 @@ class TokenSlice:
         own = slice(start, start + width)
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            return to_device(tensor, device)
 
         images = None
         if tower is not None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from shardwise.engine.ulysses import Ulysses
 from shardwise.families import takes_images
 from shardwise.types import Images, TokenBatch
+from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,7 @@ class VisionTower:
         if not batch.image_refs:
             pixels, grids = pixels[patches.start : patches.stop], grids[own.start : own.stop]
         assert (len(pixels), len(grids)) == (len(patches), len(own)), "the images of another rank"
-        return Images(
-            pixel_values=pixels.to(device, non_blocking=True), image_grid_thw=grids.to(device, non_blocking=True)
-        )
+        return Images(pixel_values=to_device(pixels, device), image_grid_thw=to_device(grids, device))
 
 
 def divide_images(num_patches: Sequence[int], num_ranks: int) -> list[range]:

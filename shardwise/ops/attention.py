@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from shardwise.uploads import to_device
+
 VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 """From torch 2.12 on; before, keys and values are repeated."""
 VARLEN_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
@@ -40,7 +42,7 @@ class PackedLayout:
         """`cu_seqlens` lies on the host."""
         lengths = cu_seqlens.diff().tolist()
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        return cls(cu_seqlens.to(device, non_blocking=True), runs, max(lengths))
+        return cls(to_device(cu_seqlens, device), runs, max(lengths))
 
     @classmethod
     def of_one_length(cls, count: int, length: int, *, device: torch.device) -> Self:
