@@ -1,5 +1,5 @@
 """Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its host,
-rank 0 hears of a signal to any, and the others hear that rank 0 lives."""
+rank 0 hears of a signal to any and tells which rank is gone, and the others hear that rank 0 lives."""
 
 import os
 import signal
@@ -20,6 +20,7 @@ from shardwise.controller.exit_codes import FAILURE, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
 from shardwise.controller.process_group import Rank
+from shardwise.controller.roll_call import RollCall
 from shardwise.controller.signals import SecondSignal
 from shardwise.controller.watchdog import Activity, be_watched, collect, wait_until_collected, write_reports
 from shardwise.scratch import scratch_folder
@@ -34,19 +35,22 @@ _LEAST_SILENCE_SECONDS = 60.0
 """Code that keeps Python from running silences rank 0 too."""
 _LEAVE_SECONDS = 3.0
 """What rank 0 gets to say why the job ends, before others of its host leave too."""
+_ANSWER_SECONDS = 2.5
+"""What the others get to answer rank 0: less than that, and more than they take between two looks."""
 
 
 class Peers:
     """The ranks of this host, seen by one of them."""
 
-    def __init__(self, folder: Path, rank: int, reports: Path | None, store: dist.Store) -> None:
+    def __init__(self, folder: Path, rank: Rank, reports: Path | None, store: dist.Store) -> None:
         """
         Args:
             folder: where they keep their activity.
             reports: the folder for what every rank did when one hung; None keeps nothing.
             store: that of all ranks.
         """
-        self._folder, self._rank, self._reports, self._store = folder, rank, reports, store
+        self._folder, self._rank, self._reports, self._store = folder, rank.rank, reports, store
+        self._roll = RollCall(store, rank.rank, rank.world_size)
         self._second = SecondSignal()
 
     def pass_on(self, number: int) -> None:
@@ -59,14 +63,17 @@ class Peers:
             self._store.set(_STOP, str(number))
 
     def note_failure(self, error: BaseException) -> int:
-        """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks."""
+        """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks; rank 0
+        names the one that is gone."""
         note = Note.of(error, self._rank)
+        self._roll.leave(note)
+        is_in_vain = note.is_timeout or note.is_stalled
         try:
             note.leave(self._folder)
-            if note.is_shared and self._rank > 0:
+            if self._rank > 0 and (note.is_shared or (note.is_lost_peer and not is_in_vain)):
                 time.sleep(_LEAVE_SECONDS)  # torchrun ends rank 0 as soon as another one has left
-            if not (note.is_timeout or note.is_stalled):
-                return note_failure(error, self._rank)
+            if not is_in_vain:
+                return self._note_loss(error, note) if note.is_lost_peer else note_failure(error, self._rank)
             (self._folder / _ASKED).touch(exist_ok=False)
         except FileNotFoundError:  # the first rank of this host has left, and its folder with it
             return note_failure(error, self._rank)
@@ -78,6 +85,13 @@ class Peers:
         for pid in hanging:  # torchrun would give them 30 s
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return failure.code
+
+    def _note_loss(self, error: BaseException, note: Note) -> int:
+        failure = self._roll.call(seconds=_ANSWER_SECONDS) if self._rank == 0 else None
+        if failure is None:
+            return note_failure(error, self._rank)
+        failure.print()
         return failure.code
 
     def _explain(self) -> tuple[Failure, list[int]]:
@@ -117,8 +131,11 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, tim
     """
     # A connection of its own: in that of `store` the main thread may wait. (torch's stubs do not know of it.)
     beside = cast(Any, store).clone()
+    roll = RollCall(beside, rank.rank, rank.world_size)
+    roll.enter()
     silence = max(timeout_seconds, _LEAST_SILENCE_SECONDS)
-    company = _hearing(beside) if rank.rank == 0 else _listening(beside, silence, partial(_end_alone, rank, silence))
+    end = partial(_end_alone, rank, silence)
+    company = _hearing(beside) if rank.rank == 0 else _listening(beside, silence, end, roll.answer)
     with company, _watched_on_host(rank, store, reports) as peers:
         yield peers
 
@@ -129,12 +146,12 @@ def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
     if rank.local_rank > 0:
         folder = Path(store.get(host).decode())
         be_watched(rank.rank, folder)
-        yield Peers(folder, rank.rank, reports, store)
+        yield Peers(folder, rank, reports, store)
         return
     with scratch_folder() as folder:
         store.set(host, str(folder))
         be_watched(rank.rank, folder)
-        yield Peers(folder, rank.rank, reports, store)
+        yield Peers(folder, rank, reports, store)
 
 
 @contextmanager
@@ -157,9 +174,11 @@ def _hearing(store: dist.Store) -> Iterator[None]:
 
 
 @contextmanager
-def _listening(store: dist.Store, silence_seconds: float, end: Callable[[], None]) -> Iterator[None]:
-    """Inside, `end` is called where rank 0 gives no sign of life for so long: a host that loses its power or its
-    network closes no connection, and this rank would wait for its next command."""
+def _listening(
+    store: dist.Store, silence_seconds: float, end: Callable[[], None], answer: Callable[[], None]
+) -> Iterator[None]:
+    """Inside, `answer` is called again and again, and `end` where rank 0 gives no sign of life for so long: a host that
+    loses its power or its network closes no connection, and this rank would wait for its next command."""
     num_signs = 0
 
     def listen(is_over: threading.Event) -> None:
@@ -167,6 +186,7 @@ def _listening(store: dist.Store, silence_seconds: float, end: Callable[[], None
         with suppress(RuntimeError):  # the store is gone: no sign comes any more
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
                 num_signs = store.add(_SIGNS, 0)  # of a host that vanished it waits for the answer
+                answer()
 
     def judge(is_over: threading.Event) -> None:
         heard, silent_seconds = num_signs, 0.0

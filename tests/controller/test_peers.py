@@ -53,7 +53,10 @@ def watched(rank, store, *, timeout_seconds=600):
 
 def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, capsys):
     reports = tmp_path / "run" / "faults"
-    assert Peers(tmp_path, 0, reports, dist.HashStore()).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    assert (
+        Peers(tmp_path, Rank(0, 4, 0), reports, dist.HashStore()).note_failure(RuntimeError("Timed out waiting 9 ms"))
+        == 1
+    )
     assert re.fullmatch(
         r"error: rank 1 hangs in `train policy`: rank 0 waited in vain \(Timed out waiting 9 ms\); stacks of the ranks "
         rf"on .+: {reports}/1\n",
@@ -64,7 +67,10 @@ def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, 
 
 
 def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
-    first, second = Peers(tmp_path, 0, None, dist.HashStore()), Peers(tmp_path, 2, None, dist.HashStore())
+    first, second = (
+        Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()),
+        Peers(tmp_path, Rank(2, 4, 2), None, dist.HashStore()),
+    )
     assert first.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
     told = capsys.readouterr().err
     assert told == "error: rank 1 hangs in `train policy`: rank 0 waited in vain (Timed out waiting 9 ms)\n"
@@ -75,14 +81,14 @@ def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
 def test_a_rank_that_finds_itself_hanging_is_named_with_the_stacks_of_its_host(hanging, tmp_path, capsys):
     reports = tmp_path / "faults"
     error = RankStalledError("another rank is gone (Connection closed by peer), and it has not noticed for 30 s")
-    assert Peers(tmp_path, 1, reports, dist.HashStore()).note_failure(error) == 1
+    assert Peers(tmp_path, Rank(1, 4, 1), reports, dist.HashStore()).note_failure(error) == 1
     told = capsys.readouterr().err
     assert told.startswith(f"error: rank 1 hangs in `train policy`: {error}; stacks of the ranks on ")
     assert "<module>" in (reports / "1" / "rank_1.txt").read_text()
 
 
 def test_other_errors_are_told_as_they_are_and_nobody_is_asked(hanging, tmp_path, capsys):
-    assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
     assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
     assert hanging.poll() is None
 
@@ -91,9 +97,9 @@ def test_an_error_that_all_ranks_share_is_told_by_rank_0_which_the_others_let_sp
     waits, shared = [], ConfigError("use 1, 2 or 4")
     shared.is_shared = True
     monkeypatch.setattr(peers.time, "sleep", waits.append)
-    assert Peers(tmp_path, 1, None, dist.HashStore()).note_failure(shared) == 2
+    assert Peers(tmp_path, Rank(1, 4, 1), None, dist.HashStore()).note_failure(shared) == 2
     assert (waits, capsys.readouterr().err) == ([3.0], "")
-    assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(shared) == 2
+    assert Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()).note_failure(shared) == 2
     assert (waits, capsys.readouterr().err) == ([3.0], "error: use 1, 2 or 4\n")
 
 
@@ -104,7 +110,9 @@ def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp
     try:
         while not (Activity.read(tmp_path, 1) or Activity()).is_idle:
             assert process.poll() is None
-        assert Peers(tmp_path, 0, None, dist.HashStore()).note_failure(RuntimeError("rank 9: timed out")) == 1
+        assert (
+            Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()).note_failure(RuntimeError("rank 9: timed out")) == 1
+        )
         assert capsys.readouterr().err.splitlines()[-1] == "error: rank 0 failed: rank 9: timed out"
         assert process.poll() is None
     finally:
@@ -114,15 +122,19 @@ def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp
 
 def test_without_the_folder_of_the_host_an_error_is_told_all_the_same(tmp_path, capsys):
     gone = tmp_path / "gone"
-    assert Peers(gone, 0, None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
+    assert Peers(gone, Rank(0, 4, 0), None, dist.HashStore()).note_failure(ConfigError("use 1, 2 or 4")) == 2
     assert capsys.readouterr().err == "error: rank 0: use 1, 2 or 4\n"
-    assert Peers(gone, 1, None, dist.HashStore()).note_failure(RuntimeError("Connection closed by peer")) == 1
+    assert (
+        Peers(gone, Rank(1, 4, 1), None, dist.HashStore()).note_failure(RuntimeError("Connection closed by peer")) == 1
+    )
     assert capsys.readouterr().err == "rank 1: another rank ended or hangs; its own message tells why\n"
 
 
 def test_reports_that_cannot_be_written_do_not_hide_who_hangs(hanging, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert Peers(tmp_path, 0, tmp_path / "file", dist.HashStore()).note_failure(RuntimeError("Timed out")) == 1
+    assert (
+        Peers(tmp_path, Rank(0, 4, 0), tmp_path / "file", dist.HashStore()).note_failure(RuntimeError("Timed out")) == 1
+    )
     assert "rank 1 hangs in `train policy`" in (told := capsys.readouterr().err)
     assert f"stacks could not be written to {tmp_path / 'file'}: " in told
 
@@ -149,9 +161,10 @@ from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
 from shardwise.controller import peers, signals
+from shardwise.controller.process_group import Rank
 peers._LEAVE_SECONDS, signals.COPIES_SECONDS = 0.0, float(sys.argv[1])
 store = dist.HashStore()
-rank = peers.Peers(Path(), 1, None, store)
+rank = peers.Peers(Path(), Rank(1, 2, 1), None, store)
 rank.pass_on(2)
 time.sleep(0.1)
 rank.pass_on(15)
@@ -201,7 +214,7 @@ def test_a_store_that_is_out_of_reach_is_silence_too(monkeypatch, breaks):
             return 1
 
     began = time.monotonic()
-    with peers._listening(Store(), 0.3, ended.set):
+    with peers._listening(Store(), 0.3, ended.set, lambda: None):
         assert ended.wait(5)
         assert time.monotonic() - began >= 0.3
         over.set()

@@ -74,35 +74,70 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.full  # in make test too: tests/controller/test_attempts.py, tests/controller/test_process_group.py
-def test_ranks_of_two_agents_go_on_together_after_one_died(assets, tmp_path):
-    """As on two hosts: only the agent of the rank that died counts a restart."""
-    run = tmp_path / "run"
+def run_on_two_agents(assets, folder, *overrides, meet, max_restarts):
+    """As on two hosts, each with one rank. `meet`: torchrun's options for the port that each agent meets the other at.
+    Returns the exit codes and what was said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "1"),
-        *("-m", "shardwise", "sft", *options(assets, run)),
+        *("--max-restarts", str(max_restarts), "-m", "shardwise", "sft", *options(assets, folder / "run")),
         *("trainer.save_every_steps=1", "trainer.async_save=false", "engine.collective_timeout_seconds=30"),
-        # Rank 0 must not fail for the one that died before its agent hears of the other one's restart.
-        "trainer.faults=[rank=1 step=3 phase=forward action=kill, rank=0 step=3 phase=forward action=hang]",
+        *overrides,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(tmp_path)}
-    with (tmp_path / "out").open("w") as out:
-        agents = [subprocess.Popen(command, env=environment, stdout=out, stderr=out) for _ in range(2)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    with (folder / "out").open("w") as out:
+        agents = [
+            subprocess.Popen([*torchrun, *meet(number, port), *command], env=environment, stdout=out, stderr=out)
+            for number in range(2)
+        ]
         try:
             codes = [agent.wait(timeout=180) for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-    told = (tmp_path / "out").read_text()
+    return codes, (folder / "out").read_text()
+
+
+@pytest.mark.full  # in make test too: tests/controller/test_attempts.py, tests/controller/test_process_group.py
+def test_ranks_of_two_agents_go_on_together_after_one_died(assets, tmp_path):
+    """Only the agent of the rank that died counts a restart."""
+    codes, told = run_on_two_agents(
+        assets,
+        tmp_path,
+        # Rank 0 must not fail for the one that died before its agent hears of the other one's restart.
+        "trainer.faults=[rank=1 step=3 phase=forward action=kill, rank=0 step=3 phase=forward action=hang]",
+        meet=lambda _, port: ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        max_restarts=1,
+    )
     assert codes == [0, 0], told
     assert "could not join" not in told, "a restart was lost to ranks that did not find each other"
+    run = tmp_path / "run"
     assert f"resumes from {run}/checkpoints/step_2" in told
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.full  # in make test too: tests/controller/test_roll_call.py
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [("kill", "is gone and left no word: its process was killed, or "), ("raise", "failed: ")],
+    ids=["is killed", "fails"],
+)
+def test_f01_rank_0_names_the_rank_that_ended_on_another_host(assets, tmp_path, action, reason):
+    fault = f"trainer.faults=[rank=1 step=3 phase=forward action={action}]"
+    codes, told = run_on_two_agents(
+        assets,
+        tmp_path,
+        fault,
+        meet=lambda rank, port: ("--node-rank", f"{rank}", "--master-addr", "127.0.0.1", "--master-port", f"{port}"),
+        max_restarts=0,
+    )
+    assert codes == [1, 1]
+    errors = [line for line in told.splitlines() if line.startswith("error: rank 1 on ")]
+    assert len(errors) == 1, told
+    assert errors[0].startswith(f"error: rank 1 on {socket.gethostname()} {reason}")
 
 
 @contextmanager
