@@ -257,8 +257,8 @@ class Run:
         blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
         if blind:
             raise ConfigError(
-                f"trainer.output_dir={self.output_dir}: {', '.join(blind)} does not see what rank 0 writes there; give "
-                "a folder on a file system that all hosts share"
+                f"trainer.output_dir={self.output_dir}: what rank 0 writes there is not seen by {', '.join(blind)}; "
+                "give a folder on a file system that all hosts share"
             )
 
     def _left_by_others(self) -> list[Path]:

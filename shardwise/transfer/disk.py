@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -28,7 +29,7 @@ from shardwise.memfd import SharedTensors
 from shardwise.observability import write_json_atomic
 from shardwise.transfer.base import SyncReceipt, WeightSyncError
 from shardwise.transfer.buckets import BucketReader, Header, Segment
-from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Place, Rendezvous, nowhere
+from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Place, Rendezvous, name_of, nowhere
 from shardwise.transfer.sync import load_verified
 from shardwise.types import WeightReceiver
 
@@ -75,20 +76,31 @@ class DiskMedium:
             run: tells runs apart, and is the same whenever one goes on. The sender's counts.
             timeout: of every single wait; a whole version has to be written within it.
         Raises:
-            ConfigError: at every end: the folder is another run's, holds something else, or cannot be written to.
+            ConfigError: at every end: the folder is another run's, holds something else, cannot be written to, or is
+                not the same one for all.
             MediumError: an end did not come in time.
         """
         rendezvous = Rendezvous(store, rank, size, timeout=timeout)
         phase = "joining the folder of weights"
-        if rank == SENDER:
-            try:
-                _claim(folder, run)
-            except ConfigError as error:
-                with suppress(MediumError):  # it has to be mended whoever else is missing
-                    rendezvous.meet(phase, str(error))
-                raise
-        if refusal := rendezvous.meet(phase, "")[SENDER]:
-            raise ConfigError(refusal)
+        with ExitStack() as stack:
+            seen = ""
+            if rank == SENDER:
+                try:
+                    _claim(folder, run)
+                except ConfigError as error:
+                    with suppress(MediumError):  # it has to be mended whoever else is missing
+                        rendezvous.meet(phase, json.dumps({"refusal": str(error)}))
+                    raise
+                seen = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".joining.")).name).name
+            said = json.loads(rendezvous.meet(phase, json.dumps({"file": seen}))[SENDER])
+            if "refusal" in said:
+                raise ConfigError(said["refusal"])
+            blind = rendezvous.meet(phase, "" if (folder / said["file"]).is_file() else socket.gethostname())
+        if named := [f"{name_of(end)} on {host}" for end, host in enumerate(blind) if host]:
+            raise ConfigError(
+                f"rollout.placement.folder={folder}: what the sender writes there is not seen by {', '.join(named)}; "
+                "give a folder on a file system that all hosts share"
+            )
         return cls(folder, rendezvous)
 
     @property

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.config import ConfigError
 from shardwise.memfd import SharedTensors, create_memory, mapped
 from shardwise.scratch import scratch_folder
 from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, name_of, nowhere
@@ -83,7 +84,7 @@ class SharedMemoryMedium:
             store, rank, size, timeout: as ProcessGroupMedium.join.
             device: where buckets lie: the host, or the GPU that all ends use, each through its own CUDA context.
         Raises:
-            MediumError: an end did not come in time, or is on another host.
+            ConfigError: at every end: one is on another host. MediumError: an end did not come in time.
         """
         device = torch.device("cpu") if device is None else device
         rendezvous = Rendezvous(store, rank, size, timeout=timeout)
@@ -313,9 +314,9 @@ def _require_one_host(places: list[list[str]]) -> None:
     boot_id, _, host = places[SENDER]
     for rank, (other, _, other_host) in enumerate(places):
         if other != boot_id:
-            raise MediumError(
-                f"shared memory connects processes of one host, but the sender is on {host} and {name_of(rank)} on "
-                f"{other_host}; use a process group between hosts"
+            raise ConfigError(
+                f"rollout.placement.medium=shared_memory connects processes of one host, but the sender is on {host} "
+                f"and {name_of(rank)} on {other_host}; use process_group between hosts"
             )
 
 

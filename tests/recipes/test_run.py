@@ -353,7 +353,7 @@ def test_f27_logs_without_a_checkpoint_are_told_when_a_run_starts_anew(tmp_path,
 def test_ranks_that_do_not_see_the_output_folder_are_named_with_their_hosts(tmp_path, run_of, fake_group):
     seen = []
     group = fake_group(3, sees=lambda rank, path: seen.append(Path(path).is_file()) or [None, "b", "c"][rank])
-    told = rf"trainer\.output_dir={tmp_path}: rank 1 on b, rank 2 on c does not see what rank 0 writes there"
+    told = rf"trainer\.output_dir={tmp_path}: what rank 0 writes there is not seen by rank 1 on b, rank 2 on c"
     with pytest.raises(ConfigError, match=told):
         run_to(run_of(tmp_path, group), 2)
     assert seen == [True] * 3

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -275,6 +276,23 @@ def test_a_folder_that_holds_what_is_no_run_s_is_refused_and_left_as_it_is(tmp_p
     assert f"holds {name}, which is not a run's; give an empty folder" in refusal(tmp_path)
     assert file.read_text() == "important"
     assert os.listdir(tmp_path) == [name]
+
+
+def test_a_folder_that_is_not_the_same_for_all_ends_is_refused_at_each(tmp_path):
+    """As on hosts with file systems of their own, where the path is the same."""
+    store, folders = dist.HashStore(), [tmp_path / "one", tmp_path / "other", tmp_path / "one"]
+    with ThreadPoolExecutor(3) as threads:
+        options = {"run": "/run", "timeout": timedelta(seconds=30)}
+        began = time.monotonic()
+        ends = [threads.submit(DiskMedium.join, store, n, 3, folder=folders[n], **options) for n in range(3)]
+    assert time.monotonic() - began < 10
+    for folder, end in zip(folders, ends, strict=True):
+        assert isinstance(end.exception(), ConfigError)
+        assert str(end.exception()) == (
+            f"rollout.placement.folder={folder}: what the sender writes there is not seen by receiver 1 on "
+            f"{socket.gethostname()}; give a folder on a file system that all hosts share"
+        )
+    assert os.listdir(tmp_path / "one") == ["owner.json"]
 
 
 @pytest.mark.parametrize("name", ["version-notes", "version-9.txt", "version-09"])

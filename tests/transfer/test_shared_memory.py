@@ -17,6 +17,7 @@ import pytest
 import torch
 from ends import DictReceiver, DictSender, random_weights, run_ends
 
+from shardwise.config import ConfigError
 from shardwise.transfer import MediumError, SharedMemoryMedium, pull_weights, push_weights
 from shardwise.transfer import shared_memory as module
 
@@ -80,7 +81,7 @@ def join_from_another_host(join):
 
 
 def join_and_fail(join):
-    with pytest.raises(MediumError, match="use a process group between hosts") as caught:
+    with pytest.raises(ConfigError, match="use process_group between hosts") as caught:
         join(SharedMemoryMedium)
     return str(caught.value)
 
@@ -88,7 +89,9 @@ def join_and_fail(join):
 def test_ends_on_different_hosts_are_told_to_use_something_else(tmp_path):
     at_sender, at_receiver = run_ends([join_and_fail, join_from_another_host], tmp_path)
     assert at_sender == at_receiver
-    assert at_sender.startswith("shared memory connects processes of one host, but the sender is on ")
+    assert at_sender.startswith(
+        "rollout.placement.medium=shared_memory connects processes of one host, but the sender is on "
+    )
 
 
 def connect_and_say_nothing(address, rank, **_):
