@@ -154,8 +154,8 @@ class Run:
                 self._saver.wait()
         with named_failures(self.output_dir):
             self._open.close()
-        if self._saver.newest is not None:
-            print(f"{self._title}: saved {self._saver.newest}", flush=True)
+        if (saved := self._saver.newest) is not None:
+            print(f"{self._title}: saved {saved.folder}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, after the last
@@ -177,7 +177,9 @@ class Run:
             is_saved = self._is_due(self._trainer.save_every_steps, step)
             if is_saved:
                 self._save(step)
-            if step < self._total_steps and self._stopping.is_due(save_seconds=self._saver.seconds):
+            saved = self._saver.newest
+            save_seconds = None if saved is None else saved.seconds
+            if step < self._total_steps and self._stopping.is_due(save_seconds=save_seconds):
                 if not is_saved:
                     self._save(step)
                 self._saver.finish()
@@ -205,6 +207,8 @@ class Run:
         performance |= self._loaded | dict(incidents or {})
         self._loaded = {}
         performance |= straggler_metrics(slowest)
+        if (saved := self._saver.newest) is not None:
+            performance |= {"save/step": saved.step, "save/seconds": saved.seconds}
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures
         with named_failures(self.output_dir):
@@ -212,6 +216,8 @@ class Run:
         self._reported.add(values, names=metrics.keys(), validates=self.should_validate(step))
         shown = {name: values[name] for name in SHOWN_METRICS if name in values}
         shown |= slow_rank(slowest, step_seconds=seconds)
+        if saved is not None:
+            shown["saved step"] = saved.step
         self._progress.update(step, {"tokens/s": performance["tokens_per_second"], **shown})
 
     def _is_due(self, every: int, step: int) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -100,7 +101,10 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
     assert [(row["step"], row["train/loss"]) for row in lines(tmp_path / "metrics.jsonl")] == [
         (step, pytest.approx(3.0 / step)) for step in range(1, 6)
     ]
-    for row in lines(tmp_path / "performance.jsonl"):
+    performance = lines(tmp_path / "performance.jsonl")
+    assert [row.get("save/step") for row in performance] == [None, None, 2, 2, 4]
+    assert all(row["save/seconds"] > 0 for row in performance[2:])
+    for row in performance:
         assert row["tokens_per_second"] * row["seconds/step"] == pytest.approx(100)
         assert row["seconds/train"] <= row["seconds/step"]
     assert validated == [3, 5]
@@ -119,7 +123,7 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
     written = SFTConfig.parse(yaml.safe_load((tmp_path / "config.yaml").read_text()), origin="config.yaml")
     assert written == config(tmp_path, save_every_steps=2, validate_every_steps=3)
     printed = capsys.readouterr().out
-    assert "step 5/5" in printed
+    assert re.search(r"step 5/5 .* saved step 4\n", printed)
     assert printed.startswith(f"sft: 7.0M parameters (0.50M trained) on 1 rank, 5 steps, into {tmp_path}\n")
     assert printed.endswith(f"sft: saved {tmp_path / 'checkpoints' / 'step_5'}\n")
 

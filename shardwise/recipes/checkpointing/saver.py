@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,16 @@ from shardwise.recipes.checkpointing.retention import Reported, after_saving
 from shardwise.recipes.checkpointing.save_checks import check_before_saving
 from shardwise.recipes.checkpointing.save_retries import SaveRetries
 from shardwise.recipes.engines import RemoteEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A checkpoint that this process has saved."""
+
+    step: int
+    folder: Path
+    seconds: float
+    """How long it took, from the beginning of the save."""
 
 
 class Saver:
@@ -55,10 +65,7 @@ class Saver:
         self._begun_from = begun_from
         self._retries = SaveRetries(config.trainer)
         self._pending: BackgroundCall[None] | None = None
-        self.newest: Path | None = None
-        """The checkpoint that was published last."""
-        self.seconds: float | None = None
-        """How long that took, from the beginning of the save."""
+        self.newest: Published | None = None
         self._started = 0.0
 
     @property
@@ -100,7 +107,8 @@ class Saver:
         deadline = self._config.trainer.save_timeout_seconds
         with self._retries.tolerate():
             if not pending.wait(deadline):
-                kept = "none was saved since this start" if self.newest is None else f"the last one is {self.newest}"
+                saved = self.newest
+                kept = "none was saved since this start" if saved is None else f"the last one is {saved.folder}"
                 raise RankSilentError(
                     f"a save in the background was not done within {deadline:g} s (trainer.save_timeout_seconds); the "
                     f"file system of {self._run} hangs or is slower than that; checkpoints that are whole stay: {kept}"
@@ -117,8 +125,7 @@ class Saver:
     ) -> None:
         self._retries.retry(step, partial(self._write, step, parts, metrics, background))
         self._retries.note_saved()
-        self.newest = step_folder(self._run, step)
-        self.seconds = time.perf_counter() - self._started
+        self.newest = Published(step, step_folder(self._run, step), time.perf_counter() - self._started)
         after_saving(self._run, step, self._config.trainer, self._reported)
 
     def _write(

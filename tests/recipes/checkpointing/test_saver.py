@@ -76,7 +76,8 @@ def test_training_waits_for_the_copies_alone(tmp_path, make_saver, writers):
     writers.may_write.set()
     saver.wait()
     folder = tmp_path / "checkpoints" / "step_3"
-    assert saver.newest == folder
+    assert (saver.newest.step, saver.newest.folder) == (3, folder)
+    assert saver.newest.seconds > 0
     assert json.loads((folder / "state" / "run.json").read_text())["content"]["parts"] == {"data": {"position": [1]}}
     assert (folder / MANIFEST).is_file()
     assert (folder / "weights_1").is_file()
@@ -137,7 +138,7 @@ def test_trap_16_without_async_save_the_ranks_write_at_once(tmp_path, make_saver
     saver.save(1, {})
     assert group.methods == ["nonfinite_tensors", "save", "hash_files"]
     assert group.background.calls == []
-    assert saver.newest == tmp_path / "checkpoints" / "step_1"
+    assert saver.newest.folder == tmp_path / "checkpoints" / "step_1"
 
 
 def test_a_save_beside_training_is_tried_again_from_the_same_copies(tmp_path, make_saver, writers, monkeypatch):
