@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.families import attention_layers, backbone
+from shardwise.model_config import media_token_ids
 from shardwise.ops import LogitTransform, project_float32, repeated_projection
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.expert_record import ExpertRecord
@@ -55,7 +56,7 @@ class CachedModel:
         self.sight = CachedVisionTower.of(model, device)
         """None of a model that sees no images."""
         # What stands for a part of an image has no meaning without one: the policy may not say it.
-        banned = [*bad_token_ids, *([] if self.sight is None else [self.sight.image_token_id])]
+        banned = [*bad_token_ids, *media_token_ids(model.config)]
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
         """[M] int64, tokens that are never drawn."""
         self.cache_size = self._measured()

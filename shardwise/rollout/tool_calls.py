@@ -80,6 +80,9 @@ def _qwen_calls(block: str, parameters: Mapping[tuple[str, str], Any]) -> Iterat
     if not functions:
         yield ToolCall(error="the tool call is not of the form <function=name>...</function>")
     for name, body in functions:
+        if "<parameter=" in _PARAMETER.sub("", body):
+            yield ToolCall(error=f"the call of {name} ends inside a parameter, without </parameter>")
+            continue
         given = _PARAMETER.findall(body)
         yield ToolCall(name=name, arguments={key: _value(text, parameters.get((name, key))) for key, text in given})
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.model_config import media_token_ids
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.readiness import Readiness
@@ -122,6 +123,8 @@ class VllmEngine:
         ends = require_ends(skeleton.generation_config, skeleton.config)
         check_vllm(device)
         has_raw_logprobs = temperature == 1
+        if has_raw_logprobs:  # else vLLM gives none of the policy's once a token is left out
+            bad_token_ids = [*bad_token_ids, *media_token_ids(skeleton.config)]
         own = own_arguments(
             folder,
             config,

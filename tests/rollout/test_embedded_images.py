@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import IMAGE, tiny_vision_model
+from tiny_models import IMAGE, VIDEO, tiny_vision_model
 from transformers import GenerationConfig
 from vision_samples import reference_logprobs, vision_sample
 
@@ -60,7 +60,7 @@ def generated(model, sample: Sample) -> list[int]:
         seen["mm_token_type_ids"] = (sample.token_ids == IMAGE).int()[None]
     model.base_model.rope_deltas = None
     tokens = model.generate(
-        sample.token_ids[None], max_new_tokens=MAX_TOKENS, do_sample=False, suppress_tokens=[IMAGE], **seen
+        sample.token_ids[None], max_new_tokens=MAX_TOKENS, do_sample=False, suppress_tokens=[IMAGE, VIDEO], **seen
     )
     return tokens[0, len(sample.token_ids) :].tolist()
 
@@ -107,8 +107,9 @@ def test_what_is_said_depends_on_the_images(model, folder, samples):
 
 @pytest.mark.parametrize("max_rows", [3, 32])
 def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, samples, max_rows, monkeypatch):
-    """A group that fits is shown to the tower once; image tokens are never drawn."""
+    """A group that fits is shown to the tower once; image tokens are never drawn, nor those of videos."""
     engine = open_engine(folder, max_rows)
+    assert engine._cached.banned.tolist() == [IMAGE, VIDEO]
     num_seen = []
     look = engine._cached.sight.look
     monkeypatch.setattr(engine._cached.sight, "look", lambda images: num_seen.append(len(images)) or look(images))
@@ -117,7 +118,7 @@ def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, sam
     for sample, group in zip(samples, groups, strict=True):
         assert len({tuple(one.token_ids) for one in group}) > 1
         for completion in group:
-            assert IMAGE not in completion.token_ids
+            assert not {IMAGE, VIDEO} & set(completion.token_ids)
             assert_own_logprobs(model, sample, completion)
     if max_rows == 32:
         assert sum(num_seen) == 4  # prompts that have images

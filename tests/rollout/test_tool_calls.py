@@ -20,6 +20,21 @@ def test_a_turn_that_ended_inside_its_last_call_made_it():
     assert qwen_calls("<tool_call><function=now>") == [ToolCall(name="now")]
 
 
+@pytest.mark.parametrize(
+    "cut", ["<parameter=code>x = 1\ny", "<parameter=code", "<parameter=a>1</parameter><parameter=b>"]
+)
+def test_a_qwen_call_that_was_cut_inside_a_parameter_is_none_without_it(cut):
+    """By the token limit: the tool would be blamed on the call for arguments that are missing."""
+    (call,) = qwen_calls(f"<tool_call><function=run>{cut}")
+    assert call == ToolCall(error="the call of run ends inside a parameter, without </parameter>")
+    inner, cut_off = qwen_calls(
+        "<tool_call><function=a><parameter=x>print('<parameter=')</parameter></function></tool_call>"
+        f"<tool_call><function=run>{cut}"
+    )
+    assert inner == ToolCall(name="a", arguments={"x": "print('<parameter=')"})
+    assert cut_off == call
+
+
 @pytest.mark.parametrize("read", [hermes_calls, qwen_calls])
 @pytest.mark.parametrize("text", ["", "the answer is 5", "<tools>none</tools>", "tool_call"])
 def test_text_without_calls_has_none(read, text):
