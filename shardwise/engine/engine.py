@@ -181,12 +181,9 @@ class TrainEngine:
         """
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
         with nullcontext() if with_adapters else self._adapters_off():
-            outputs = [
-                self._forward(batch, about).to(torch.device("cpu"))
-                for batch, about in zip(batches, wanted, strict=True)
-            ]
+            outputs = [self._forward(batch, about) for batch, about in zip(batches, wanted, strict=True)]
         self._reshard()
-        return outputs
+        return [output.to(torch.device("cpu")) for output in outputs]  # not between them: the device would wait
 
     def own_images(self, image_refs: Sequence[ImageRef]) -> range:
         """Which images of a micro-batch this rank looks at: ranks that share sequences divide them."""
