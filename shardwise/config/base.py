@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -191,6 +192,10 @@ def _as_list(given: object) -> object:
 
 OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
 """A list, or its only entry by itself."""
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, or what may be one. `~` begins with the home folder, which a shell leaves to us behind `key=`."""
+Paths = Annotated[list[PathText], BeforeValidator(_as_list)]
+"""A list of paths, or its only one by itself."""
 
 
 def by_type(default: str) -> BeforeValidator:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.config.base import Arguments, Choice
+from shardwise.config.base import Arguments, Choice, PathText
 
 
 def named(default: str) -> BeforeValidator:
@@ -27,7 +27,7 @@ class Custom(Choice):
 
     import_key: ClassVar[str] = "function"
     name: Literal["custom"] = "custom"
-    function: str
+    function: PathText
     """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""
     parameters: Arguments = Field(default_factory=dict)
     """Passed by keyword."""

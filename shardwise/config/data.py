@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Config, OneOrMore
+from shardwise.config.base import Arguments, Config, Paths
 
 OverlongPolicy = Literal["error", "drop", "truncate"]
 
@@ -25,7 +25,7 @@ class ReasoningGymTask(Config):
 class HeldOutData(Config):
     """Rows that are measured on, and how their prompts are read."""
 
-    validation_files: OneOrMore = Field(default_factory=list)
+    validation_files: Paths = Field(default_factory=list)
     """Held-out rows: jsonl or parquet files, folders written by datasets' save_to_disk, or yaml files that name a task
     of reasoning-gym; one path or a list."""
     max_validation_rows: PositiveInt | None = None
@@ -47,7 +47,7 @@ class HeldOutData(Config):
 class DataConfig(HeldOutData):
     """What supervised and prompt data for training have in common."""
 
-    train_files: OneOrMore = Field(default_factory=list)
+    train_files: Paths = Field(default_factory=list)
     """Training rows, in the same forms."""
     max_train_rows: PositiveInt | None = None
     """Use only the first so many rows."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
-from shardwise.config.base import Config, OneOrMore, WholeDeadline
+from shardwise.config.base import Config, OneOrMore, PathText, WholeDeadline
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -12,13 +12,13 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 class ModelConfig(Config):
     """Which model is trained, and the tokenizer that belongs to it."""
 
-    path: str
+    path: PathText
     """A folder in the Hugging Face layout (config.json, *.safetensors, tokenizer), or the name of one on the hub. The
     weights are in model.safetensors; without it in the files that model.safetensors.index.json names; without that in
     all *.safetensors."""
-    tokenizer_path: str | None = None
+    tokenizer_path: PathText | None = None
     """A tokenizer folder or hub name; null takes the one beside the model."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
 
 
@@ -87,7 +87,7 @@ class LoraConfig(Config):
     quantize_base: Literal["nf4"] | None = None
     """nf4: the base's linear layers but the head are kept in 4 bits and computed in param_dtype (QLoRA; needs
     bitsandbytes and torch 2.12). Fused experts and embeddings stay as they are."""
-    adapter_path: str | None = None
+    adapter_path: PathText | None = None
     """A folder with an adapter of this form to continue (`checkpoints/step_N/adapter` of a run); null starts with a
     new one, which changes nothing at first."""
     save_merged: bool = True

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice, Deadline
+from shardwise.config.base import Arguments, Choice, Deadline, PathText
 
 CallFormat = Literal["hermes", "qwen"]
 
@@ -28,7 +28,7 @@ class CustomEnvironment(_Environment):
     type: Literal["custom"] = "custom"
     """custom: a class of your own, which is what a group without a type is; tools: functions that the policy may
     call; agent: a program that asks the policy through an OpenAI-compatible endpoint."""
-    path: str
+    path: PathText
     """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
     (docs/environments.md); every completion gets an instance of its own."""
     parameters: Arguments = Field(default_factory=dict)
@@ -40,7 +40,7 @@ class ToolsEnvironment(_Environment):
 
     type: Literal["tools"] = "tools"
     """tools: functions that the policy may call."""
-    functions: Annotated[list[str], Field(min_length=1)]
+    functions: Annotated[list[PathText], Field(min_length=1)]
     """Import paths, `path/to/file.py:name` or `package.module:name`. Type hints and a docstring with Args describe them
     to the policy, through the chat template. Rows may offer some of them only (data.tools_column)."""
     call_format: CallFormat = "hermes"
@@ -72,7 +72,7 @@ class AgentEnvironment(_Environment):
 
     type: Literal["agent"] = "agent"
     """agent: a program that asks the policy through an OpenAI-compatible endpoint."""
-    path: str
+    path: PathText
     """`path/to/file.py:name` or `package.module:name`, a function or a coroutine function, called once for every
     completion as function(example, endpoint) (docs/environments.md); returns the reward, a number or a dict with
     "score"."""

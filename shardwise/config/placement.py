@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from shardwise.config.base import Choice, WholeDeadline, by_type
 
@@ -31,7 +31,7 @@ class Split(Choice):
     medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
     """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them
     have mapped, which needs them on the host of rank 0, or safetensors files in `folder`."""
-    folder: Path | None = None
+    folder: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """With medium=disk: a folder that rank 0 and the ranks that sample share, and nothing else uses: not another run
     (trainer.output_dir tells them apart), which is refused. The newest version stays in it when the run ends, to be
     loaded by other engines; with `delta` it is only what changed since the version before, which none can load."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss, changed_keys
-from shardwise.config.base import Config, Deadline
+from shardwise.config.base import Config, Deadline, PathText
 from shardwise.config.data import (
     EvalDataConfig,
     PreferenceDataConfig,
@@ -437,7 +437,7 @@ class EvalSettings(Config):
     num_samples: PositiveInt = 1
     """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n
     and maj@n beside the greedy accuracy."""
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/eval"
+    output_dir: Annotated[PathText, Field(min_length=1)] = "runs/eval"
     """Where results.json, samples.jsonl and config.yaml go."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice, Config, Deadline
+from shardwise.config.base import Arguments, Choice, Config, Deadline, PathText
 from shardwise.config.engine import FrozenEngineConfig, ModelConfig
 
 _AROUND = r"(?:(?![:=./\-\u2010-\u2015\u2212])[\W_])*"
@@ -21,7 +21,7 @@ class FunctionReward(Choice):
     type: Literal["function"] = "function"
     """function: a Python function by its import path, which is what an entry without a type is; judge: a language model
     behind an endpoint."""
-    function: str
+    function: PathText
     """`path/to/file.py:name` or `package.module:name`, called as
     compute_score(data_source, solution_str, ground_truth, extra_info); returns a number, or a dict with "score"."""
     name: str = ""
@@ -134,7 +134,7 @@ class RewardConfig(Config):
     functions: list[RewardEntry]
     """What judges a completion; its reward is the sum of weight x score. An entry is an import path or a group of keys;
     a single one needs no list. The first entry decides what counts as correct (see correct_at)."""
-    manager: str | None = None
+    manager: PathText | None = None
     """`path/to/file.py:Class` or `package.module:Class` of your own that judges instead: Class(config),
     score(jobs) -> list of RewardResult, close(). `functions`, which it may read, need not be given then."""
     num_workers: PositiveInt = 2

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from shardwise.config.base import Arguments, Choice, Config, Deadline, by_type
+from shardwise.config.base import Arguments, Choice, Config, Deadline, PathText, by_type
 
 
 class EngineProcessConfig(Config):
@@ -127,7 +127,7 @@ class SglangRollout(Choice):
     """It has processes of its own anyway."""
     type: Literal["sglang"] = "sglang"
     """sglang: an SGLang server beside each rank that samples."""
-    python: str | None = None
+    python: PathText | None = None
     """The interpreter of the environment that SGLang is installed in, which may hold other releases of torch than the
     trainer's; null is the trainer's own."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -137,7 +137,7 @@ class SglangRollout(Choice):
     sleep_level: Literal[0, 1, 2] = 0
     """What SGLang gives back while the trainer computes: 0 nothing, 1 its cache, and its weights move to the host, 2
     its cache and weights, which the next weight sync brings."""
-    weights_folder: str = "/dev/shm"
+    weights_folder: PathText = "/dev/shm"
     """Where the weights of a sync pass through, as safetensors files; each server of a host needs room for a model."""
     load_timeout_seconds: Deadline = 600.0
     """How long the server may take to start, and to load the weights of a sync."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from shardwise.config.base import Config, Deadline
+from shardwise.config.base import Config, Deadline, PathText
 from shardwise.config.engine import EngineConfig, OptimizerConfig
 from shardwise.fault_plan import Fault
 
@@ -26,7 +26,7 @@ class KeepBestConfig(Config):
 class TrainerConfig(OptimizerConfig):
     """The loop around the optimizer."""
 
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/latest"
+    output_dir: Annotated[PathText, Field(min_length=1)] = "runs/latest"
     """Everything the run writes goes here."""
     total_steps: PositiveInt | None = None
     """Steps of the run; null runs num_epochs over the training rows."""
@@ -65,7 +65,7 @@ class TrainerConfig(OptimizerConfig):
     shared by the ranks; from an accelerator up to twice that, as torch rounds what it pins up to powers of two) and
     written while training goes on; only the next optimizer step waits for the copies. false waits for the disk, and
     needs no memory."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto resumes from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to resume from; once the run has
     saved one that began there, the same command resumes from its newest."""

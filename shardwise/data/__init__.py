@@ -13,9 +13,15 @@ from shardwise.data.images import ImageReader
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
 from shardwise.data.packing import PackedStep, pack, unpack
-from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
-from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
-from shardwise.data.sources import Row, check_files, get_column, read_rows, without_nulls
+from shardwise.data.preference import (
+    check_labelled_row,
+    check_pair_row,
+    labelled_samples,
+    mismatched,
+    preference_pairs,
+)
+from shardwise.data.rows import Loaded, check_prompt_row, check_supervised_row, prompt_examples, supervised_samples
+from shardwise.data.sources import Row, check_files, first_rows, get_column, read_rows, without_nulls
 from shardwise.data.synthetic import (
     PreferenceFiles,
     ProblemFiles,

@@ -108,6 +108,19 @@ def labelled_samples(
     return Loaded(samples, {**loaded.counts, "num_desirable": num_desirable})
 
 
+def check_pair_row(config: PreferenceDataConfig, row: Row) -> None:
+    """Whether the row has what `preference_pairs` renders, without a tokenizer. Raises DataError."""
+    _margin(config, row)
+    for column in (config.chosen_column, config.rejected_column):
+        _check_answer(config, row, column)
+
+
+def check_labelled_row(config: PreferenceDataConfig, row: Row) -> None:
+    """Whether the row has what `labelled_samples` renders, likewise."""
+    _label(config, row)
+    _check_answer(config, row, config.response_column)
+
+
 def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
     """Each prompt with an answer to another, from which KTO estimates how far the policy is from the reference.
 
@@ -177,19 +190,27 @@ def _render_answer(config: PreferenceDataConfig, row: Row, tokenizer: "PreTraine
 def _render_plain(
     config: PreferenceDataConfig, row: Row, column: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> Rendered:
+    prompt, answer = _plain_parts(config, row, column)
+    return render_response_sample(
+        tokenizer, prompt, answer, apply_chat_template=False, system_prompt=None, origin=row.origin
+    )
+
+
+def _check_answer(config: PreferenceDataConfig, row: Row, column: str) -> None:
+    if config.apply_chat_template:
+        _conversation(config, row, column)
+    else:
+        _plain_parts(config, row, column)
+
+
+def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[str | list[Message], str]:
+    """The prompt, and the answer in `column`."""
     if isinstance(cell := get_column(row, column), list):
         raise DataError(
             f'{row.origin}: column "{column}" is a list, and data.apply_chat_template=false takes strings: '
             f"{preview(cell)}; set data.apply_chat_template=true"
         )
-    return render_response_sample(
-        tokenizer,
-        get_prompt(config, row),
-        get_text(row, column),
-        apply_chat_template=False,
-        system_prompt=None,
-        origin=row.origin,
-    )
+    return get_prompt(config, row), get_text(row, column)
 
 
 def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:

@@ -152,6 +152,19 @@ def prompt_examples(
     return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
 
 
+def check_supervised_row(config: SupervisedDataConfig, row: Row) -> None:
+    """Whether the row has what `supervised_samples` renders, without a tokenizer. Raises DataError."""
+    if not _has_conversation(config, row):
+        _prompt_and_response(config, row)
+
+
+def check_prompt_row(config: EvalDataConfig, row: Row, *, is_judged: bool) -> None:
+    """Whether the row has what `prompt_examples` reads, likewise."""
+    get_prompt(config, row)
+    if is_judged:
+        _ground_truth(config, row)
+
+
 def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list[Rendered] | None:
     """The sequences of one row, none over `config.max_sequence_tokens`: all of them as they are, or all cut alike.
 
@@ -248,31 +261,40 @@ def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> s
 
 
 def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
-    if has_column(row, config.messages_column):
-        if not config.apply_chat_template:
-            raise DataError(
-                f'{row.origin}: column "{config.messages_column}" is a conversation, which only a chat template turns '
-                "into text; set data.apply_chat_template=true, or data.messages_column to a column that is not there"
-            )
+    if _has_conversation(config, row):
         messages = get_column(row, config.messages_column)
         return render_conversation(
             tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=tool_schemas(config, row)
         )
+    return render_response_sample(
+        tokenizer,
+        *_prompt_and_response(config, row),
+        apply_chat_template=config.apply_chat_template,
+        system_prompt=config.system_prompt,
+        origin=row.origin,
+        tools=tool_schemas(config, row) if config.apply_chat_template else (),
+    )
+
+
+def _has_conversation(config: SupervisedDataConfig, row: Row) -> bool:
+    """Else it has a prompt and a response."""
+    found = has_column(row, config.messages_column)
+    if found and not config.apply_chat_template:
+        raise DataError(
+            f'{row.origin}: column "{config.messages_column}" is a conversation, which only a chat template turns '
+            "into text; set data.apply_chat_template=true, or data.messages_column to a column that is not there"
+        )
+    return found
+
+
+def _prompt_and_response(config: SupervisedDataConfig, row: Row) -> tuple[str | list[Message], str]:
     if not (has_column(row, config.prompt_column) or has_column(row, config.response_column)):
         raise DataError(
             f'{row.origin}: neither a conversation in "{config.messages_column}" nor a prompt in '
             f'"{config.prompt_column}" with a response in "{config.response_column}"; the columns are '
             f"{describe_columns(row)}; set data.messages_column, or data.prompt_column and data.response_column"
         )
-    return render_response_sample(
-        tokenizer,
-        get_prompt(config, row),
-        get_text(row, config.response_column),
-        apply_chat_template=config.apply_chat_template,
-        system_prompt=config.system_prompt,
-        origin=row.origin,
-        tools=tool_schemas(config, row) if config.apply_chat_template else (),
-    )
+    return get_prompt(config, row), get_text(row, config.response_column)
 
 
 def tool_schemas(config: SequenceDataConfig, row: Row) -> list[ToolSchema]:
@@ -336,12 +358,6 @@ def _example(
     is_judged: bool,
 ) -> Example:
     """What the row asks, with the end of a prompt over the limit."""
-    ground_truth = get_column(row, config.ground_truth_column) if is_judged else None
-    if is_judged and (ground_truth is None or ground_truth != ground_truth):  # NaN is what pandas makes of null
-        raise DataError(
-            f'{row.origin}: column "{config.ground_truth_column}" is {preview(ground_truth)}, so the reward function '
-            "would have nothing to compare with; fill it in or set data.ground_truth_column"
-        )
     extra_info = get_column(row, "extra_info") if has_column(row, "extra_info") else {}
     if not isinstance(extra_info, dict):
         raise DataError(
@@ -358,10 +374,20 @@ def _example(
         prompt_ids=kept_ids,
         prompt=given if isinstance(given, str) and is_whole_text else tokenizer.decode(kept_ids),
         data_source=get_text(row, config.data_source_column) if has_source else row.stem,
-        ground_truth=ground_truth,
+        ground_truth=_ground_truth(config, row) if is_judged else None,
         extra_info=extra_info,
         messages=messages,
     )
+
+
+def _ground_truth(config: EvalDataConfig, row: Row) -> Any:
+    ground_truth = get_column(row, config.ground_truth_column)
+    if ground_truth is None or ground_truth != ground_truth:  # NaN is what pandas makes of null
+        raise DataError(
+            f'{row.origin}: column "{config.ground_truth_column}" is {preview(ground_truth)}, so the reward function '
+            "would have nothing to compare with; fill it in or set data.ground_truth_column"
+        )
+    return ground_truth
 
 
 def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int) -> str:

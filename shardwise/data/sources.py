@@ -17,6 +17,8 @@ _ACCEPTED = (
     "a .jsonl file, a .parquet file, a folder written by datasets' save_to_disk or a .yaml file that names a task of "
     "reasoning-gym"
 )
+_NUM_SHOWN = 3
+"""Files of a folder."""
 _READ_ROWS = 1024  # rows turned into Python objects at a time, so that max_rows does not read a whole file
 
 
@@ -53,6 +55,12 @@ def check_files(paths: Sequence[str]) -> None:
             check_task(path)
         elif path.suffix not in (".jsonl", ".parquet"):
             raise DataError(f'data file {name} has the suffix "{path.suffix}"; give {_ACCEPTED}')
+
+
+def first_rows(paths: Sequence[str]) -> list[Row]:
+    """The first row of every file, but for those that name a task, whose columns are always the same. Raises DataError,
+    as `read_rows`."""
+    return [row for path in paths if Path(path).suffix != ".yaml" for row in read_rows([path], max_rows=1)]
 
 
 def read_rows(paths: Sequence[str], *, max_rows: int | None) -> list[Row]:
@@ -302,6 +310,10 @@ def _read_dataset_folder(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _remedy_of_missing(path: Path) -> str:
+    if path.is_symlink():
+        return f"it is a link to {path.readlink()}; correct the link"
+    if any(character in path.name for character in "*?["):
+        return "patterns are not expanded; give the files themselves, as a list: data.train_files=[a.jsonl,b.jsonl]"
     beside = {other.stem: other for other in path.parent.iterdir()} if path.parent.is_dir() else {}
     if nearest := difflib.get_close_matches(path.stem, beside, n=1):
         return f"did you mean {beside[nearest[0]]}?"
@@ -315,4 +327,8 @@ def _check_folder(path: Path) -> None:
             f"{path} holds a DatasetDict, one dataset per split; give the folder of one split: {', '.join(splits)}"
         )
     if not (path / "state.json").is_file():
+        files = sorted(str(file) for pattern in ("*.jsonl", "*.parquet") for file in path.glob(pattern))
+        if files:
+            shown = ",".join(files[:_NUM_SHOWN]) + (",..." if len(files) > _NUM_SHOWN else "")
+            raise DataError(f"{path} is a folder of files; give the files themselves, as a list: [{shown}]")
         raise DataError(f"folder {path} is not a dataset (it has no state.json); give {_ACCEPTED}")

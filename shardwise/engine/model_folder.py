@@ -31,19 +31,19 @@ def resolve_folder(path: str, *, may_download: bool = True) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"model.path={path} is not a folder; give a Hugging Face model folder or a hub name")
+            raise ModelError(f"{path} is not a folder; give a Hugging Face model folder or a hub name")
         try:
             folder = _downloaded(path, may_download=may_download)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ModelError(
-                f"model.path={path} is neither a local folder nor a model that the hub or its cache could give "
+                f"{path} is neither a local folder nor a model that the hub or its cache could give "
                 f"({type(error).__name__}); check the name, or the connection"
             ) from None
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path}: {folder / 'config.json'} does not exist; a model folder needs one")
+        raise ModelError(f"{path}: {folder / 'config.json'} does not exist; a model folder needs one")
     if not list(folder.glob("*.safetensors")):
         raise ModelError(
-            f"model.path={path} has a config.json but no *.safetensors weights; save the model with save_pretrained, "
+            f"{path} has a config.json but no *.safetensors weights; save the model with save_pretrained, "
             "or convert other formats to safetensors"
         )
     _read_index(folder)

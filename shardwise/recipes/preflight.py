@@ -1,6 +1,7 @@
 """What can be checked in a second, before any rank starts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,17 +14,29 @@ from shardwise.config import (
     EvalConfig,
     LayoutConfig,
     ModelConfig,
+    ModelError,
+    PreferenceConfig,
     RecipeConfig,
+    RewardModelConfig,
     RLConfig,
     SglangRollout,
     TrainerConfig,
 )
 from shardwise.config.base import Config
 from shardwise.controller.restarts import torchrun_restarts_allowed
-from shardwise.data import check_files
+from shardwise.data import (
+    Row,
+    check_files,
+    check_labelled_row,
+    check_pair_row,
+    check_prompt_row,
+    check_supervised_row,
+    first_rows,
+)
 from shardwise.data.chat import read_template
 from shardwise.engine import ParallelDims, resolve_folder
-from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+from shardwise.observability import METRICS
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
 from shardwise.recipes.checkpointing.resume import find_start
@@ -37,18 +50,25 @@ T = TypeVar("T")
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, chat templates and model folders, rewards that cannot work, custom functions and environments
-    that cannot be imported, an SGLang that is not there, a run in the output folder that this config does not resume,
-    an adapter of another model, or one whose checkpoint has other hashes.
+    """Missing data files, columns that their first rows lack, missing chat templates and model folders, rewards that
+    cannot work, custom functions and environments that cannot be imported, an SGLang that is not there, a run in the
+    output folder that this config does not resume or evaluates into, an adapter of another model, or one whose
+    checkpoint has other hashes.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
     """
     train_files = [] if isinstance(config, EvalConfig) else config.data.train_files
-    check_files([*train_files, *config.data.validation_files])
-    for _, model in _parts(config, ModelConfig):
-        _check_model(model)
-    if not isinstance(config, EvalConfig):
+    files = [*train_files, *config.data.validation_files]
+    check_files(files)
+    check_row = _row_check(config)
+    for row in first_rows(files):
+        check_row(row)
+    for key, model in _parts(config, ModelConfig):
+        _check_model(key, model)
+    if isinstance(config, EvalConfig):
+        _require_no_run(Path(config.eval.output_dir))
+    else:
         if torchrun_restarts_allowed():
             _require_restartable(config.trainer)
         find_start(config)
@@ -75,6 +95,17 @@ def check_layouts(config: RecipeConfig, num_ranks: int) -> None:
             raise error if key == "engine" else ConfigError(f"{key}: {error}") from None
 
 
+def _row_check(config: RecipeConfig) -> Callable[[Row], None]:
+    """Whether a row has the columns that the command reads."""
+    match config:
+        case RLConfig() | EvalConfig():
+            return partial(check_prompt_row, config.data, is_judged=config.reward is not None)
+        case PreferenceConfig() | RewardModelConfig():
+            is_paired = isinstance(config, RewardModelConfig) or config.is_paired
+            return partial(check_pair_row if is_paired else check_labelled_row, config.data)
+    return partial(check_supervised_row, config.data)
+
+
 def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:
     """Everything of one class that a config names, by its key."""
     if isinstance(config, kind):
@@ -85,6 +116,15 @@ def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, 
     elif isinstance(config, list):
         for number, one in enumerate(config):
             yield from _parts(one, kind, f"{key}.{number}")
+
+
+def _require_no_run(output_dir: Path) -> None:
+    """Raises ConfigError: it is a training run's folder, whose samples and config an evaluation would move aside."""
+    if (output_dir / METRICS).exists() or (output_dir / CHECKPOINTS).exists():
+        raise ConfigError(
+            f"eval.output_dir={output_dir} is the folder of a training run, which has a samples.jsonl and config.yaml "
+            f"of its own; give another one, such as {output_dir / 'eval'}"
+        )
 
 
 def _require_restartable(trainer: TrainerConfig) -> None:
@@ -104,7 +144,7 @@ def _require_restartable(trainer: TrainerConfig) -> None:
         )
 
 
-def _check_model(model: ModelConfig) -> None:
+def _check_model(key: str, model: ModelConfig) -> None:
     """Looks at what is on this machine: a model of the hub is left to whoever downloads it."""
     if model.chat_template is not None:
         read_template(model.chat_template)
@@ -113,8 +153,12 @@ def _check_model(model: ModelConfig) -> None:
         is_local = Path(model.path).exists()
     except HFValidationError:
         is_local = True
-    if is_local:
+    if not is_local:
+        return
+    try:
         resolve_folder(latest_hf_folder(model.path), may_download=False)
+    except ModelError as error:
+        raise ModelError(f"{key}.path={error}") from None
 
 
 def default_num_ranks() -> int:

@@ -116,6 +116,29 @@ def test_file_is_read_and_overrides_win_in_their_order(tmp_path):
     assert Tree.load(None, ["name=a=b"]).name == "a=b"
 
 
+def test_a_path_may_begin_with_the_home_folder_wherever_one_is_taken(monkeypatch):
+    """A shell expands ~ at the beginning of a word, and not behind `key=`."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = {
+        "model": {"path": "~/m", "tokenizer_path": "~/t", "chat_template": "~/c.jinja"},
+        "data": {"train_files": "~/a.jsonl", "validation_files": ["~/b.jsonl", "c.jsonl"]},
+        "trainer": {"output_dir": "~/run", "resume": "~/run/checkpoints/step_4"},
+        "engine": {"lora": {"adapter_path": "~/adapter"}},
+        "reward": {"functions": ["~/r.py:score"], "manager": "~/r.py:Manager"},
+        "rollout": {
+            "environment": "~/e.py:Env",
+            "placement": {"type": "split", "num_ranks": 1, "medium": "disk", "folder": "~/w"},
+        },
+        "algorithm": {"policy_loss": "~/l.py:loss"},
+    }
+    text = RLConfig.parse(given, origin="test").to_yaml()
+    assert "~" not in text
+    assert text.count("/home/ada/") == 13
+    given = {"data": {"validation_files": "~/b"}, "eval": {"output_dir": "~/e"}, "model": given["model"]}
+    evaluated = EvalConfig.parse(given | {"reward": {"functions": "a:b"}}, origin="test")
+    assert (evaluated.data.validation_files, evaluated.eval.output_dir) == (["/home/ada/b"], "/home/ada/e")
+
+
 def test_override_opens_a_group_and_null_closes_one(tmp_path):
     path = write(tmp_path, "name: n\nmaybe: {warmup_steps: 3}\n")
     assert Tree.load(path, ["maybe=null"]).maybe is None

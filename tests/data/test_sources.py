@@ -8,12 +8,38 @@ from datasets import Dataset, DatasetDict
 from pyarrow import parquet
 
 from shardwise.config import DataError
-from shardwise.data.sources import Row, check_files, get_column, get_text, has_column, preview, read_rows
+from shardwise.data.sources import Row, check_files, first_rows, get_column, get_text, has_column, preview, read_rows
 
 
 def write_jsonl(path, rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def test_the_first_row_of_every_file_is_read_but_of_tasks(tmp_path):
+    one, other = (write_jsonl(tmp_path / f"{name}.jsonl", [{"a": name}, {"b": 2}]) for name in ("one", "other"))
+    (tmp_path / "task.yaml").write_text("task: chain_sum\n")
+    found = first_rows([one, str(tmp_path / "task.yaml"), other])
+    assert [row.values for row in found] == [{"a": "one"}, {"a": "other"}]
+    (tmp_path / "one.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"one\.jsonl is empty"):
+        first_rows([other, one])
+
+
+def test_a_link_that_leads_nowhere_a_pattern_and_a_folder_of_files_are_told_as_such(tmp_path):
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    for name in "dcba":
+        write_jsonl(tmp_path / "files" / f"{name}.jsonl", [{}])
+    for path, told in {
+        "link.jsonl": "does not exist; it is a link to gone.jsonl; correct the link",
+        "files/*.jsonl": "does not exist; patterns are not expanded; give the files themselves, as a list: ",
+        "files": f"is a folder of files; give the files themselves, as a list: [{tmp_path}/files/a.jsonl,{tmp_path}",
+    }.items():
+        with pytest.raises(DataError) as error:
+            check_files([str(tmp_path / path)])
+        assert told in str(error.value)
+    assert str(error.value).endswith("/files/c.jsonl,...]")
 
 
 def test_jsonl_rows_keep_their_line_numbers_across_blank_lines(tmp_path):

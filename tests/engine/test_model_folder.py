@@ -162,10 +162,10 @@ def without_weights(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_config, r"^model\.path=.*qwen: .*config\.json does not exist; a model folder needs one$"),
+        (without_config, r"^/.*qwen: .*config\.json does not exist; a model folder needs one$"),
         (
             without_weights,
-            r"^model\.path=.*qwen has a config\.json but no \*\.safetensors weights; save the model with",
+            r"^/.*qwen has a config\.json but no \*\.safetensors weights; save the model with",
         ),
     ],
 )
@@ -185,9 +185,7 @@ def test_unknown_path_is_refused_without_asking_the_hub(monkeypatch, path):
 def test_unknown_hub_name_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("nobody/nothing-at-all", "not a valid name"):
-        with pytest.raises(
-            ModelError, match=rf"^model\.path={name} is neither a local folder nor a model that the hub"
-        ):
+        with pytest.raises(ModelError, match=rf"^{name} is neither a local folder nor a model that the hub"):
             resolve_folder(name)
 
 

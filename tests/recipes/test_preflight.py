@@ -1,3 +1,8 @@
+import json
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,6 +24,8 @@ from shardwise.recipes.checkpointing.resume import write_run
 from shardwise.recipes.custom import ARGUMENTS
 from shardwise.recipes.preflight import check_inputs, check_layouts
 
+ROW = {"prompt": "2+3=", "response": "5", "chosen": "5", "rejected": "6", "reward_model": {"ground_truth": "5"}}
+"""What any command reads."""
 MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match"}
 
 
@@ -26,8 +33,7 @@ MODEL, REWARD = {"path": "m"}, {"functions": "shardwise.rewards.math:exact_match
 def data(tmp_path):
     paths = {"train_files": str(tmp_path / "train.jsonl"), "validation_files": str(tmp_path / "held out.jsonl")}
     for path in paths.values():
-        with open(path, "w") as file:
-            file.write("{}\n")
+        Path(path).write_text(json.dumps(ROW) + "\n")
     return paths
 
 
@@ -59,6 +65,60 @@ def test_a_missing_file_is_named(data, recipe, missing):
     absent = data[missing] + ".jsonl"
     with pytest.raises(DataError, match=f"data file {absent} does not exist"):
         check_inputs(configs({**data, missing: absent})[recipe]())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "column", "told"),
+    [
+        ("sft", "response", 'train.jsonl line 1: there is no column "response"'),
+        ("sft", "prompt", 'train.jsonl line 1: there is no column "prompt"'),
+        ("distill", "response", 'train.jsonl line 1: there is no column "response"'),
+        ("preference", "rejected", 'train.jsonl line 1: there is no column "rejected"'),
+        ("reward-model", "chosen", 'train.jsonl line 1: there is no column "chosen"'),
+        ("rl", "reward_model", 'train.jsonl line 1: there is no column "reward_model.ground_truth"'),
+        ("eval", "prompt", 'held out.jsonl line 1: there is no column "prompt"'),
+    ],
+)
+def test_a_column_that_the_command_reads_and_the_first_row_lacks_is_named(data, recipe, column, told):
+    rows = {name: cell for name, cell in ROW.items() if name != column}
+    for path in data.values():
+        Path(path).write_text(json.dumps(rows) + "\n")
+    with pytest.raises(DataError) as error:
+        check_inputs(configs(data)[recipe]())
+    assert str(error.value).startswith(told)
+
+
+def test_a_later_file_without_the_column_of_the_loss_is_named(data, tmp_path):
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text(json.dumps({**ROW, "label": True}) + "\n")
+    tree = {"model": MODEL, "data": {"train_files": [str(labelled), data["train_files"]]}, "loss": "kto"}
+    with pytest.raises(DataError, match=r'^train\.jsonl line 1: there is no column "label"'):
+        check_inputs(PreferenceConfig.parse(tree, origin="test"))
+    tree["data"]["train_files"] = str(labelled)
+    check_inputs(PreferenceConfig.parse(tree, origin="test"))
+
+
+def test_prompts_that_nothing_judges_need_no_ground_truth(data):
+    Path(data["train_files"]).write_text('{"prompt": "2+3="}\n')
+    tree = {"model": MODEL, "data": {"train_files": data["train_files"]}, "teachers": [{"model": MODEL}]}
+    check_inputs(RLConfig.parse(tree | {"algorithm": {"advantage": "distill"}}, origin="test"))
+
+
+def test_an_evaluation_into_a_run_s_folder_is_refused(data, tmp_path):
+    """It would move the run's samples aside, and a resumed run would cut those of the evaluation."""
+    held_out = {"validation_files": data["validation_files"]}
+
+    def check(folder):
+        tree = {"model": MODEL, "data": held_out, "reward": REWARD, "eval": {"output_dir": str(folder)}}
+        check_inputs(EvalConfig.parse(tree, origin="test"))
+
+    check(tmp_path / "new")
+    for name in ("metrics.jsonl", "checkpoints"):
+        run = tmp_path / name
+        (run / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"^eval.output_dir={run} is the folder of a training run, .*{run}/eval"):
+            check(run)
+        check(run / "eval")
 
 
 @pytest.mark.parametrize("recipe", ["rl", "eval"])
@@ -193,9 +253,9 @@ def test_a_path_that_is_no_folder_is_told_and_a_name_of_the_hub_is_not_looked_up
         check_inputs(DistillConfig.parse(tree, origin="test"))
 
     check("org/name")
-    with pytest.raises(
-        ModelError, match=rf"^model\.path={path} is not a folder; give a Hugging Face model folder or a"
-    ):
+    expanded = os.path.expanduser(path)
+    told = f"{key if key == 'model' else 'teacher.model'}.path={expanded} is not a folder; give a Hugging Face model"
+    with pytest.raises(ModelError, match=f"^{re.escape(told)}"):
         check(path)
 
 

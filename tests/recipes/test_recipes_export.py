@@ -211,7 +211,7 @@ def test_a_source_without_what_is_needed_is_refused(model_folder, tmp_path, grou
     edit_config(source, architectures=["OwnModel"])
     with pytest.raises(ModelError, match=r"names the architectures \['OwnModel'\], none of which transformers "):
         export(str(source), str(tmp_path / "out"), group_of_one, **options | {"dtype": "float32"})
-    with pytest.raises(ModelError, match=r"^model\.path=/nowhere/model is not a folder"):
+    with pytest.raises(ModelError, match=r"^/nowhere/model is not a folder"):
         export("/nowhere/model", str(tmp_path / "out"), group_of_one, **options)
     assert not (tmp_path / "out").exists()
 
