@@ -5,6 +5,7 @@ token chose it. Its FSDP unit is then not gathered on this rank, or its layer's 
 others, and collectives of different experts meet: a hang, or numbers of another expert.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,8 +39,12 @@ def check_experts(model: Any, *, is_patched: bool) -> None:
         is_patched: engine.apply_expert_patch.
     Raises:
         ConfigError: the key is set for a model without experts, or not set for one whose experts need it.
+        ModelError: separate experts need more than hidden states, so that they cannot be called with no tokens.
     """
     separate = separate_experts(model)
+    for experts in separate.values():
+        for path in experts:
+            _require_callable(path, model.get_submodule(path))
     if is_patched and not separate:
         require_routers(model, f"{KEY}=true")
     if separate and not is_patched:
@@ -49,6 +54,18 @@ def check_experts(model: Any, *, is_patched: bool) -> None:
             f"call only those that its tokens chose, and its collectives would not meet those of other ranks; set "
             f"{KEY}=true, which calls the others with no tokens"
         )
+
+
+def _require_callable(path: str, expert: nn.Module) -> None:
+    signature = inspect.signature(expert.forward)
+    try:
+        signature.bind(torch.empty(0))
+    except TypeError:
+        raise ModelError(
+            f"{path} is a {type(expert).__name__}, whose forward takes {signature}; of experts that are modules of "
+            "their own only those that need nothing but hidden states [tokens, hidden] are supported, for one that no "
+            "token chose is called with none; give other arguments defaults, or use them in the block"
+        ) from None
 
 
 def guard_experts(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from shardwise.config import ConfigError, EngineConfig, ModelError, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
-from shardwise.engine.expert_guard import guard_experts
+from shardwise.engine.expert_guard import check_experts, guard_experts
 from shardwise.recipes.losses import sft_loss
 
 NUM_EXPERTS = 6
@@ -160,6 +160,39 @@ def test_fused_experts_take_the_key_and_a_dense_model_does_not(run_ranks, tmp_pa
     assert run_ranks(refusal, 1, str(tiny_folder("qwen3_moe", tmp_path / "mixture")), keys) == [0]
     [message] = run_ranks(refusal, 1, str(tiny_folder("qwen3", tmp_path / "qwen3")), keys)
     assert message.startswith("engine.apply_expert_patch=true has no effect on Qwen3ForCausalLM, which has no router")
+
+
+class TwoInputs(nn.Linear):
+    def forward(self, hidden, weights):
+        return super().forward(hidden) * weights
+
+
+class ByName(nn.Linear):
+    def forward(self, *, hidden):
+        return super().forward(hidden)
+
+
+class WithDefaults(nn.Linear):
+    def forward(self, hidden, weights=None, *more, scale=1.0):
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+@pytest.mark.parametrize(("kind", "signature"), [(TwoInputs, "(hidden, weights)"), (ByName, "(*, hidden)")])
+def test_experts_that_need_more_than_hidden_states_are_refused(kind, signature, is_patched):
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4), kind(4, 4)])})})
+    with pytest.raises(ModelError) as error:
+        check_experts(model, is_patched=is_patched)
+    assert str(error.value) == (
+        f"mlp.experts.1 is a {kind.__name__}, whose forward takes {signature}; of experts that are modules of their "
+        "own only those that need nothing but hidden states [tokens, hidden] are supported, for one that no token "
+        "chose is called with none; give other arguments defaults, or use them in the block"
+    )
+
+
+def test_experts_whose_other_arguments_have_defaults_are_taken():
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList([WithDefaults(4, 4)])})})
+    check_experts(model, is_patched=True)
 
 
 def test_a_block_that_calls_its_experts_out_of_order_is_refused():
