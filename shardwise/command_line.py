@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -37,8 +38,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     strange = [text for text in rest if text.startswith("-") or "=" not in text or options.command not in RECIPES]
     if strange:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(strange)}")
-    if rest:
-        options.overrides += rest
+    if options.command in RECIPES:
+        try:
+            options.overrides = [_text(override) for override in (*options.overrides, *rest)]
+        except argparse.ArgumentTypeError as error:
+            commands.choices[options.command].error(f"override {error}")
     return options
 
 
@@ -175,7 +179,9 @@ def _text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # how Python hands on other bytes
-        raise argparse.ArgumentTypeError(f"{os.fsencode(text)!r} is not UTF-8") from None
+        encoding = sys.getfilesystemencoding()
+        how = "" if encoding == "utf-8" else ", as which Python reads arguments here; set PYTHONUTF8=1"
+        raise argparse.ArgumentTypeError(f"{os.fsencode(text)!r} is not {encoding.upper()}{how}") from None
     return text
 
 

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -60,6 +62,8 @@ def test_version_is_that_of_the_package(capsys):
         (["export", "a", "b", "--stall-timeout-seconds", "0"], "0 is not a time; give a number of seconds above 0"),
         (["generate", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
         (["parity", "m", "-p", os.fsdecode(b"a\xff")], "b'a\\xff' is not UTF-8"),
+        (["sft", "model.path=m", os.fsdecode(b"a=\xff")], "shardwise sft: error: override b'a=\\xff' is not UTF-8\n"),
+        (["rl", "a=1", "--nproc", "2", os.fsdecode(b"b=\xff")], "rl: error: override b'b=\\xff' is not UTF-8\n"),
         (["quickstart", "--seed", "-1"], "-1 is not a seed; use a number of 0 or more, below 2^63"),
         (["generate", "m", "--seed", str(1 << 63)], f"{1 << 63} is not a seed"),
         (["fly"], "invalid choice: 'fly'"),
@@ -72,3 +76,17 @@ def test_bad_arguments_end_with_code_2(arguments, message, capsys):
         parse(arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["sft", "a=\u00fc"], ["generate", "m", "-p", "a=\u00fc"]])
+def test_utf8_where_python_reads_arguments_otherwise_says_what_to_set(arguments):
+    """The bytes are fine; Python, not the user's text, is to be told."""
+    script = f"from shardwise.command_line import parse; parse({arguments[:-1]!r} + __import__('sys').argv[1:])"
+    plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, arguments[-1].encode()], env=os.environ | plain, capture_output=True, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.decode().endswith(
+        "b'a=\\xc3\\xbc' is not ASCII, as which Python reads arguments here; set PYTHONUTF8=1\n"
+    )
