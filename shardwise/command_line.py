@@ -13,6 +13,7 @@ from shardwise.config import RECIPES, TrainerConfig
 from shardwise.config.base import EXAMPLE_OVERRIDE
 from shardwise.config.engine import DtypeName
 
+_MODEL = "a run's output folder (its newest checkpoint), a model folder or a hub name"
 _HELP = {
     "sft": "supervised fine-tuning",
     "preference": "preference training (DPO, IPO, SimPO, ORPO, KTO)",
@@ -68,7 +69,7 @@ def _add_quickstart(command: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model")
+    command.add_argument("model", help=_MODEL)
     command.add_argument(
         "-p", "--prompt", type=_text, action="append", help="may be repeated; without it prompts are read from stdin"
     )
@@ -82,7 +83,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
+    command.add_argument("source", help=_MODEL)
     _add_target(command, dtype_of="the source's config")
     command.add_argument(
         "--stall-timeout-seconds",
@@ -109,7 +110,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _add_parity(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", help="a run's output folder (its newest checkpoint), a model folder or a hub name")
+    command.add_argument("model", help=_MODEL)
     command.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="default: %(default)s")
     command.add_argument(
         "--dtype",
@@ -193,7 +194,7 @@ def _file_size(text: str) -> str:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "quickstart": (_add_quickstart, "from nothing to a policy improved by RL, on this machine, offline"),
-    "generate": (_add_generate, "talk to a model: a run's output folder, a model folder or a hub name"),
+    "generate": (_add_generate, f"talk to a model: {_MODEL}"),
     "export": (_add_export, "write a model as a Hugging Face folder, in another dtype"),
     "import-checkpoint": (
         _add_import,

@@ -90,3 +90,11 @@ def test_utf8_where_python_reads_arguments_otherwise_says_what_to_set(arguments)
     assert ended.stderr.decode().endswith(
         "b'a=\\xc3\\xbc' is not ASCII, as which Python reads arguments here; set PYTHONUTF8=1\n"
     )
+
+
+def test_commands_that_take_a_model_say_alike_what_may_be_given(capsys):
+    for command in ("generate", "export", "parity"):
+        with pytest.raises(SystemExit):
+            parse([command, "-h"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert "a run's output folder (its newest checkpoint), a model folder or a hub name" in told, command
