@@ -11,6 +11,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from shardwise.config import ModelError, UserError
 
 GENERATION_CONFIG_NAME = "generation_config.json"
+_MOST_QUOTED = 300
+"""Characters of a message of transformers, some of which list every class it has."""
 
 
 def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
@@ -58,9 +60,9 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         config: GenerationConfig = GenerationConfig.from_pretrained(folder)
         config.validate(strict=True)
     except (ValueError, OSError, TypeError) as error:
-        text = " ".join(str(error).split())
         raise ModelError(
-            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: {text}"
+            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: "
+            f"{_quoted(error)}"
         ) from None
     return config
 
@@ -105,4 +107,10 @@ def _reason(error: Exception, folder: Path) -> str:
             for name, value in section.items():
                 if error.args == (value,):
                     return f"{name}={value} is not known to transformers"
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return _quoted(f"{type(error).__name__}: {error}")
+
+
+def _quoted(error: object) -> str:
+    """The beginning of it, in one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."

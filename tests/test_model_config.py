@@ -2,7 +2,7 @@ import json
 
 import pytest
 from tiny_models import IMAGE, VIDEO, tiny_folder, tiny_vision_model
-from transformers import Qwen3Config
+from transformers import AutoModelForSequenceClassification, CLIPConfig, Qwen3Config
 
 from shardwise.config import ModelError
 from shardwise.engine.model import build_on_meta
@@ -42,6 +42,19 @@ def test_code_beside_a_config_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match=r"config\.json is not a model config: ValueError: "):
         read_model_config(tmp_path)
+
+
+def test_of_a_long_message_the_beginning_is_quoted(tmp_path):
+    """transformers' list of the classes that it has takes kilobytes."""
+    with pytest.raises(ModelError) as error, blaming_config(tmp_path, "CausalLM"):
+        AutoModelForSequenceClassification.from_config(CLIPConfig())
+    beginning = f"{tmp_path} cannot be built as a model for CausalLM; look into its config.json. ValueError: Unrecogn"
+    assert str(error.value).startswith(beginning)
+    assert "AutoModelForSequenceClassification" in str(error.value)
+    assert str(error.value).endswith("...")
+    assert len(str(error.value)) < len(beginning) + 300
+    with pytest.raises(ModelError, match=r"ValueError: short$"), blaming_config(tmp_path, "CausalLM"):
+        raise ValueError("short")
 
 
 def test_a_value_that_a_table_lacks_is_named_with_its_key(tmp_path):
