@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from shardwise.config import ModelError, UserError
 
@@ -26,7 +27,11 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():  # else transformers looks for it on the hub
         raise ModelError(f"{folder / 'config.json'} does not exist; a model folder needs one")
     try:
+        written, _ = PreTrainedConfig.get_config_dict(folder)
+        _require_known(folder, written)
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+    except UserError:
+        raise
     except Exception as error:  # whatever a value in the file leads to
         raise ModelError(f"{folder / 'config.json'} is not a model config: {_reason(error, folder)}") from None
     if not isinstance(text := config.get_text_config(), PreTrainedConfig):
@@ -35,6 +40,20 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
             f"{config.model_type}; remove it"
         )
     return config
+
+
+def _require_known(folder: Path, written: dict[str, Any]) -> None:
+    """Raises ModelError: transformers has no class for it, and would ask for an option that runs code beside it."""
+    if (model_type := written.get("model_type")) in CONFIG_MAPPING:
+        return
+    release = f"transformers {transformers.__version__}"
+    what = "it names no model_type" if model_type is None else f"{release} has no model_type={model_type}"
+    code = ", and code beside weights (auto_map) is never run" if "auto_map" in written else ""
+    raise ModelError(
+        f"{folder / 'config.json'} is not a model config: {what}{code}; correct it, install a release of transformers "
+        "that has it, or register its classes in Python (AutoConfig.register, AutoModelForCausalLM.register) before "
+        "you build a TrainEngine"
+    )
 
 
 def require_generates(folder: Path, config: PreTrainedConfig) -> None:

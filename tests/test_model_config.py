@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import transformers
 from tiny_models import IMAGE, VIDEO, tiny_folder, tiny_vision_model
 from transformers import AutoModelForSequenceClassification, CLIPConfig, Qwen3Config
 
@@ -40,8 +41,31 @@ def test_code_beside_a_config_is_not_run(tmp_path):
     (tmp_path / "code.py").write_text("raise SystemExit")
     content = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"config\.json is not a model config: ValueError: "):
+    with pytest.raises(ModelError) as error:
         read_model_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/config.json is not a model config: transformers {transformers.__version__} has no "
+        "model_type=unheard_of, and code beside weights (auto_map) is never run; correct it, install a release of "
+        "transformers that has it, or register its classes in Python (AutoConfig.register, "
+        "AutoModelForCausalLM.register) before you build a TrainEngine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"model_type": "unheard_of"}, "has no model_type=unheard_of; correct it, install a release"),
+        ({"auto_map": {"AutoConfig": "code.Config"}}, "it names no model_type, and code beside weights (auto_map) is"),
+        ({}, "it names no model_type; correct it"),
+        ([], "is not a model config: AttributeError: "),
+    ],
+)
+def test_a_config_of_no_known_type_says_so_and_never_speaks_of_trust_remote_code(tmp_path, content, told):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError) as error:
+        read_model_config(tmp_path)
+    assert told in str(error.value)
+    assert "trust_remote_code" not in str(error.value)
 
 
 def test_of_a_long_message_the_beginning_is_quoted(tmp_path):

@@ -130,7 +130,7 @@ QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 2
     ("content", "message"),
     [
         ("{", r"config\.json is not a model config: OSError: "),
-        (json.dumps({"model_type": "no-such-model"}), r"config\.json is not a model config: ValueError: [^\n]+$"),
+        (json.dumps({"model_type": "no-such-model"}), r"config\.json is not a model config: [^\n]+model_type=no-such"),
         (T5Config(num_layers=1).to_json_string(), r"for CausalLM; look into its config\.json\. ValueError: "),
         (QWEN3 | {"num_attention_heads": 4, "num_key_value_heads": 3},
          r"num_key_value_heads=3 does not divide num_attention_heads=4; correct its config\.json"),
