@@ -17,7 +17,8 @@ _MOST_QUOTED = 300
 
 
 def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
-    """What config.json says, as transformers' class for it; code of its own is never run.
+    """What config.json says, as transformers' class for it, without the code that it names (`auto_map`), which is never
+    run.
 
     Args:
         options: what takes the place of values in the file.
@@ -34,6 +35,7 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
         raise
     except Exception as error:  # whatever a value in the file leads to
         raise ModelError(f"{folder / 'config.json'} is not a model config: {_reason(error, folder)}") from None
+    vars(config).pop("auto_map", None)
     if not isinstance(text := config.get_text_config(), PreTrainedConfig):
         raise ModelError(
             f"{folder / 'config.json'} is not a model config: {text} in it belongs to another model than one of type "

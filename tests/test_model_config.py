@@ -68,6 +68,16 @@ def test_a_config_of_no_known_type_says_so_and_never_speaks_of_trust_remote_code
     assert "trust_remote_code" not in str(error.value)
 
 
+def test_code_that_a_config_of_a_known_type_names_is_forgotten(tmp_path):
+    """Else transformers asks at the terminal whether to run it, where it has no class of its own for the purpose."""
+    file = tiny_folder("qwen3", tmp_path) / "config.json"
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": places}))
+    config = read_model_config(tmp_path)
+    assert type(config) is Qwen3Config
+    assert "auto_map" not in config.to_dict()
+
+
 def test_of_a_long_message_the_beginning_is_quoted(tmp_path):
     """transformers' list of the classes that it has takes kilobytes."""
     with pytest.raises(ModelError) as error, blaming_config(tmp_path, "CausalLM"):

@@ -241,10 +241,12 @@ def empty_model(folder: Path, *, dtype: torch.dtype = torch.float32, dim: int | 
     where it has no such dimension), each decoder layer an FSDP unit."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.model_config import read_model_config
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(read_model_config(folder), dtype=dtype)
     if dim is not None:
         root = torch.nn.Sequential(model)  # fully_shard renames the class of what it shards
         for unit in (*model.base_model.layers, root):

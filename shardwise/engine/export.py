@@ -15,6 +15,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from shardwise.config import ExportError
 from shardwise.durable import fsync_folder
@@ -209,6 +210,8 @@ class ExportPlan:
         if made := auto_map(model):
             config.auto_map = made
             (folder / CODE_NAME).write_text(class_code(model), encoding="utf-8")
+        elif model.is_remote_code():
+            custom_object_save(model, folder, config=config)
         text = config.get_text_config()
         if _is_classifier(model) and text.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
             text.pad_token_id = tokenizer.pad_token_id  # without one transformers scores no batches
@@ -216,6 +219,7 @@ class ExportPlan:
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        _forget_missing_code(folder / "tokenizer_config.json")
         copy_processor_files(Path(model.config.name_or_path), folder)
 
     def finish(self, folder: Path) -> None:
@@ -228,6 +232,27 @@ class ExportPlan:
             tree = {"metadata": metadata, "weight_map": self.file_of}
             (folder / INDEX_NAME).write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         fsync_folder(folder)
+
+
+def _forget_missing_code(file: Path) -> None:
+    """Drops from a tokenizer's `auto_map` what names code beside the file that is not there. Raises OSError."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    named = content.pop("auto_map", {})
+    by_class = named if isinstance(named, dict) else {"AutoTokenizer": named}  # the pair alone, an old form
+    kept = {auto: places for auto, places in by_class.items() if _has_code(places, file.parent)}
+    if kept != by_class:
+        content |= {"auto_map": kept} if kept else {}
+        file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _has_code(places: str | list[str | None], folder: Path) -> bool:
+    """Whether the code is in the folder, or in a repository of the hub.
+
+    Args:
+        places: `file.Class` or `owner/name--file.Class`, or a pair of them for a slow and a fast tokenizer.
+    """
+    every = [place for place in (places if isinstance(places, list) else [places]) if place is not None]
+    return all("--" in place or (folder / f"{place.rpartition('.')[0]}.py").is_file() for place in every)
 
 
 def _is_classifier(model: PreTrainedModel) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_models import MOE_FAMILIES, empty_model, tiny_folder, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.config import ExportError
 from shardwise.data.synthetic import train_tokenizer
@@ -75,6 +75,74 @@ def test_an_export_replaces_what_was_there_and_loads_again(run_ranks, tmp_path, 
     assert load_weights(again, out) == index["metadata"]["total_size"]
     assert all(torch.equal(again.get_parameter(name), p.float()) for name, p in loaded.named_parameters())
     assert AutoTokenizer.from_pretrained(out).decode(AutoTokenizer.from_pretrained(out)("2+3").input_ids) == "2+3"
+
+
+NAMED = {"AutoConfig": "modeling_q.Config", "AutoModelForCausalLM": "modeling_q.Model"}
+
+
+def add_to(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def export_with_its_tokenizer(folder, out):
+    model = empty_model(Path(folder), dim=0)
+    load_weights(model, Path(folder))
+    export_folder(model, AutoTokenizer.from_pretrained(folder), Path(out), torch.float32)
+
+
+@pytest.mark.parametrize("tokenizers_map", [{"AutoTokenizer": [None, "tokenization_q.T"]}, [None, "tokenization_q.T"]])
+def test_code_that_is_not_written_along_is_not_named(run_ranks, tmp_path, tokenizers_map):
+    """The folder loads also where its code may be run: transformers would look for it."""
+    source, out = tiny_folder("qwen3", tmp_path / "source", vocab_size=261), tmp_path / "out"
+    train_tokenizer(["2+3=5 \u00fc"], vocab_size=261).save_pretrained(source)
+    run_ranks(export_with_its_tokenizer, 1, str(source), str(tmp_path / "plain"))
+    add_to(source / "config.json", auto_map=NAMED)
+    add_to(source / "tokenizer_config.json", auto_map=tokenizers_map)
+    for name in ("modeling_q.py", "tokenization_q.py"):
+        (source / name).write_text("raise SystemExit")
+    run_ranks(export_with_its_tokenizer, 1, str(source), str(out))
+    plain, written = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "plain", out)
+    )
+    assert written == plain
+    assert type(AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)).__name__ == "Qwen3ForCausalLM"
+    assert AutoTokenizer.from_pretrained(out, trust_remote_code=True)("2+3").input_ids
+
+
+def test_a_tokenizers_code_on_the_hub_stays_named(run_ranks, tmp_path):
+    source, out = tiny_folder("qwen3", tmp_path / "source", vocab_size=261), tmp_path / "out"
+    train_tokenizer(["2+3=5"], vocab_size=261).save_pretrained(source)
+    kept = {"AutoTokenizer": [None, "owner/name--tokenization_q.T"]}
+    add_to(source / "tokenizer_config.json", auto_map=kept | {"AutoProcessor": "processing_q.P"})
+    run_ranks(export_with_its_tokenizer, 1, str(source), str(out))
+    assert json.loads((out / "tokenizer_config.json").read_text())["auto_map"] == kept
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own_class"
+    _auto_class = "AutoConfig"  # as register_for_auto_class sets it
+
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+    _auto_class = "AutoModelForCausalLM"
+
+
+def export_own_class(folder, out):
+    AutoConfig.register("own_class", OwnConfig, exist_ok=True)
+    AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM, exist_ok=True)
+    export(folder, out, "float32", "1GB")
+
+
+def test_code_of_a_class_that_is_registered_with_it_is_written_as_by_save_pretrained(run_ranks, tmp_path):
+    model = OwnForCausalLM(OwnConfig(**tiny_model("qwen3").config.to_dict() | {"model_type": "own_class"}))
+    model.save_pretrained(tmp_path / "source")
+    run_ranks(export_own_class, 1, str(tmp_path / "source"), str(tmp_path / "out"))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "source")
+    assert (tmp_path / "out" / Path(__file__).name).is_file()
+    named = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    stem = Path(__file__).stem
+    assert named == {"AutoConfig": f"{stem}.OwnConfig", "AutoModelForCausalLM": f"{stem}.OwnForCausalLM"}
 
 
 class Recorder(SafetensorsWriter):
