@@ -55,8 +55,8 @@ class EngineLostError(RuntimeError):
 
 
 class JudgeLostError(Exception):
-    """A judge that could not be reached, or was too busy, at every attempt. Nobody need have given anything wrong, and
-    the same command may do better."""
+    """A judge that could not be reached, or was too busy, at every attempt, or a process of reward functions that was
+    killed while it imported them. Nobody need have given anything wrong, and the same command may do better."""
 
 
 class PeerLostError(RuntimeError):

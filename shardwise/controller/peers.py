@@ -1,5 +1,6 @@
 """Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its host,
-rank 0 hears of a signal to any and tells which rank is gone, and the others hear that rank 0 lives."""
+rank 0 hears of a signal to any and tells which rank is gone, and rank 0 and the others hear of each other that they
+live."""
 
 import os
 import signal
@@ -33,6 +34,8 @@ _SIGNS = "signs_of_life"
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LEAST_SILENCE_SECONDS = 60.0
 """Code that keeps Python from running silences rank 0 too."""
+_LATER_SECONDS = 30.0
+"""That rank 0 waits longer than a collective would: that tells more."""
 _LEAVE_SECONDS = 3.0
 """What rank 0 gets to say why the job ends, before others of its host leave too."""
 _ANSWER_SECONDS = 2.5
@@ -88,7 +91,7 @@ class Peers:
         return failure.code
 
     def _note_loss(self, error: BaseException, note: Note) -> int:
-        failure = self._roll.call(seconds=_ANSWER_SECONDS) if self._rank == 0 else None
+        failure = self._roll.why_one_is_lost(seconds=_ANSWER_SECONDS) if self._rank == 0 else None
         if failure is None:
             return note_failure(error, self._rank)
         failure.print()
@@ -125,7 +128,8 @@ class Peers:
 @contextmanager
 def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, timeout_seconds: float) -> Iterator[Peers]:
     """Every rank of a host keeps its activity in one folder, which the first of them makes. Rank 0 is sent what others
-    pass on, and they end when it has given no sign of life for `timeout_seconds`, at least a minute.
+    pass on. They end when it has given no sign of life for `timeout_seconds`, at least a minute, and it ends half a
+    minute later than that when one of them gives none.
 
     Waits for: the first rank of the host. Unblocked by: the timeout of the store.
     """
@@ -134,8 +138,11 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, tim
     roll = RollCall(beside, rank.rank, rank.world_size)
     roll.enter()
     silence = max(timeout_seconds, _LEAST_SILENCE_SECONDS)
-    end = partial(_end_alone, rank, silence)
-    company = _hearing(beside) if rank.rank == 0 else _listening(beside, silence, end, roll.answer)
+    company = (
+        _hearing(beside, roll, silence + _LATER_SECONDS)
+        if rank.rank == 0
+        else _listening(beside, roll, silence, partial(_end_alone, f"rank {rank.rank}: rank 0", silence))
+    )
     with company, _watched_on_host(rank, store, reports) as peers:
         yield peers
 
@@ -155,8 +162,9 @@ def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
 
 
 @contextmanager
-def _hearing(store: dist.Store) -> Iterator[None]:
-    """Inside, rank 0 gives signs of life, and is sent the first signal that another rank passes on."""
+def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Iterator[None]:
+    """Inside, rank 0 gives signs of life, is sent the first signal that another rank passes on, and ends where one is
+    silent for so long, while it may wait for no collective but for that one's part of a save."""
 
     def hear(is_over: threading.Event) -> None:
         is_told = False
@@ -169,16 +177,29 @@ def _hearing(store: dist.Store) -> Iterator[None]:
                 if is_over.wait(_SECONDS_BETWEEN_LOOKS):
                     return
 
-    with _threads(hear):
+    def miss(is_over: threading.Event) -> None:
+        heard: dict[int, bytes] = {}
+        silent_seconds: dict[int, float] = {}
+        with suppress(RuntimeError):
+            while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+                answers = roll.answers()
+                silent_seconds = {
+                    rank: silent_seconds.get(rank, 0.0) + _SECONDS_BETWEEN_LOOKS if heard.get(rank) == answer else 0.0
+                    for rank, answer in answers.items()
+                }
+                heard = answers
+                if missed := [rank for rank, silent in silent_seconds.items() if silent >= silence_seconds]:
+                    _end_alone(roll.named(missed), silence_seconds)
+                    return
+
+    with _threads(hear, miss):
         yield
 
 
 @contextmanager
-def _listening(
-    store: dist.Store, silence_seconds: float, end: Callable[[], None], answer: Callable[[], None]
-) -> Iterator[None]:
-    """Inside, `answer` is called again and again, and `end` where rank 0 gives no sign of life for so long: a host that
-    loses its power or its network closes no connection, and this rank would wait for its next command."""
+def _listening(store: dist.Store, roll: RollCall, silence_seconds: float, end: Callable[[], None]) -> Iterator[None]:
+    """Inside, this rank gives signs of life, and `end` is called where rank 0 gives none for so long: a host that loses
+    its power or its network closes no connection, and this rank would wait for its next command."""
     num_signs = 0
 
     def listen(is_over: threading.Event) -> None:
@@ -186,7 +207,7 @@ def _listening(
         with suppress(RuntimeError):  # the store is gone: no sign comes any more
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
                 num_signs = store.add(_SIGNS, 0)  # of a host that vanished it waits for the answer
-                answer()
+                roll.answer()
 
     def judge(is_over: threading.Event) -> None:
         heard, silent_seconds = num_signs, 0.0
@@ -200,14 +221,15 @@ def _listening(
 
     with _threads(listen, judge):
         yield
+    roll.finish()
 
 
-def _end_alone(rank: Rank, silence_seconds: float) -> None:
-    """Ends this process: the main thread waits for rank 0."""
+def _end_alone(whose: str, silence_seconds: float) -> None:
+    """Ends this process, whose main thread waits for another rank."""
     Failure(
-        f"rank {rank.rank}: rank 0 has given no sign of life for {silence_seconds:.0f} s (the larger of "
-        f"engine.collective_timeout_seconds and {_LEAST_SILENCE_SECONDS:.0f}): its host or the network to it is down, "
-        "or its process is stopped; the same command goes on from the last checkpoint"
+        f"{whose} has given no sign of life for {silence_seconds:.0f} s (engine.collective_timeout_seconds, at least "
+        f"{_LEAST_SILENCE_SECONDS:.0f}): the host or the network to it is down, or the process is stopped; the same "
+        "command goes on from the last checkpoint"
     ).print()
     sys.stderr.flush()
     os._exit(FAILURE)

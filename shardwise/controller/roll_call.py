@@ -1,8 +1,10 @@
-"""Which rank is gone, on whatever host: ranks that end leave word in the store of all, and those that live answer."""
+"""Which rank is gone, on whatever host: ranks that end leave word in the store of all, and those that live say so
+again and again."""
 
 import json
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -11,51 +13,72 @@ import torch.distributed as dist
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR
 from shardwise.controller.failures import Failure, Note
 
-_CALLED = "roll/called"
-_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
 """Ranks. A host that is gone may have had more."""
+_DONE = "done"
+"""The last answer of a rank that is no longer needed."""
 
 
 class RollCall:
     """Of all ranks, seen by one of them."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self._rank = store, rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._num_answers = 0
 
     def enter(self) -> None:
         """Says where this rank is."""
         self._store.set(_host_of(self._rank), socket.gethostname())
 
     def answer(self) -> None:
-        """Says that this rank lives, if the roll is called. Raises RuntimeError: the store is gone."""
-        if self._store.check([_CALLED]):
-            self._store.set(_answer_of(self._rank), "")
+        """Says that this rank lives. Raises RuntimeError: the store is gone."""
+        self._num_answers += 1
+        self._store.set(_answer_of(self._rank), str(self._num_answers))
 
     def leave(self, note: Note) -> None:
         """Says why this rank ends."""
-        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
-            self._store.set(_note_of(self._rank), json.dumps(asdict(note)))
+        self._say(_note_of(self._rank), json.dumps(asdict(note)))
 
-    def call(self, *, seconds: float) -> Failure | None:
-        """Why a rank lost another one: what that one said, or else that it is silent; None if all live, or where the
+    def finish(self) -> None:
+        """Says that this rank is no longer needed."""
+        self._say(_answer_of(self._rank), _DONE)
+
+    def answers(self) -> dict[int, bytes]:
+        """The last of each other rank that has given any and is not done. Raises RuntimeError: the store is gone."""
+        ranks = self._others
+        if not self._store.check([_answer_of(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([_answer_of(rank)])]
+        answers = self._store.multi_get([_answer_of(rank) for rank in ranks])
+        return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer != _DONE.encode()}
+
+    def why_one_is_lost(self, *, seconds: float) -> Failure | None:
+        """Why this rank lost another one: what that one said, or else that it is silent; None if all live, or where the
         store is gone. The others get so many seconds to answer."""
         try:
-            self._store.set(_CALLED, "")
-            silent = {rank for rank in range(self._world_size) if rank != self._rank}
+            before, silent = self.answers(), set(self._others)
             deadline = time.monotonic() + seconds
             while True:
-                notes = [note for rank in range(self._world_size) if (note := self._note(rank)) is not None]
-                causes = [note for note in notes if not note.is_lost_peer]
-                if causes:
-                    return self._failed(min(causes, key=lambda note: note.rank))
-                silent -= {note.rank for note in notes}
-                silent = {rank for rank in silent if not self._store.check([_answer_of(rank)])}
+                notes = [note for rank in self._others if (note := self._note(rank)) is not None]
+                if causes := [note for note in notes if not note.is_lost_peer]:
+                    return self._failed(causes[0])
+                answered = {rank for rank, answer in self.answers().items() if answer != before.get(rank)}
+                silent -= answered.union(note.rank for note in notes)
                 if not silent or time.monotonic() > deadline:
                     return self._gone(sorted(silent)) if silent else None
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
         except RuntimeError:
             return None
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Ranks with their hosts. Raises RuntimeError: the store is gone."""
+        more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+        return ", ".join(f"rank {rank}{self._place(rank)}" for rank in ranks[:_MOST_NAMED]) + more
+
+    def _say(self, key: str, text: str) -> None:
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            self._store.set(key, text)
 
     def _note(self, rank: int) -> Note | None:
         if not self._store.check([_note_of(rank)]):
@@ -64,17 +87,14 @@ class RollCall:
 
     def _failed(self, note: Note) -> Failure:
         return Failure(
-            f"rank {note.rank}{self._place(note.rank)} failed: {note.message}",
-            USER_ERROR if note.is_user_error else FAILURE,
+            f"{self.named([note.rank])} failed: {note.message}", USER_ERROR if note.is_user_error else FAILURE
         )
 
-    def _gone(self, ranks: list[int]) -> Failure:
-        named = ", ".join(f"rank {rank}{self._place(rank)}" for rank in ranks[:_MOST_NAMED])
-        more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    def _gone(self, ranks: Sequence[int]) -> Failure:
         verb, whose = ("is", "its process was") if len(ranks) == 1 else ("are", "their processes were")
         return Failure(
-            f"{named}{more} {verb} gone and left no word: {whose} killed, or the host or the network to it is down; "
-            "torchrun on that host tells the exit signal, and the same command goes on from the last checkpoint"
+            f"{self.named(ranks)} {verb} gone and left no word: {whose} killed, or the host or the network to it is "
+            "down; torchrun on that host tells the exit signal, and the same command goes on from the last checkpoint"
         )
 
     def _place(self, rank: int) -> str:

@@ -1,6 +1,7 @@
 """The files of a run. What training computed and how long it took go to different files, so that two runs with the
 same seed can be compared byte by byte."""
 
+import errno
 import json
 import math
 import os
@@ -188,9 +189,17 @@ class _JsonLines:
             self._file.close()
 
     def _flush(self) -> None:
+        if self._waiting and not self._is_in_place():
+            raise FileNotFoundError(errno.ENOENT, "it was removed or moved while the run wrote it", str(self._path))
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._is_kept = False
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _cut_after(path: Path, last_step: int) -> None:

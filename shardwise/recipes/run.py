@@ -127,7 +127,7 @@ class Run:
             print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
             return self
         with ExitStack() as stack:
-            stack.enter_context(writer_lock(self.output_dir))
+            self._lock = stack.enter_context(writer_lock(self.output_dir))
             self._start = find_start(self._config, files=self._files, reader=self._loader)
             self._restore()
             self._warn_of_lost_checkpoints()
@@ -211,6 +211,7 @@ class Run:
             performance |= {"save/step": saved.step, "save/seconds": saved.seconds}
         if self._saver.num_failures:
             performance["save/failures"] = self._saver.num_failures
+        self._lock.require()
         with named_failures(self.output_dir):
             self._log.log(step, values, performance)
         self._reported.add(values, names=metrics.keys(), validates=self.should_validate(step))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardwise.config import FunctionReward, RewardError
+from shardwise.config import ConfigError, FunctionReward, JudgeLostError, RewardError
 from shardwise.rewards.base import Answer, RewardJob
 from shardwise.rewards.process import (
     MAX_AHEAD,
@@ -143,6 +143,8 @@ def check_functions(functions: Sequence[FunctionReward]) -> None:
         while not server.ready:
             wait_for_any([server])
             server.receive()
+    except JudgeLostError as error:  # at the very first attempt
+        raise ConfigError(str(error)) from None
     finally:
         server.close()
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import ConfigError, FunctionReward
+from shardwise.config import ConfigError, FunctionReward, JudgeLostError
 from shardwise.processes import how_it_ended
 
 START_SECONDS = 300.0
@@ -108,7 +108,8 @@ class ForkServer:
         """Hears whether the functions are loaded.
 
         Raises:
-            ConfigError: a function cannot be loaded, or the process died or hung while importing.
+            ConfigError: a function cannot be loaded, or the process died or hung while importing. JudgeLostError: it
+                was killed meanwhile.
         """
         if self.ready:
             return
@@ -121,7 +122,8 @@ class ForkServer:
         except ConnectionResetError:
             data = b""
         if not data:
-            raise ConfigError(self._import_failure(self._how_it_ended()))
+            failure = self._import_failure(self._how_it_ended())
+            raise (JudgeLostError if self._process.returncode == -signal.SIGKILL else ConfigError)(failure)
         self._unread += data
         if not self._unread.endswith(b"\n"):
             return

@@ -1,6 +1,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from shardwise.controller import peers
 from shardwise.controller.base import RankStalledError
 from shardwise.controller.peers import Peers, watched_by_peers
 from shardwise.controller.process_group import Rank
+from shardwise.controller.roll_call import RollCall
 from shardwise.controller.watchdog import Activity
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +200,25 @@ def test_a_rank_ends_when_rank_0_has_given_no_sign_of_life_for_long(monkeypatch,
             assert not ended.wait(1.0)
         assert ended.wait(5)
     assert codes == [1]
-    assert capsys.readouterr().err.startswith("error: rank 2: rank 0 has given no sign of life for 0 s (the larger of ")
+    assert capsys.readouterr().err.startswith("error: rank 2: rank 0 has given no sign of life for 0 s (engine.c")
+
+
+@pytest.mark.usefixtures("_often")
+def test_rank_0_ends_when_another_rank_has_given_no_sign_of_life_for_long(monkeypatch, capsys):
+    """It may wait for that rank's part of a save, which no collective would."""
+    ended, store, codes = threading.Event(), dist.HashStore(), []
+    monkeypatch.setattr(peers, "_LATER_SECONDS", 0.2)
+    monkeypatch.setattr(peers.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    with watched(Rank(0, 3, 0), store, timeout_seconds=0.1):
+        with watched(Rank(1, 3, 1), store), watched(Rank(2, 3, 2), store):
+            assert not ended.wait(1.0)
+        assert not ended.wait(1.0), "they are done"
+        RollCall(store, 2, 3).answer()
+        with watched(Rank(1, 3, 1), store):
+            assert ended.wait(5)
+    assert codes == [1]
+    host = socket.gethostname()
+    assert capsys.readouterr().err.startswith(f"error: rank 2 on {host} has given no sign of life for 0 s (engine.c")
 
 
 @pytest.mark.usefixtures("_often")
@@ -214,7 +234,7 @@ def test_a_store_that_is_out_of_reach_is_silence_too(monkeypatch, breaks):
             return 1
 
     began = time.monotonic()
-    with peers._listening(Store(), 0.3, ended.set, lambda: None):
+    with peers._listening(Store(), RollCall(dist.HashStore(), 1, 2), 0.3, ended.set):
         assert ended.wait(5)
         assert time.monotonic() - began >= 0.3
         over.set()

@@ -45,7 +45,7 @@ def answering(*ranks):
 def test_a_rank_that_neither_answers_nor_left_word_is_gone(roll):
     roll[1].leave(Note.of(LOST, 1))  # it ended because another one had
     over = answering(roll[3])
-    failure = roll[0].call(seconds=0.5)
+    failure = roll[0].why_one_is_lost(seconds=0.5)
     over.set()
     assert failure.code == 1
     assert failure.message == (
@@ -58,10 +58,10 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_named_at_once(roll):
     began = time.monotonic()
     roll[1].leave(Note.of(LOST, 1))
     roll[2].leave(Note.of(ValueError("this pack has no tokens"), 2))
-    failure = roll[0].call(seconds=30)
+    failure = roll[0].why_one_is_lost(seconds=30)
     assert (failure.message, failure.code) == (f"rank 2 on {HOST} failed: this pack has no tokens", 1)
     roll[1].leave(Note.of(ConfigError("use 1, 2 or 4"), 1))
-    failure = roll[0].call(seconds=30)
+    failure = roll[0].why_one_is_lost(seconds=30)
     assert (failure.message, failure.code) == (f"rank 1 on {HOST} failed: use 1, 2 or 4", 2)
     assert time.monotonic() - began < 5
 
@@ -70,19 +70,13 @@ def test_nobody_is_named_where_all_live(roll):
     """A connection broke between two of them."""
     over = answering(*roll[1:])
     began = time.monotonic()
-    assert roll[0].call(seconds=30) is None
+    assert roll[0].why_one_is_lost(seconds=30) is None
     over.set()
     assert time.monotonic() - began < 5
 
 
-def test_ranks_answer_only_when_the_roll_is_called():
-    store = dist.HashStore()
-    RollCall(store, 1, 2).answer()
-    assert store.num_keys() == 0
-
-
 def test_of_many_ranks_that_are_gone_the_first_are_named():
-    failure = RollCall(dist.HashStore(), 0, 12).call(seconds=0)
+    failure = RollCall(dist.HashStore(), 0, 12).why_one_is_lost(seconds=0)
     assert failure.message.startswith(
         "rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8 and 3 more are gone and left no word: their "
         "processes were killed, "
@@ -94,5 +88,7 @@ def test_without_the_store_nobody_is_named():
         def set(self, *_):
             raise RuntimeError("Connection reset by peer")
 
+        check = multi_get = set
+
     RollCall(Gone(), 1, 2).leave(Note.of(LOST, 1))
-    assert RollCall(Gone(), 0, 2).call(seconds=30) is None
+    assert RollCall(Gone(), 0, 2).why_one_is_lost(seconds=30) is None

@@ -173,6 +173,25 @@ def test_f20_lines_that_a_full_disk_does_not_take_wait_and_none_is_lost_or_doubl
     assert f"warning: {tmp_path}/metrics.jsonl cannot be written ([Errno 27] File too large); its lines are" in lines[0]
 
 
+def test_lines_of_a_file_that_is_not_there_any_more_are_not_lost_in_silence(tmp_path, capsys):
+    """What is written to a file that was removed or moved, as by a log rotator, nobody reads again."""
+    with RunLog(tmp_path / "a", tensorboard=False) as log:
+        log.log(1, {"train/loss": 1.0}, {})
+        (tmp_path / "a" / "metrics.jsonl").rename(tmp_path / "moved")
+        with pytest.raises(FileNotFoundError, match=r"was removed or moved while the run wrote it: .*metrics\.jsonl"):
+            log.log(2, {"train/loss": 2.0}, {})
+        (tmp_path / "moved").rename(tmp_path / "a" / "metrics.jsonl")
+    with RunLog(tmp_path / "b", tensorboard=False, keeps_lines=True) as log:
+        log.log(1, {"train/loss": 1.0}, {})
+        (tmp_path / "b" / "metrics.jsonl").rename(tmp_path / "moved")
+        log.log(2, {"train/loss": 2.0}, {})
+        assert "metrics.jsonl cannot be written ([Errno 2] it was removed or moved" in capsys.readouterr().err
+        (tmp_path / "moved").rename(tmp_path / "b" / "metrics.jsonl")
+    for name in "ab":
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
 def test_f20_a_full_disk_is_an_error_where_lines_are_not_kept_or_never_written(tmp_path, capsys):
     with room_for(30), pytest.raises(OSError, match="File too large"), RunLog(tmp_path, tensorboard=False) as log:
         log.log(1, {"a": 1.0, "b": 1.0}, {})

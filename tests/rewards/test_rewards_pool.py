@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.config import ConfigError, RewardConfig, RewardError
+from shardwise.config import ConfigError, JudgeLostError, RewardConfig, RewardError
 from shardwise.rewards import RewardJob, Rewards, check_rewards
 
 RULES = """
@@ -259,6 +259,16 @@ def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path, spec, mess
     with Rewards(config(functions=spec, num_workers=1)) as pool, pytest.raises(ConfigError) as scored:
         pool.score([job("number 1")])
     assert str(scored.value) == str(checked.value)
+
+
+def test_functions_whose_process_is_killed_while_it_imports_may_do_better_another_time(tmp_path):
+    """They were loaded before any rank started: it is the machine that lacks memory."""
+    (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    told = "reward.functions=killed.py:f: importing the function ended its process by SIGKILL"
+    with pytest.raises(ConfigError, match=told):
+        check_rewards(config(functions="killed.py:f"))
+    with Rewards(config(functions="killed.py:f", num_workers=1)) as pool, pytest.raises(JudgeLostError, match=told):
+        pool.score([job("number 1")])
 
 
 def test_check_accepts_a_good_one():

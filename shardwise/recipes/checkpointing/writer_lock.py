@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,11 +19,48 @@ LOCK = "run.lock"
 """In a run's output folder while it is written to: by whom, as JSON."""
 _TRAINING = "trainer.output_dir"
 """The key that names a run's folder."""
+_LOOK_SECONDS = 0.2
+"""Longer than `require_no_writer` of another process, which may only look, holds a lock of its own."""
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+class WriterLock:
+    """A run's folder that this process holds."""
+
+    def __init__(self, run: Path, key: str) -> None:
+        """Raises ConfigError: another process holds it. Raises OSError: it cannot be written to."""
+        self._path, self._key = run / LOCK, key
+        self._file = _lock(self._path, key)
+
+    def require(self) -> None:
+        """That the folder is still held: whoever removes the lock's file lets another process in.
+
+        Raises:
+            ConfigError: another process holds it by now, which is named; or the folder is not there any more.
+        """
+        if _is_at(self._file, self._path):
+            return
+        try:
+            file = _lock(self._path, self._key)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self._key}={self._path.parent} was removed or moved while this run wrote there, or its disk is not "
+                "mounted any more"
+            ) from None
+        except OSError as error:
+            raise _no_place(self._path.parent, self._key, error) from None
+        warn(f"{self._path} was removed while this run writes there; it is there again and keeps others out")
+        self._file.close()
+        self._file = file
+
+    def release(self) -> None:
+        if _is_at(self._file, self._path):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
 @contextmanager
-def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[None]:
+def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[WriterLock]:
     """Holds the run's folder, which is made where there is none. The lock is the operating system's and ends with the
     process, however that ends; the file's content only says who has it.
 
@@ -31,17 +69,15 @@ def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[None]:
     Raises:
         ConfigError: another process holds it, which is named; or the folder cannot be written to.
     """
-    path = run / LOCK
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = _lock(path, key)
+        lock = WriterLock(run, key)
     except OSError as error:
         raise _no_place(run, key, error) from None
-    with file:
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def require_no_writer(run: Path, *, key: str = _TRAINING) -> None:
@@ -69,7 +105,7 @@ def _lock(path: Path, key: str) -> IO[str]:
         file = path.open("a+", encoding="utf-8")
         try:
             _take(file, path, key)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if _is_at(file, path):
                 file.truncate(0)
                 file.write(json.dumps(_self()))
                 file.flush()
@@ -80,11 +116,25 @@ def _lock(path: Path, key: str) -> IO[str]:
         file.close()  # its last holder removed it after it was opened here, and the next one makes another
 
 
-def _take(file: IO[str], path: Path, key: str) -> None:
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether the open file is the one of that name."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _refusal(file, path.parent, key) from None
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _take(file: IO[str], path: Path, key: str) -> None:
+    deadline = time.monotonic() + _LOOK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise _refusal(file, path.parent, key) from None
+            time.sleep(_LOOK_SECONDS / 10)
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise

@@ -4,10 +4,12 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,48 @@ def test_a_file_that_its_holder_removed_is_no_lock(tmp_path, monkeypatch):
     with writer_lock(tmp_path):
         assert len(opened) == 2
         assert (tmp_path / LOCK).stat().st_ino == opened[1]
+
+
+def test_a_lock_that_somebody_removed_is_made_again(tmp_path, capsys):
+    with writer_lock(tmp_path) as lock:
+        lock.require()
+        assert capsys.readouterr().err == ""
+        (tmp_path / LOCK).unlink()
+        lock.require()
+        assert f"{tmp_path / LOCK} was removed while this run writes there" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+            take(tmp_path)
+        lock.require()
+        assert capsys.readouterr().err == ""
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_that_was_removed_and_that_another_process_took_is_not_this_one_s_any_more(tmp_path):
+    held = writer_lock(tmp_path)
+    lock = held.__enter__()
+    (tmp_path / LOCK).unlink()
+    with writer_lock(tmp_path):
+        with pytest.raises(ConfigError, match=f"is written to by process {os.getpid()} on "):
+            lock.require()
+        held.__exit__(None, None, None)
+        assert (tmp_path / LOCK).exists(), "the other's"
+
+
+def test_a_folder_that_is_gone_is_told_as_such(tmp_path):
+    with writer_lock(tmp_path / "run") as lock:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(ConfigError, match=rf"^trainer\.output_dir={tmp_path}/run was removed or moved while this "):
+            lock.require()
+
+
+def test_whoever_only_looks_keeps_no_writer_out(tmp_path):
+    (tmp_path / LOCK).touch()
+    with (tmp_path / LOCK).open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        done = threading.Timer(0.05, looking.close)
+        done.start()
+        assert take(tmp_path)
+        done.join()
 
 
 def test_where_a_file_system_has_no_locks_the_run_goes_on_with_a_warning(tmp_path, monkeypatch, capsys):
