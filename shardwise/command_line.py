@@ -13,6 +13,8 @@ from shardwise.config import RECIPES, TrainerConfig
 from shardwise.config.base import EXAMPLE_OVERRIDE
 from shardwise.config.engine import DtypeName
 
+_path = os.path.expanduser
+"""`~` begins with the home folder, which a shell leaves to us behind `--model=`."""
 _MODEL = "a run's output folder (its newest checkpoint), a model folder or a hub name"
 _HELP = {
     "sft": "supervised fine-tuning",
@@ -48,7 +50,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_recipe(command: argparse.ArgumentParser, name: str) -> None:
-    command.add_argument("-c", "--config", help="YAML file; without it every key comes from overrides and defaults")
+    command.add_argument(
+        "-c", "--config", type=_path, help="YAML file; without it every key comes from overrides and defaults"
+    )
     command.add_argument("overrides", nargs="*", metavar="key=value", help=f"e.g. {EXAMPLE_OVERRIDE}")
     _add_nproc(command, default=1)
     if name != "eval":
@@ -63,13 +67,13 @@ def _add_recipe(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_quickstart(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
+    command.add_argument("--output-dir", type=_path, default="runs/quickstart", help="default: %(default)s")
     command.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
     _add_nproc(command, default=None)
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", help=_MODEL)
+    command.add_argument("model", type=_path, help=_MODEL)
     command.add_argument(
         "-p", "--prompt", type=_text, action="append", help="may be repeated; without it prompts are read from stdin"
     )
@@ -83,7 +87,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", help=_MODEL)
+    command.add_argument("source", type=_path, help=_MODEL)
     _add_target(command, dtype_of="the source's config")
     command.add_argument(
         "--stall-timeout-seconds",
@@ -95,22 +99,29 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", help="verl's global_step_N or its actor/, or a folder with a .metadata file (DCP)")
+    command.add_argument(
+        "source", type=_path, help="verl's global_step_N or its actor/, or a folder with a .metadata file (DCP)"
+    )
     _add_target(command, dtype_of="config.json")
     command.add_argument(
-        "--model", help="a folder with config.json and tokenizer; default: the huggingface/ that verl writes"
+        "--model",
+        type=_path,
+        help="a folder with config.json and tokenizer; default: the huggingface/ that verl writes",
     )
     command.add_argument(
         "--prefix", help='what stands before the model\'s names in a DCP folder, such as "app.model."; default: found'
     )
     command.add_argument(
-        "-c", "--config", help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume"
+        "-c",
+        "--config",
+        type=_path,
+        help="YAML file of the run that goes on: AdamW's states are taken over for trainer.resume",
     )
     command.add_argument("--recipe", choices=["sft", "preference", "rl"], help="what --config is a config of")
 
 
 def _add_parity(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", help=_MODEL)
+    command.add_argument("model", type=_path, help=_MODEL)
     command.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="default: %(default)s")
     command.add_argument(
         "--dtype",
@@ -123,7 +134,7 @@ def _add_parity(command: argparse.ArgumentParser) -> None:
 
 
 def _add_replay(command: argparse.ArgumentParser) -> None:
-    command.add_argument("bundle", help="a folder in nonfinite/ of a run's output folder")
+    command.add_argument("bundle", type=_path, help="a folder in nonfinite/ of a run's output folder")
     command.add_argument("--micro-batch", type=int, metavar="K", help="only the K-th, from 0, of every rank")
 
 
@@ -134,7 +145,7 @@ def _add_schema(command: argparse.ArgumentParser) -> None:
 
 def _add_target(command: argparse.ArgumentParser, *, dtype_of: str) -> None:
     """Where a model is written, and how."""
-    command.add_argument("target", help="a new or empty folder")
+    command.add_argument("target", type=_path, help="a new or empty folder")
     command.add_argument("--dtype", choices=get_args(DtypeName), help=f"default: the one that {dtype_of} names")
     command.add_argument(
         "--max-shard-size", type=_file_size, default="5GB", help="of a weight file; default: %(default)s"

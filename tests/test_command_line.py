@@ -26,6 +26,24 @@ def test_overrides_stand_before_and_after_options(recipe):
     assert (found.nproc, found.config, found.dry_run) == (3, "x.yaml", False)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sft", "--config=~/a"],
+        ["quickstart", "--output-dir=~/a"],
+        ["generate", "~/a"],
+        ["export", "~/a", "~/a"],
+        ["import-checkpoint", "~/a", "~/a", "--model=~/a", "--config=~/a"],
+        ["parity", "~/a"],
+        ["replay", "~/a"],
+    ],
+)
+def test_every_path_may_begin_with_the_home_folder(arguments, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = sum("~" in argument for argument in arguments)
+    assert list(vars(parse(arguments)).values()).count("/home/ada/a") == given
+
+
 @pytest.mark.parametrize("rest", [["--nprocs=2"], ["a=1", "b"], ["-x"]])
 def test_what_is_no_option_and_no_override_is_refused(rest, capsys):
     with pytest.raises(SystemExit):

@@ -143,9 +143,10 @@ def named_failures(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and not _IN_RUST.search(str(error)):
             raise
-        raise ExportError(
-            f"{folder} cannot be written: {error}; free space there, or choose a folder that every rank can write to"
-        ) from None
+        remedy = "free space there, or choose a folder that every rank can write to"
+        if isinstance(error, FileNotFoundError):
+            remedy = "something has removed or moved it since, or its disk is not mounted any more"
+        raise ExportError(f"{folder} cannot be written: {error}; {remedy}") from None
 
 
 @dataclass(frozen=True, slots=True)
