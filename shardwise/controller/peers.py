@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -178,17 +179,10 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
                     return
 
     def miss(is_over: threading.Event) -> None:
-        heard: dict[int, bytes] = {}
-        silent_seconds: dict[int, float] = {}
+        silences = _Silences()
         with suppress(RuntimeError):
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-                answers = roll.answers()
-                silent_seconds = {
-                    rank: silent_seconds.get(rank, 0.0) + _SECONDS_BETWEEN_LOOKS if heard.get(rank) == answer else 0.0
-                    for rank, answer in answers.items()
-                }
-                heard = answers
-                if missed := [rank for rank, silent in silent_seconds.items() if silent >= silence_seconds]:
+                if missed := silences.missed(roll.answers(), silence_seconds):
                     _end_alone(roll.named(missed), silence_seconds)
                     return
 
@@ -210,18 +204,32 @@ def _listening(store: dist.Store, roll: RollCall, silence_seconds: float, end: C
                 roll.answer()
 
     def judge(is_over: threading.Event) -> None:
-        heard, silent_seconds = num_signs, 0.0
+        silences = _Silences({0: num_signs})
         while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-            # Counted in looks, not by the clock: while this process is stopped it hears nothing either.
-            silent_seconds = silent_seconds + _SECONDS_BETWEEN_LOOKS if heard == num_signs else 0.0
-            heard = num_signs
-            if silent_seconds >= silence_seconds:
+            if silences.missed({0: num_signs}, silence_seconds):
                 end()
                 return
 
     with _threads(listen, judge):
         yield
     roll.finish()
+
+
+class _Silences:
+    """How long ranks have given no new sign of life: counted in looks, not by the clock, for while this process is
+    stopped it hears nothing either."""
+
+    def __init__(self, signs: Mapping[int, object] = MappingProxyType({})) -> None:
+        self._signs, self._seconds = signs, dict.fromkeys(signs, 0.0)
+
+    def missed(self, signs: Mapping[int, object], seconds: float) -> list[int]:
+        """After one more look: the ranks that were silent for so long."""
+        self._seconds = {
+            rank: self._seconds[rank] + _SECONDS_BETWEEN_LOOKS if self._signs.get(rank) == sign else 0.0
+            for rank, sign in signs.items()
+        }
+        self._signs = signs
+        return [rank for rank, silent in self._seconds.items() if silent >= seconds]
 
 
 def _end_alone(whose: str, silence_seconds: float) -> None:
