@@ -15,6 +15,7 @@ from shardwise.controller.failures import Failure
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 
 SFT = ["model.path=m", "data.train_files=t.jsonl"]
+ROW = '{"prompt": "2+3=", "response": "5"}\n'
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_dry_run_prints_the_resolved_config_and_starts_nothing(tmp_path, capsys)
     file.write_text(file.read_text().replace("DATA", str(data)))
     assert main(["sft", "-c", str(file), "--dry-run"]) == 2
     assert f"{data} does not exist" in capsys.readouterr().err
-    data.write_text("{}")
+    data.write_text(ROW)
     assert main(["sft", "-c", str(file), "--dry-run", "trainer.seed=5", "--nproc", "2"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "resolved.yaml").write_text(printed)
@@ -127,7 +128,7 @@ def test_inputs_are_checked_before_ranks_are_started(capsys, monkeypatch):
 def launched(monkeypatch, tmp_path):
     """Gives a command line of two ranks to `launch`; returns what it got."""
     data = tmp_path / "t.jsonl"
-    data.write_text("{}\n")
+    data.write_text(ROW)
 
     def run(*more):
         seen = {}

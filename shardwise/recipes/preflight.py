@@ -35,6 +35,7 @@ from shardwise.data import (
 )
 from shardwise.data.chat import read_template
 from shardwise.engine import ParallelDims, resolve_folder
+from shardwise.model_config import read_model_config
 from shardwise.observability import METRICS
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
@@ -156,9 +157,10 @@ def _check_model(key: str, model: ModelConfig) -> None:
     if not is_local:
         return
     try:
-        resolve_folder(latest_hf_folder(model.path), may_download=False)
+        folder = resolve_folder(latest_hf_folder(model.path), may_download=False)
     except ModelError as error:
         raise ModelError(f"{key}.path={error}") from None
+    read_model_config(folder)
 
 
 def default_num_ranks() -> int:
