@@ -154,7 +154,7 @@ class Run:
                 self._saver.wait()
         with named_failures(self.output_dir):
             self._open.close()
-        if (saved := self._saver.newest) is not None:
+        if (saved := self._saver.newest) is not None and saved.folder.is_dir():
             print(f"{self._title}: saved {saved.folder}", flush=True)
 
     def steps(self) -> Iterator[int]:
