@@ -80,7 +80,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         with SampleLog(output_dir) as log:
             for kind, groups in (("greedy", greedy), ("sampled", sampled or [])):
                 log.append(
-                    _row(kind, rollout, index, config.reward)
+                    _row(kind, rollout, index, rollouter, config.reward)
                     for rollout in groups
                     for index in range(len(rollout.texts))
                 )
@@ -184,12 +184,12 @@ def _measured(config: EvalConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(kind: str, group: RolloutGroup, index: int, config: RewardConfig) -> dict[str, Any]:
+def _row(kind: str, group: RolloutGroup, index: int, rollouter: Rollouter, config: RewardConfig) -> dict[str, Any]:
     return {
         "kind": kind,
         "uid": group.example.uid,
         "data_source": group.example.data_source,
-        "prompt": group.example.prompt,
+        "prompt": rollouter.prompt_text(group.example, group.completions[index]),
         "completion": group.texts[index],
         "ground_truth": group.example.ground_truth,
         "reward": group.rewards[index],

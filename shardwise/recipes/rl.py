@@ -79,7 +79,9 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
                             metrics |= greedy_accuracy(parts.rollouter, parts.held_out, config.reward)
                     incidents = parts.ranks.take_restarts() | weights.shares
             with named_failures(run.output_dir):
-                sample_log.append(sample_rows(rollout.groups, step, judged=config.reward is not None))
+                sample_log.append(
+                    sample_rows(rollout.groups, step, parts.rollouter.prompt_text, judged=config.reward is not None)
+                )
             is_split = parts.ranks.are_split
             metrics |= parts.counts | _rollout_metrics(rollout.groups, config, version=step - 1, is_split=is_split)
             if is_split:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any, Self
 
 from shardwise.config import (
@@ -193,7 +194,7 @@ class CustomRewards:
 
     def _judge(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
         try:
-            returned = self._manager.score(jobs)
+            returned = self._manager.score(deepcopy(jobs))
         except (Exception, SystemExit) as error:
             raise RewardError(f"{self._name} failed for rows {_rows(jobs)}: {describe_error(error)}") from error
         if not isinstance(returned, list | tuple):

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checksum import checksum
+from shardwise.config import NotFiniteError
 from shardwise.ops import is_finite, on_current_stream
 
 _PIECE_BYTES = 1 << 20
@@ -21,6 +22,10 @@ _PIECE_BYTES = 1 << 20
 
 class WeightSyncError(RuntimeError):
     """The rollout engine does not serve the weights it was sent; the run must stop."""
+
+
+class NotFiniteWeightsError(WeightSyncError, NotFiniteError):
+    """The weights to send are of a run that has diverged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,8 @@ class Manifest:
         asked for.
 
         Raises:
-            WeightSyncError: a tensor that the engine has no place for, before it is passed on; one that is not finite,
-                after it.
+            WeightSyncError: a tensor that the engine has no place for, before it is passed on.
+            NotFiniteWeightsError: one that holds NaN or infinities, after it.
         """
         with ThreadPoolExecutor(1) as pool:
             for name, tensor in weights:
@@ -81,7 +86,10 @@ class Manifest:
                 with self._proving():
                     digest = hashing.result()
                 if digest is None:
-                    raise self._error(f"{name} holds values that are not finite")
+                    raise NotFiniteWeightsError(
+                        f"weight sync {self._version}: {name} holds values that are not finite: training has diverged; "
+                        "lower trainer.learning_rate and resume from a checkpoint before it"
+                    )
                 self.note(name, digest, tensor.nbytes)
                 del tensor  # else it would stay while the next one is gathered
 

@@ -147,6 +147,18 @@ def test_a_manager_of_the_users_scores_and_is_closed():
     assert rewards._manager.closed
 
 
+def test_what_a_manager_changes_in_its_jobs_is_its_own():
+    def spoils(given):
+        given[0].extra_info["seen"] = True
+        given.clear()
+        return [RewardResult(score=1.0)] * 2
+
+    asked = jobs("a", "bb")
+    with custom(spoils) as rewards:
+        assert len(rewards.score(asked)) == 2
+    assert [job.extra_info for job in asked] == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ends import DictReceiver, DictSender, Died, kill_self, on, random_weights, run_ends, same, stop_self
 
+from shardwise.config import UserError
 from shardwise.transfer import (
     DiskMedium,
     MediumError,
@@ -125,7 +126,10 @@ def spoil_norm(weights) -> None:
 
 def test_weights_that_are_not_finite_are_refused_before_they_leave(run):
     (at_sender, _), *received = run(partial(push, tamper=spoil_norm), pull, pull)
-    assert str(at_sender) == "weight sync 1: norm holds values that are not finite"
+    assert isinstance(at_sender, UserError), "the same command would do no better"
+    assert str(at_sender).startswith(
+        "weight sync 1: norm holds values that are not finite: training has diverged; lower"
+    )
     said = f"weight sync 1: the sender gave up: {at_sender}"
     assert [(str(error), version) for error, version in received] == 2 * [(said, 0)]
 

@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -160,7 +161,9 @@ class Agents:
                 base_url=f"http://{HOST}:{self._server.port}/v1", api_key=game.key, model=chat_format.MODEL
             )
             game.since = now
-            game.cancel = self._runner.start(partial(self._agent, game.row, endpoint), partial(self._done, game))
+            game.cancel = self._runner.start(
+                partial(self._agent, deepcopy(game.row), endpoint), partial(self._done, game)
+            )
 
     def _take_turns(self, batch: Sequence[_Game]) -> None:
         requests = [game.waiting for game in batch]

@@ -1,6 +1,7 @@
 """Completions of several turns: the policy speaks, an environment answers, until one of them is done."""
 
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -131,7 +132,7 @@ class Episodes:
         games = [game for group in groups for game in group]
         try:
             self._make_environments(games)
-            self._call(games, "reset", lambda game: (game.episode.example,))
+            self._call(games, "reset", lambda game: (deepcopy(game.episode.example),))
             self._take_turns(games, requests)
             self._score([game for game in games if game.episode.outcome is None])
         finally:

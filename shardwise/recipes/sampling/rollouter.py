@@ -148,6 +148,10 @@ class Rollouter:
                 episode.turns.append(self._text(episode))
         return groups
 
+    def prompt_text(self, example: Example, completion: Completion) -> str:
+        """What a completion answers: the row's prompt, unless an agent wrote another."""
+        return example.prompt if completion.prompt_ids is None else self._tokenizer.decode(completion.prompt_ids)
+
     def _text(self, episode: Episode) -> str:
         return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
@@ -202,7 +206,7 @@ class Rollouter:
         extra_info = {**example.extra_info, "num_response_tokens": len(episode.completion.token_ids)}
         return RewardJob(
             uid=example.uid,
-            prompt=example.prompt + self._tokenizer.decode(episode.ids_before_last_turn),
+            prompt=self.prompt_text(example, episode.completion) + self._tokenizer.decode(episode.ids_before_last_turn),
             messages=None if example.messages is None else example.messages + episode.said[:-1],
             data_source=example.data_source,
             solution_str=episode.last_turn,

@@ -1,6 +1,6 @@
 """What a rollout becomes: samples to train on, metrics of the step, rows of samples.jsonl."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import RewardConfig
-from shardwise.types import Metrics, MetricValue, RolloutGroup, Sample
+from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, Sample
 
 NUM_LOGGED_SAMPLES = 16
 """Completions of each step that samples.jsonl keeps."""
@@ -130,14 +130,24 @@ def reward_metrics(groups: Sequence[RolloutGroup], *, mask_failed: bool = False)
     return metrics
 
 
-def sample_rows(groups: Sequence[RolloutGroup], step: int, *, judged: bool = True) -> list[Mapping[str, Any]]:
-    """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged."""
+def sample_rows(
+    groups: Sequence[RolloutGroup],
+    step: int,
+    prompt_text: Callable[[Example, Completion], str],
+    *,
+    judged: bool = True,
+) -> list[Mapping[str, Any]]:
+    """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged.
+
+    Args:
+        prompt_text: as `Rollouter.prompt_text`.
+    """
     rows = (
         {
             "step": step,
             "uid": group.example.uid,
             "data_source": group.example.data_source,
-            "prompt": group.example.prompt,
+            "prompt": prompt_text(group.example, completion),
             "completion": text,
             "ground_truth": group.example.ground_truth,
             **({"reward": reward, "reward_parts": parts, "reward_failure": failure} if judged else {}),

@@ -137,6 +137,23 @@ def test_what_an_agent_asks_becomes_its_completion_by_hand(agent):
     assert requests[2].max_tokens == 60 - len(completion.token_ids) + len(third)
 
 
+def test_what_an_agent_changes_in_its_row_is_its_own():
+    """As the commonest line of agents does: `messages = example.messages`, and then appends."""
+
+    def continues_the_row(example, endpoint):
+        assert (example.messages, example.extra_info) == ([], {})
+        say(endpoint, example.messages, example.prompt)
+        example.extra_info["seen"] = True
+        return 1.0
+
+    (episodes,), _ = play(continues_the_row, group_size=3)
+    assert [episode.outcome.failure for episode in episodes] == [None] * 3
+    assert {tuple(episode.completion.prompt_ids) for episode in episodes} == {
+        tuple(encoded("<|user|>1<|end|><|assistant|>"))
+    }
+    assert [episode.example.extra_info for episode in episodes] == [{}] * 3
+
+
 def test_agents_that_wait_are_generated_for_together():
     (groups, policy) = play(talks, prompts=("1", "2"), group_size=3, max_wait_seconds=10)
     assert [len(batch) for batch in policy.batches] == [6, 6]

@@ -144,6 +144,23 @@ def test_turns_and_observations_become_one_completion_by_hand():
     assert made[0].calls == [("reset", "row 1"), ("step", "24"), ("step", "3"), ("reward",), ("close",)]
 
 
+def test_what_an_environment_changes_in_its_row_is_its_own():
+    """Else the next epoch would see it, and a run that was resumed would not."""
+
+    class Counts(Echo):
+        def reset(self, example):
+            super().reset(example)
+            example.extra_info["count"] = example.extra_info.get("count", 0) + 1
+            self._count = example.extra_info["count"]
+
+        def reward(self):
+            return float(self._count)
+
+    ((episodes,), _) = play({"row 1/0": ["39"], "row 1/1": ["39"]}, group_size=2, environment=Counts)
+    assert [episode.outcome.score for episode in episodes] == [1.0, 1.0]
+    assert episodes[0].example.extra_info == {}
+
+
 def test_episodes_of_different_lengths_are_played_together():
     scripts = {
         "row 1/0": ["39"],

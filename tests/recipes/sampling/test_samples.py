@@ -80,9 +80,13 @@ def test_f41_masked_failures_are_neither_trained_nor_in_the_metrics(make_group):
     assert (nothing["reward/mean"].result(), nothing["reward/failed"].result()) == (0.0, 1.0)
 
 
+def row_s_prompt(example, _completion):
+    return example.prompt
+
+
 def test_sample_rows_keep_the_first_sixteen_completions(make_group):
     groups = [make_group([float(i) for i in range(10)]), make_group([10.0 + i for i in range(10)], uid="b")]
-    rows = sample_rows(groups, 3)
+    rows = sample_rows(groups, 3, row_s_prompt)
     assert [row["reward"] for row in rows] == [float(i) for i in range(16)]
     assert rows[12]["uid"] == "b"
     assert rows[1] == {
@@ -104,7 +108,7 @@ def test_sample_rows_keep_the_first_sixteen_completions(make_group):
         "is_sampled": None,
         "logprobs": [-0.2, -0.21000000000000002],
     }
-    unjudged = sample_rows(groups, 3, judged=False)[1]
+    unjudged = sample_rows(groups, 3, row_s_prompt, judged=False)[1]
     assert rows[1].keys() - unjudged.keys() == {"reward", "reward_parts", "reward_failure"}
     assert unjudged.items() <= rows[1].items()
 
@@ -146,6 +150,7 @@ def test_a_completion_of_an_agents_own_prompt_is_trained_behind_it(make_group):
     without = replace(group, completions=[empty, empty])
     assert Rollout(groups=[without], greedy_rewards=None, metrics={}).oldest_version is None
     assert staleness_metrics([without], version=6)["staleness/max"].result() == 0
-    assert [row["prompt_ids"] for row in sample_rows([group], 1)] == [[1, 2, 3], [7, 8]]
+    rows = sample_rows([group], 1, lambda _, completion: str(completion.prompt_ids))
+    assert [(row["prompt"], row["prompt_ids"]) for row in rows] == [("[1, 2, 3]", [1, 2, 3]), ("None", [7, 8])]
     back = Rollout.from_json(json.loads(json.dumps(rollout.to_json())), [group.example])
     assert back.groups[0].completions == [own, empty]
