@@ -5,6 +5,7 @@ Shape letters: those of the built-in functions, and P pairs, V' words of a vocab
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -24,6 +25,7 @@ from shardwise.config import (
     TrainingError,
     UserError,
 )
+from shardwise.recipes.stragglers import without_busy
 from shardwise.rewards import describe_error, load_function
 from shardwise.types import Metrics, MetricValue
 
@@ -54,6 +56,20 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "algorithm.policy_loss": ("ref_logprobs", "rollout_logprobs"),
 }
 """By key what a custom function gets by keyword where its signature names it and the run has it."""
+
+_OF_EVERY_RUN = "step|data|load|save|seconds|tokens_per_second|train|val"
+_OF_RL = f"{_OF_EVERY_RUN}|advantage|reward|rollout|staleness|sync|tokens"
+_TAKEN: Mapping[str, re.Pattern[str]] = {
+    "algorithm.policy_loss": re.compile(
+        rf"({_OF_RL}|critic)(/.*)?|policy/(entropy|kl_coef|logprob|perplexity|ref_kl|teacher_kl)"
+    ),
+    "critic.value_loss": re.compile(  # what its engine reports under train/ is under critic/
+        rf"({_OF_RL}|policy)(/.*)?|critic/(empty_steps|explained_variance|grad_norm|learning_rate(/.*)?|loss|loss_scale"
+        r"|nonfinite_fraction|nonfinite_loss_fraction|num_sequences|num_tokens|router/.*|\w+_imbalance|\w+_slowest_rank)"
+    ),
+    "loss": re.compile(rf"({_OF_EVERY_RUN})(/.*)?|(.*/)?loss"),  # val/ and the last part in validation, beside val/loss
+}
+"""By key of a loss the names of metrics that others report in the same step."""
 
 _HOW = (
     "values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several optimizer steps for a rollout batch or "
@@ -178,6 +194,7 @@ class CustomFunction:
         if like.requires_grad and not losses.requires_grad:
             raise self._error("losses without a graph back to what they were given", expected)
         for name, value in metrics.items():
+            self._require_name(name)
             if not isinstance(value, MetricValue):
                 raise self._error(f"the metric {name} as {_kind(value)}", expected)
         return losses, dict(metrics)
@@ -190,6 +207,19 @@ class CustomFunction:
         if not (math.isfinite(number) and number >= 0):
             raise self._error(str(number), f"a finite number of at least 0, {meaning}")
         return number
+
+    def _require_name(self, metric: object) -> None:
+        """Raises TrainingError: no name of a metric, or one of Shardwise's own."""
+        if not isinstance(metric, str) or not metric.isprintable() or metric.strip() != metric or not metric:
+            shown = repr(metric) if isinstance(metric, str) else f"by {_kind(metric)}"
+            raise self._error(
+                f"a metric named {shown}", "a name that is one line of text without spaces around, such as own/share"
+            )
+        is_busy = bool(without_busy({metric: MetricValue.sum(0)})[1])
+        if is_busy or _TAKEN[self.key].fullmatch(metric):
+            raise self._error(
+                f"a metric named {metric!r}, which is for Shardwise's own metrics", "another name, such as own/share"
+            )
 
     def _error(self, given: str, expected: str) -> TrainingError:
         return TrainingError(f"{self.key}={self.spec} returned {given}, expected {expected}")

@@ -23,7 +23,7 @@ from shardwise.config import (
     TrainingError,
 )
 from shardwise.config.base import groups_of, tag_of
-from shardwise.recipes.custom import ARGUMENTS, EXTRAS, extras_of
+from shardwise.recipes.custom import _TAKEN, ARGUMENTS, EXTRAS, extras_of
 from shardwise.recipes.losses import make_loss
 from shardwise.types import Denominators, TokenBatch, TokenOutputs
 
@@ -101,6 +101,9 @@ def no_key(*arguments):
 
 def leaves(*arguments):
     raise SystemExit(0)
+
+def named(first, *others, metric):
+    return (first if first.dim() == 1 else first[:, 0]) * 1, {eval(metric): MetricValue.mean(3.0, 1)}
 
 def complex_losses(first, *others):
     return (first if first.dim() == 1 else first[:, 0]) * 1j, {}
@@ -295,6 +298,83 @@ def test_what_a_function_of_ones_own_returns_is_checked(own, key, name, message)
         result_of(kind, config, batch(), numbers)
     shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
     assert str(error.value) == f"{shown}={own(name)['function']} returned {message}"
+
+
+LOSS_KEYS = ("algorithm.policy_loss", "critic.value_loss", "loss of preference", "loss of reward-model")
+
+
+@pytest.mark.parametrize("key", LOSS_KEYS)
+@pytest.mark.parametrize(
+    "name", ["", " own/share", "own/share ", "own/a\nb", "own/share\n", 3, None, ("a", "b"), "\ud800"]
+)
+def test_a_metric_of_ones_own_has_a_name_of_one_line(own, key, name):
+    kind, config, numbers = KINDS[key](own("named", metric=repr(name)))
+    with pytest.raises(TrainingError) as error:
+        result_of(kind, config, batch(), numbers)
+    shown = repr(name) if isinstance(name, str) else f"by a {type(name).__name__}"
+    assert f" returned a metric named {shown}, expected a name that is one line of text" in str(error.value)
+
+
+TAKEN = [
+    *(
+        (key, name)
+        for key in LOSS_KEYS
+        for name in (
+            "step",
+            "train/loss",
+            "train/num_tokens",
+            "train/busy/forward/rank_0",
+            "own/busy/a/rank_12",
+            "val/mine",
+        )
+    ),
+    *(
+        ("algorithm.policy_loss", name)
+        for name in ("policy/entropy", "policy/ref_kl", "policy/kl_coef", "rollout/ratio", "reward/mean", "critic/loss")
+    ),
+    *(("critic.value_loss", name) for name in ("policy/entropy", "advantage/mine", "critic/explained_variance")),
+    *((key, name) for key in LOSS_KEYS[2:] for name in ("loss", "own/loss")),
+]
+
+
+@pytest.mark.parametrize(("key", "name"), TAKEN)
+def test_a_metric_of_ones_own_does_not_take_the_name_of_another(own, key, name):
+    kind, config, numbers = KINDS[key](own("named", metric=repr(name)))
+    with pytest.raises(TrainingError) as error:
+        result_of(kind, config, batch(), numbers)
+    assert f" returned a metric named {name!r}, which is for Shardwise's own metrics, expected ano" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *(
+            (key, name)
+            for key in LOSS_KEYS
+            for name in ("own/share", "share", "steps", "training/loss mine", "Anteil/größte")
+        ),
+        *(
+            ("algorithm.policy_loss", name)
+            for name in ("policy/mine", "policy/approx_kl", "policy/entropy_bonus", "loss")
+        ),
+        *(("critic.value_loss", name) for name in ("critic/mine", "critic/value", "critic/loss_of_first")),
+        *((key, name) for key in LOSS_KEYS[2:] for name in ("preference/margin", "policy/mine", "own/loss_of_first")),
+    ],
+)
+def test_a_metric_of_ones_own_may_have_any_other_name(own, key, name):
+    kind, config, numbers = KINDS[key](own("named", metric=repr(name)))
+    assert result_of(kind, config, batch(), numbers)[2][name] == 3.0
+
+
+@pytest.mark.parametrize("folder", ["engine", "recipes"])
+def test_no_metric_of_a_critics_engine_is_free_for_its_loss(folder):
+    """They are under train/ there, and reported under critic/."""
+    sources = (Path(__file__).parents[2] / "shardwise" / folder).rglob("*.py")
+    found = set(re.findall(r'f?"train(/[^"{]+)', "".join(path.read_text(encoding="utf-8") for path in sources)))
+    of_supervised = {"/divergence", "/cross_entropy"}
+    free = {name for name in found if not _TAKEN["critic.value_loss"].fullmatch(f"critic{name}")}
+    assert found
+    assert free - of_supervised <= {"/busy/"}  # whose pattern is in stragglers
 
 
 @pytest.mark.parametrize("key", KINDS)
