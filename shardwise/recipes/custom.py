@@ -98,8 +98,9 @@ class CustomFunction:
         return cls(key, chosen.function, function, chosen.parameters)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises TrainingError where it raises anything else than an error of the user's own kind (names its line), or
-        changes a tensor that it was given."""
+        """Raises TrainingError where it raises anything else than an error of the user's own kind (names its line),
+        changes a tensor that it was given (by an operation of torch's in place), or returns one that is not dense or is
+        on another device."""
         given = {f"number {place}": value for place, value in enumerate(arguments, 1)} | named
         versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         try:
@@ -114,6 +115,15 @@ class CustomFunction:
                 f"{self.key}={self.spec} changed its argument {changed[0]} in place, and others read that too; change "
                 "a clone of it"
             )
+        devices = {str(value.device) for value in given.values() if isinstance(value, Tensor)}
+        for part in returned if isinstance(returned, tuple) else (returned,):
+            if not isinstance(part, Tensor):
+                continue
+            if part.layout != torch.strided or part.is_nested:
+                kind = "nested" if part.is_nested else str(part.layout)
+                raise self._error(f"a tensor of layout {kind}", "a dense one (torch.strided), as to_dense() makes")
+            if devices and str(part.device) not in devices:
+                raise self._error(f"a tensor on {part.device}", f"one on {min(devices)}, like what it was given")
         return returned
 
     def asked(self, there: Collection[str]) -> list[str]:
@@ -203,7 +213,10 @@ class CustomFunction:
         """What was returned, if it is a finite number of at least 0; raises TrainingError if it is something else."""
         if not isinstance(returned, Real) or isinstance(returned, bool):
             raise self._error(_kind(returned), f"a finite number of at least 0, {meaning}")
-        number = float(returned)
+        try:
+            number = float(returned)
+        except OverflowError:  # an int or a fraction beyond every float
+            number = math.inf
         if not (math.isfinite(number) and number >= 0):
             raise self._error(str(number), f"a finite number of at least 0, {meaning}")
         return number
@@ -229,7 +242,7 @@ def require_callable(config: Config) -> None:
     """Every function of the user's own in the config of a command can be imported, and called as it will be.
 
     Raises:
-        ConfigError: names the first that cannot.
+        ConfigError: names the first that cannot, or that is a class, a coroutine function or a generator.
     """
     for key, usual in ARGUMENTS.get(type(config), {}).items():
         chosen = _at(config, key)
@@ -238,7 +251,11 @@ def require_callable(config: Config) -> None:
         is_labelled = isinstance(config, PreferenceConfig) and not config.is_paired
         arguments = OF_LABELLED_ANSWERS if is_labelled else usual
         shown = f"({', '.join([*arguments, *chosen.parameters])})"
-        own = CustomFunction.load(chosen, key=key, expected=f"a function of {shown}")
+        expected = f"a function of {shown}"
+        own = CustomFunction.load(chosen, key=key, expected=expected)
+        kind = _no_plain_function(own.function)
+        if kind is not None:
+            raise ConfigError(f"{key}={chosen.function} is a {kind}, expected {expected}")
         asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []
         try:
             inspect.signature(own.function).bind(*arguments, **dict.fromkeys(asked), **chosen.parameters)
@@ -263,6 +280,18 @@ def _at(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = None if value is None else getattr(value, name)
     return value
+
+
+def _no_plain_function(function: Callable[..., Any]) -> str | None:
+    """What it is where a call of it gives an object that has not computed anything yet."""
+    if inspect.isclass(function):
+        return "class"
+    for called in (function, type(function).__call__):  # the second is that of an object
+        if inspect.iscoroutinefunction(called):
+            return "coroutine function"
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            return "generator"
+    return None
 
 
 def _kind(value: Any) -> str:

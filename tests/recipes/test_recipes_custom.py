@@ -23,7 +23,7 @@ from shardwise.config import (
     TrainingError,
 )
 from shardwise.config.base import groups_of, tag_of
-from shardwise.recipes.custom import _TAKEN, ARGUMENTS, EXTRAS, extras_of
+from shardwise.recipes.custom import _TAKEN, ARGUMENTS, EXTRAS, CustomFunction, _kind, extras_of, require_callable
 from shardwise.recipes.losses import make_loss
 from shardwise.types import Denominators, TokenBatch, TokenOutputs
 
@@ -311,7 +311,7 @@ def test_a_metric_of_ones_own_has_a_name_of_one_line(own, key, name):
     kind, config, numbers = KINDS[key](own("named", metric=repr(name)))
     with pytest.raises(TrainingError) as error:
         result_of(kind, config, batch(), numbers)
-    shown = repr(name) if isinstance(name, str) else f"by a {type(name).__name__}"
+    shown = repr(name) if isinstance(name, str) else f"by {_kind(name)}"
     assert f" returned a metric named {shown}, expected a name that is one line of text" in str(error.value)
 
 
@@ -375,6 +375,36 @@ def test_no_metric_of_a_critics_engine_is_free_for_its_loss(folder):
     free = {name for name in found if not _TAKEN["critic.value_loss"].fullmatch(f"critic{name}")}
     assert found
     assert free - of_supervised <= {"/busy/"}  # whose pattern is in stragglers
+
+
+@pytest.mark.parametrize("given", [10**400, -(10**400), math.inf, math.nan, -1.0])
+def test_a_number_that_is_not_finite_is_refused(given):
+    own = CustomFunction("algorithm.kl_controller", "rules.py:mine", lambda *_: given, {})
+    with pytest.raises(
+        TrainingError, match=r"kl_controller=rules.py:mine returned \S+, expected a finite number of at"
+    ):
+        own.number(own(0.1, 0.2, 8), meaning="the next kl_coef")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (
+            lambda given: given.to_sparse(),
+            "a tensor of layout torch.sparse_coo, expected a dense one (torch.strided), as",
+        ),
+        (
+            lambda given: torch.nested.nested_tensor(list(given), layout=torch.jagged),
+            "a tensor of layout nested, expected a dense one",
+        ),
+        (lambda given: given.to("meta"), "a tensor on meta, expected one on cpu, like what it was given"),
+        (lambda given: (given, given.to("meta")), "a tensor on meta, expected one on cpu"),
+    ],
+)
+def test_a_tensor_that_holds_no_values_here_is_refused(made, told):
+    own = CustomFunction("algorithm.advantage", "rules.py:mine", made, {})
+    with pytest.raises(TrainingError, match=rf"^algorithm.advantage=rules.py:mine returned {re.escape(told)}"):
+        own(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("key", KINDS)
@@ -487,3 +517,52 @@ def test_the_page_in_docs_shows_how_every_function_is_called(key, arguments):
 def test_what_a_run_has_for_functions_of_ones_own_follows_from_its_config(tree, there):
     base = {"model": {"path": "m"}, "data": {"train_files": "t"}, "reward": {"functions": "a:b"}}
     assert extras_of(RLConfig.parse(base | tree, origin="test")) == there
+
+
+KINDS_OF_FUNCTIONS = """
+class Klass:
+    def __init__(self, *arguments): pass
+
+class Called:
+    def __call__(self, *arguments): pass
+
+class Awaited:
+    async def __call__(self, *arguments): pass
+
+async def coroutine(*arguments): pass
+
+async def stream(*arguments): yield 1
+
+def generator(*arguments): yield 1
+
+def plain(*arguments): pass
+
+called, awaited, unnamed = Called(), Awaited(), lambda *arguments: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Klass", "class"),
+        ("coroutine", "coroutine function"),
+        ("awaited", "coroutine function"),
+        ("generator", "generator"),
+        ("stream", "generator"),
+        ("plain", None),
+        ("called", None),
+        ("unnamed", None),
+    ],
+)
+def test_what_computes_nothing_when_it_is_called_is_refused_before_the_start(tmp_path, name, kind):
+    (tmp_path / "kinds.py").write_text(KINDS_OF_FUNCTIONS)
+    base = {"model": {"path": "m"}, "data": {"train_files": "t"}, "reward": {"functions": "a:b"}}
+    chosen = f"{tmp_path}/kinds.py:{name}"
+    config = RLConfig.parse(base | {"algorithm": {"advantage": chosen}}, origin="test")
+    if kind is None:
+        require_callable(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        require_callable(config)
+    expected = "a function of (token_rewards, loss_mask, group_ids)"
+    assert str(error.value) == f"algorithm.advantage={chosen} is a {kind}, expected {expected}"
