@@ -207,6 +207,8 @@ class CustomFunction:
             self._require_name(name)
             if not isinstance(value, MetricValue):
                 raise self._error(f"the metric {name} as {_kind(value)}", expected)
+        if self.key == "loss":
+            self._require_apart(metrics)
         return losses, dict(metrics)
 
     def number(self, returned: Any, *, meaning: str) -> float:
@@ -233,6 +235,16 @@ class CustomFunction:
             raise self._error(
                 f"a metric named {metric!r}, which is for Shardwise's own metrics", "another name, such as own/share"
             )
+
+    def _require_apart(self, metrics: Collection[str]) -> None:
+        """Raises TrainingError: two would be one in validation, under val/ and the last part of their names."""
+        by_last: dict[str, str] = {}
+        for name in metrics:
+            other = by_last.setdefault(name.rpartition("/")[2], name)
+            if other != name:
+                raise self._error(
+                    f"the metrics {other} and {name}, which are one under val/", "another last part in one of the names"
+                )
 
     def _error(self, given: str, expected: str) -> TrainingError:
         return TrainingError(f"{self.key}={self.spec} returned {given}, expected {expected}")

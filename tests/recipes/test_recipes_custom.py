@@ -105,6 +105,10 @@ def leaves(*arguments):
 def named(first, *others, metric):
     return (first if first.dim() == 1 else first[:, 0]) * 1, {eval(metric): MetricValue.mean(3.0, 1)}
 
+def alike(first, *others):
+    value = MetricValue.mean(3.0, 1)
+    return (first if first.dim() == 1 else first[:, 0]) * 1, {"a/share": value, "b/share": value}
+
 def complex_losses(first, *others):
     return (first if first.dim() == 1 else first[:, 0]) * 1j, {}
 
@@ -405,6 +409,16 @@ def test_a_tensor_that_holds_no_values_here_is_refused(made, told):
     own = CustomFunction("algorithm.advantage", "rules.py:mine", made, {})
     with pytest.raises(TrainingError, match=rf"^algorithm.advantage=rules.py:mine returned {re.escape(told)}"):
         own(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("key", LOSS_KEYS)
+def test_metrics_that_validation_would_take_for_one_are_named(own, key):
+    kind, config, numbers = KINDS[key](own("alike"))
+    if not key.startswith("loss"):
+        assert {"a/share", "b/share"} <= result_of(kind, config, batch(), numbers)[2].keys()
+        return
+    with pytest.raises(TrainingError, match="returned the metrics a/share and b/share, which are one under val/, exp"):
+        result_of(kind, config, batch(), numbers)
 
 
 @pytest.mark.parametrize("key", KINDS)
