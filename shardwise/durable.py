@@ -1,7 +1,8 @@
-"""Makes files survive a power cut: what was written is on the disk when these return."""
+"""Files that last: what was written survives a power cut when these return, and is still where it was written."""
 
 import os
 from pathlib import Path
+from typing import IO, Any
 
 
 def fsync_path(path: Path) -> None:
@@ -17,3 +18,11 @@ def fsync_folder(folder: Path) -> None:
     """Makes the files of a folder, and their names in it, durable. Raises OSError."""
     for path in (*folder.iterdir(), folder):
         fsync_path(path)
+
+
+def is_still_at(file: IO[Any], path: Path) -> bool:
+    """Whether an open file is the one of that name, and was neither removed nor moved. Raises OSError."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from shardwise.durable import fsync_folder, fsync_path
+from shardwise.durable import fsync_folder, fsync_path, is_still_at
 
 
 @pytest.fixture
@@ -30,3 +30,17 @@ def test_a_failure_to_write_is_raised_and_leaves_no_open_file(tmp_path, monkeypa
     with pytest.raises(OSError, match="Input/output error"):
         fsync_path(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_was_moved_removed_or_replaced_is_not_where_it_was_opened(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        assert is_still_at(file, path)
+        path.rename(tmp_path / "moved")
+        assert not is_still_at(file, path)
+        path.write_text("another")
+        assert not is_still_at(file, path)
+        (tmp_path / "moved").replace(path)
+        assert is_still_at(file, path)
+        path.unlink()
+        assert not is_still_at(file, path)

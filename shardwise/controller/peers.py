@@ -22,7 +22,7 @@ from shardwise.controller.exit_codes import FAILURE, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
 from shardwise.controller.process_group import Rank
-from shardwise.controller.roll_call import RollCall
+from shardwise.controller.roll_call import DONE, RollCall
 from shardwise.controller.signals import SecondSignal
 from shardwise.controller.watchdog import Activity, be_watched, collect, wait_until_collected, write_reports
 from shardwise.scratch import scratch_folder
@@ -182,7 +182,8 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
         silences = _Silences()
         with suppress(RuntimeError):
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-                if missed := silences.missed(roll.answers(), silence_seconds):
+                at_work = {rank: answer for rank, answer in roll.answers().items() if answer != DONE}
+                if missed := silences.missed(at_work, silence_seconds):
                     _end_alone(roll.named(missed), silence_seconds)
                     return
 

@@ -16,7 +16,7 @@ from shardwise.controller.failures import Failure, Note
 _SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
 """Ranks. A host that is gone may have had more."""
-_DONE = "done"
+DONE = b"done"
 """The last answer of a rank that is no longer needed."""
 
 
@@ -43,15 +43,14 @@ class RollCall:
 
     def finish(self) -> None:
         """Says that this rank is no longer needed."""
-        self._say(_answer_of(self._rank), _DONE)
+        self._say(_answer_of(self._rank), DONE.decode())
 
     def answers(self) -> dict[int, bytes]:
-        """The last of each other rank that has given any and is not done. Raises RuntimeError: the store is gone."""
+        """The last of each other rank that has given any. Raises RuntimeError: the store is gone."""
         ranks = self._others
         if not self._store.check([_answer_of(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([_answer_of(rank)])]
-        answers = self._store.multi_get([_answer_of(rank) for rank in ranks])
-        return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer != _DONE.encode()}
+        return dict(zip(ranks, self._store.multi_get([_answer_of(rank) for rank in ranks]), strict=True))
 
     def why_one_is_lost(self, *, seconds: float) -> Failure | None:
         """Why this rank lost another one: what that one said, or else that it is silent; None if all live, or where the
@@ -63,7 +62,7 @@ class RollCall:
                 notes = [note for rank in self._others if (note := self._note(rank)) is not None]
                 if causes := [note for note in notes if not note.is_lost_peer]:
                     return self._failed(causes[0])
-                answered = {rank for rank, answer in self.answers().items() if answer != before.get(rank)}
+                answered = {rank for rank, one in self.answers().items() if one == DONE or one != before.get(rank)}
                 silent -= answered.union(note.rank for note in notes)
                 if not silent or time.monotonic() > deadline:
                     return self._gone(sorted(silent)) if silent else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.console import warn
+from shardwise.durable import is_still_at
 from shardwise.fault_plan import fault_point
 
 if TYPE_CHECKING:
@@ -189,17 +190,11 @@ class _JsonLines:
             self._file.close()
 
     def _flush(self) -> None:
-        if self._waiting and not self._is_in_place():
+        if self._waiting and not is_still_at(self._file, self._path):
             raise FileNotFoundError(errno.ENOENT, "it was removed or moved while the run wrote it", str(self._path))
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._is_kept = False
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
 
 
 def _cut_after(path: Path, last_step: int) -> None:

@@ -66,6 +66,14 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_named_at_once(roll):
     assert time.monotonic() - began < 5
 
 
+def test_a_rank_whose_work_is_done_is_not_taken_for_gone(roll):
+    roll[1].finish()
+    over = answering(roll[3])
+    failure = roll[0].why_one_is_lost(seconds=0.5)
+    over.set()
+    assert failure.message.startswith(f"rank 2 on {HOST} is gone and left no word")
+
+
 def test_nobody_is_named_where_all_live(roll):
     """A connection broke between two of them."""
     over = answering(*roll[1:])

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "data": SHARED | MODELS,
     "rewards": SHARED,
     "algorithms": {"types"},
-    "observability": {"types", "fault_plan", "console"},
+    "observability": {"types", "fault_plan", "console", "durable"},
     "config": {"fault_plan"},
     "types": {"uploads"},
     "uploads": set(),
@@ -154,7 +154,7 @@ def test_every_import_follows_the_matrix():
         (
             "observability/sinks.py",
             "from shardwise.config.base import Config",
-            "observability may import console, fault_plan, types",
+            "observability may import console, durable, fault_plan, types",
         ),
         ("types.py", "import shardwise.config", "types may import uploads"),
         ("types.py", "import pydantic", "types imports the standard library and torch"),

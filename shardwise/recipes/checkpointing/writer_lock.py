@@ -14,6 +14,7 @@ from typing import IO
 
 from shardwise.config import ConfigError
 from shardwise.console import warn
+from shardwise.durable import is_still_at
 
 LOCK = "run.lock"
 """In a run's output folder while it is written to: by whom, as JSON."""
@@ -38,7 +39,7 @@ class WriterLock:
         Raises:
             ConfigError: another process holds it by now, which is named; or the folder is not there any more.
         """
-        if _is_at(self._file, self._path):
+        if is_still_at(self._file, self._path):
             return
         try:
             file = _lock(self._path, self._key)
@@ -54,7 +55,7 @@ class WriterLock:
         self._file = file
 
     def release(self) -> None:
-        if _is_at(self._file, self._path):
+        if is_still_at(self._file, self._path):
             self._path.unlink(missing_ok=True)
         self._file.close()
 
@@ -105,7 +106,7 @@ def _lock(path: Path, key: str) -> IO[str]:
         file = path.open("a+", encoding="utf-8")
         try:
             _take(file, path, key)
-            if _is_at(file, path):
+            if is_still_at(file, path):
                 file.truncate(0)
                 file.write(json.dumps(_self()))
                 file.flush()
@@ -114,14 +115,6 @@ def _lock(path: Path, key: str) -> IO[str]:
             file.close()
             raise
         file.close()  # its last holder removed it after it was opened here, and the next one makes another
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether the open file is the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _take(file: IO[str], path: Path, key: str) -> None:
