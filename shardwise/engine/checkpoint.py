@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import call
 from pathlib import Path
@@ -130,7 +130,7 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
     """Collective. Takes over what `save_state` wrote on any number of ranks; each rank reads its own shards.
 
     Every file is verified, and every name, shape and dtype compared, before a weight is changed. Where every rank reads
-    whole shards into an optimizer that has no states, these are read once: into new memory, with a hash on the way.
+    whole shards into an optimizer that has no states, they are read once: into new memory, with a hash on the way.
 
     Args:
         verify: whether hashes are compared; without them it can be measured what they cost.
@@ -155,11 +155,13 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
         with raised_on_every_rank(ModelError):
             tensors = optimizer.named_tensors()
             _require_same(folder, tensors, index)
-            reads = _planned_reads(tensors, index)
-        if verify and is_new:
-            reads = _verify_or_read(reads, index, folder)
+            planned = _planned_reads(tensors, index)
+        reads = _staged(planned, index, folder) if verify and is_new else planned
         with raised_on_every_rank(ModelError, DamagedError):
             _for_each(reads, folder, partial(_read, index, verify=verify))
+        for read, plan in zip(reads, planned, strict=True):
+            if read is not plan:
+                plan.target.copy_(read.target)
     except ModelError:
         if is_new:
             optimizer.drop_states()
@@ -261,24 +263,20 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]
     return reads
 
 
-def _verify_or_read(reads: Sequence[_Read], index: StateIndex, folder: Path) -> list[_Read]:
-    """Collective. Verifies what the ranks read and, where all of it is whole parts, reads the optimizer's states
-    meanwhile. Returns what is left to read. Raises DamagedError, ModelError."""
+def _staged(reads: list[_Read], index: StateIndex, folder: Path) -> list[_Read]:
+    """Collective. Where all ranks read whole parts, these are verified as they are read, and masters wait in memory
+    that gradients will take. Elsewhere the files are verified. Raises DamagedError, ModelError."""
     if not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
         _verify_files(index, folder)
-        return list(reads)
-
-    def verify(read: _Read, file: SafetensorsReader) -> None:
-        if read.name.startswith(MASTER):
-            index.files[read.file].check_tensor(file, read.name)
-        else:
-            _read(index, read, file, verify=True)
-
+        return reads
     with raised_on_every_rank(ModelError, DamagedError):
         for name in dict.fromkeys(read.file for read in reads):
             index.open(folder / name).close()
-        _for_each(reads, folder, verify)
-    return [read for read in reads if read.name.startswith(MASTER)]
+    return [replace(read, target=_new(read.target)) if read.name.startswith(MASTER) else read for read in reads]
+
+
+def _new(target: Tensor) -> Tensor:
+    return torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:

@@ -109,7 +109,7 @@ class ShardFile:
             return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
 
     def check(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> None:
-        """Reads all of it. Raises DamagedError, ModelError as `open` and `check_tensor`."""
+        """Reads all of it. Raises DamagedError, ModelError as `open` and `require_hash`."""
         with closing(self.open(path, tensors=tensors)) as file:
             for name, found in _tensor_hashes(file).items():
                 self.require_hash(path, name, found)
@@ -139,10 +139,6 @@ class ShardFile:
             reader.close()
             raise
         return reader
-
-    def check_tensor(self, file: SafetensorsReader, name: str) -> None:
-        """Reads one tensor of the file. Raises DamagedError: it is not what was written."""
-        self.require_hash(file.path, name, _tensor_hash(file, name))
 
     def require_hash(self, path: Path, name: str, xxh3: str) -> None:
         """Raises DamagedError: the bytes of a tensor, of which this is the hash, are not those that were written."""

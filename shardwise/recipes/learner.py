@@ -184,7 +184,10 @@ class Learner:
         metrics: Metrics = {}
         if self._engines.critic is not None:
             learned = self._engines.critic.train(without_experts(samples))
-            metrics = {name.replace("train/", "critic/", 1): value for name, value in learned.items()}
+            metrics = {
+                f"critic/{name.removeprefix('train/')}" if name.startswith("train/") else name: value
+                for name, value in learned.items()
+            }
         if self._policy_learns(step):
             selected = with_selection(samples, self._algorithm, seed=seed)
             metrics |= self._engines.policy.train(selected)

@@ -130,7 +130,7 @@ class SglangEngine:
         for request in requests:
             _require_possible(request)
         prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
-        params = [self._sampling(r, index) for r in requests for index in range(r.num_completions)]
+        params = [self._sampling(r, r.first_index + index) for r in requests for index in range(r.num_completions)]
         answers = iter(self._run(prompts, params))
         found = [[self._completion(r, next(answers)) for _ in range(r.num_completions)] for r in requests]
         if on_finished is not None:

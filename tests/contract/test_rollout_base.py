@@ -200,6 +200,8 @@ def test_draws_do_not_depend_on_what_else_is_decoded(open_engine):
     assert tokens(engine.generate(wanted[::-1]))[::-1] == together
     larger = tokens(engine.generate([replace(request, num_completions=5) for request in wanted]))
     assert [group[:3] for group in larger] == together
+    later = tokens(engine.generate([replace(request, num_completions=2, first_index=1) for request in wanted]))
+    assert later == [group[1:] for group in together]
     assert len({tuple(ids) for group in together for ids in group}) == 18
 
 

@@ -49,7 +49,7 @@ class Trained:
     def __call__(self, rank, batches, denominators, role, *_):
         loss = {"train/loss": MetricValue.sum(2.0 if role == "policy" else 3.0)}
         if role == "critic":
-            return loss | {"critic/value": MetricValue.mean(1.0, 1)}
+            return loss | {name: MetricValue.mean(1.0, 1) for name in ("critic/value", "of_ours/train/value")}
         means = {"rollout/ratio": 2.0, "rollout/ratio_squared": 8.0, "rollout/logprob": -1.0, "policy/logprob": -2.0}
         return (
             loss
@@ -343,6 +343,7 @@ def test_the_policy_waits_while_the_critic_warms_up(learner_of, rollout):
     for step in (1, 2):
         metrics = learn(learner, rollout, step)
         assert (metrics["critic/loss"], metrics["critic/value"]) == (3.0, 1.0)
+        assert metrics["of_ours/train/value"] == 1.0
         assert "train/loss" not in metrics
         assert metrics["rollout/chi2"] >= 0
     assert [call[3] for call in calls_of(group, "train")] == ["critic"] * 4
