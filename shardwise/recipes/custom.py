@@ -26,7 +26,7 @@ from shardwise.config import (
     UserError,
 )
 from shardwise.recipes.stragglers import without_busy
-from shardwise.rewards import describe_error, load_function
+from shardwise.rewards import describe_error, kind_of_callable, load_function
 from shardwise.types import Metrics, MetricValue
 
 _CORRECTION = ("old_logprobs", "rollout_logprobs", "loss_mask")
@@ -265,8 +265,7 @@ def require_callable(config: Config) -> None:
         shown = f"({', '.join([*arguments, *chosen.parameters])})"
         expected = f"a function of {shown}"
         own = CustomFunction.load(chosen, key=key, expected=expected)
-        kind = _no_plain_function(own.function)
-        if kind is not None:
+        if (kind := kind_of_callable(own.function)) != "function":
             raise ConfigError(f"{key}={chosen.function} is a {kind}, expected {expected}")
         asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []
         try:
@@ -292,18 +291,6 @@ def _at(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = None if value is None else getattr(value, name)
     return value
-
-
-def _no_plain_function(function: Callable[..., Any]) -> str | None:
-    """What it is where a call of it gives an object that has not computed anything yet."""
-    if inspect.isclass(function):
-        return "class"
-    for called in (function, type(function).__call__):  # the second is that of an object
-        if inspect.iscoroutinefunction(called):
-            return "coroutine function"
-        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-            return "generator"
-    return None
 
 
 def _kind(value: Any) -> str:

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from shardwise.config import ConfigError, error_text
 
@@ -128,6 +129,18 @@ def load_function(
     if not callable(function):
         raise ConfigError(f"{key}={spec}: {name} is a {type(function).__name__}, expected {expected}")
     return function
+
+
+def kind_of_callable(function: Callable[..., Any]) -> Literal["class", "coroutine function", "generator", "function"]:
+    """What a call of it gives: an instance, something that has not computed anything yet, or its answer."""
+    if inspect.isclass(function):
+        return "class"
+    for called in (function, type(function).__call__):  # the second is that of an object
+        if inspect.iscoroutinefunction(called):
+            return "coroutine function"
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            return "generator"
+    return "function"
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,17 +1,18 @@
 """Finds what answers the policy: an environment by its import path, or tools."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import AgentEnvironment, ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
-from shardwise.rewards import load_function
+from shardwise.rewards import kind_of_callable, load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-METHODS = ("reset", "step", "reward", "close")
+METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("example",), "step": ("response",), "reward": (), "close": ()}
+"""Of an environment, each with what it is called with."""
 TOOLS = "rollout.environment.functions"
 
 
@@ -19,8 +20,8 @@ def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[
     """What makes an environment for a completion.
 
     Raises:
-        ConfigError: a class or function cannot be imported, a class lacks a method or does not take its parameters, a
-            function does not say how it is called.
+        ConfigError: a class or function cannot be imported, a class does not take its parameters or lacks a method that
+            can be called as it will be, a function does not say how it is called.
     """
     match config:
         case CustomEnvironment():
@@ -61,8 +62,8 @@ def load_agent(config: AgentEnvironment) -> Callable[..., Any]:
     """
     key, expected = "rollout.environment.path", "a function(example, endpoint) that returns the reward"
     agent = load_function(config.path, key=key, expected=expected)
-    if inspect.isclass(agent):
-        raise ConfigError(f"{key}={config.path} is a class, expected {expected}")
+    if (kind := kind_of_callable(agent)) in ("class", "generator"):
+        raise ConfigError(f"{key}={config.path} is a {kind}, expected {expected}")
     try:
         inspect.signature(agent).bind("example", "endpoint", **config.parameters)
     except TypeError as error:
@@ -157,9 +158,9 @@ def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTo
 
 
 def _require_function(name: str, tool: Callable[..., Any]) -> None:
-    if not inspect.isfunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-        other = "class" if inspect.isclass(tool) else type(tool).__name__
-        what = "generator" if inspect.isfunction(tool) else other
+    kind = kind_of_callable(tool)
+    if not inspect.isfunction(tool) or kind == "generator":
+        what = kind if kind in ("class", "generator") else type(tool).__name__
         raise ConfigError(
             f"{TOOLS}: {name} is a {what}, expected a plain function or a coroutine function; wrap it in one"
         )
@@ -178,12 +179,29 @@ def _one_line(error: Exception) -> str:
 def _load_class(config: CustomEnvironment) -> Callable[[], Any]:
     key, expected = "rollout.environment.path", "a class with reset(example), step(response), reward() and close()"
     found = load_function(config.path, key=key, expected=expected)
-    absent = [name for name in METHODS if not callable(getattr(found, name, None))]
-    if absent:
-        raise ConfigError(f"{key}={config.path} has no method {absent[0]}; expected {expected}")
+    for name, arguments in METHODS.items():
+        if problem := _problem_of_method(found, name, arguments):
+            raise ConfigError(f"{key}={config.path} {problem}; expected {expected}")
     try:
         inspect.signature(found).bind(**config.parameters)
     except TypeError as error:
         given = ", ".join(config.parameters) or "none"
         raise ConfigError(f"{key}={config.path} cannot be made with the parameters given ({given}): {error}") from None
     return partial(found, **config.parameters)
+
+
+def _problem_of_method(found: Callable[..., Any], name: str, arguments: tuple[str, ...]) -> str | None:
+    """Why the method of an environment cannot be called as it will be."""
+    method = getattr(found, name, None)
+    if not callable(method):
+        return f"has no method {name}"
+    if kind_of_callable(method) == "generator":
+        return f"has a method {name} that is a generator"
+    is_bound = not inspect.isfunction(method) or isinstance(inspect.getattr_static(found, name), staticmethod)
+    try:
+        inspect.signature(method).bind(*arguments if is_bound else ("self", *arguments))
+    except TypeError as error:
+        return f"has a method {name} that cannot be called with {', '.join(arguments) or 'nothing'}: {error}"
+    except ValueError:
+        pass  # one of C without a signature
+    return None

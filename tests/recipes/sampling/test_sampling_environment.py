@@ -6,11 +6,25 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from shardwise.config import ConfigError, CustomEnvironment, DataError, EvalConfig, RLConfig, ToolsEnvironment
+from shardwise.config import (
+    AgentEnvironment,
+    ConfigError,
+    CustomEnvironment,
+    DataError,
+    EvalConfig,
+    RLConfig,
+    ToolsEnvironment,
+)
 from shardwise.data import build_model_folder, train_tokenizer
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.rl import train
-from shardwise.recipes.sampling.environment import check_environment, load_environment, require_tool_tags, tool_schemas
+from shardwise.recipes.sampling.environment import (
+    check_environment,
+    load_agent,
+    load_environment,
+    require_tool_tags,
+    tool_schemas,
+)
 from shardwise.types import Example
 
 NUMBER = 9
@@ -37,9 +51,37 @@ class Half:
     def reward(self): ...
 
 
+class Unheard(Whole):
+    def step(self): ...
+
+
+class Demanding(Whole):
+    def reward(self, example): ...
+
+
+class Static(Whole):
+    @staticmethod
+    def step(response): ...
+
+    @classmethod
+    def close(cls): ...
+
+
+class Lazy(Whole):
+    async def step(self, response):
+        yield response
+
+
+def agent_of_turns(example, endpoint):
+    yield 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
+        ("Unheard", {}, "has a method step that cannot be called with response: too many positional arguments; expec"),
+        ("Demanding", {}, "has a method reward that cannot be called with nothing: missing a required argument"),
+        ("Lazy", {}, "has a method step that is a generator; expected a class with reset"),
         ("Half", {}, "has no method close; expected a class with reset"),
         ("Whoel", {}, "did you mean Whole"),
         ("Whole", {"chance": 3}, r"cannot be made with the parameters given \(chance\): got an unexpected keyword"),
@@ -57,6 +99,16 @@ def test_an_environment_is_found_with_and_without_parameters():
         made = load_environment(CustomEnvironment(path=f"{__file__}:Whole", parameters=parameters))()
         assert type(made).__name__ == "Whole"
         assert made.chances == parameters.get("chances", 1)
+
+
+def test_methods_of_an_environment_may_need_no_instance():
+    made = load_environment(CustomEnvironment(path=f"{__file__}:Static"))()
+    assert made.step("a response") is made.close() is None
+
+
+def test_an_agent_whose_call_gives_a_generator_is_refused():
+    with pytest.raises(ConfigError, match=r"agent_of_turns is a generator, expected a function\(example, endpoint\)"):
+        load_agent(AgentEnvironment(path=f"{__file__}:agent_of_turns"))
 
 
 def add(a: int, b: int = 1) -> int:
