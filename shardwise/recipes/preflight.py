@@ -160,7 +160,10 @@ def _check_model(key: str, model: ModelConfig) -> None:
         folder = resolve_folder(latest_hf_folder(model.path), may_download=False)
     except ModelError as error:
         raise ModelError(f"{key}.path={error}") from None
-    read_model_config(folder)
+    try:
+        read_model_config(folder)
+    except ModelError as error:
+        raise ModelError(f"{key}.path: {error}") from None
 
 
 def default_num_ranks() -> int:

@@ -262,7 +262,7 @@ def test_a_path_that_is_no_folder_is_told_and_a_name_of_the_hub_is_not_looked_up
 def test_a_family_that_transformers_lacks_is_told(data, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "own.Config"}}')
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"has no model_type=unheard_of, and code beside weights"):
+    with pytest.raises(ModelError, match=r"^model\.path: .* has no model_type=unheard_of, and code beside weights"):
         check_inputs(SFTConfig.parse({"model": {"path": str(tmp_path)}, "data": data}, origin="test"))
 
 
