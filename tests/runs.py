@@ -120,7 +120,8 @@ def shell():
     def run(*arguments: str, timeout: float = 90) -> Finished:
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         mark = f"shell-{os.getpid()}-{next(runs)}"
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
+        path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark}
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=ROOT,

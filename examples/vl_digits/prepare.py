@@ -93,7 +93,12 @@ def save_model(folder: Path) -> None:
             "num_key_value_heads": 2,
             "head_dim": 16,
             "max_position_embeddings": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
             "initializer_range": 0.1,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,

@@ -253,7 +253,7 @@ def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> s
     """For errors about rows with images."""
     return (
         f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
-        "reinforcement learning with rollout.engine=embedded, without an environment or teachers; both only "
+        "reinforcement learning with rollout.engine=embedded or vllm, without an environment or teachers; both only "
         "through the chat template to a model that has a vision tower and, in preprocessor_config.json or "
         "processor_config.json, its image processor; use one, or set "
         "data.images_column to a column that is not there"

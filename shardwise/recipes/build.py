@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig
+from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig, VllmRollout
 from shardwise.console import warn
 from shardwise.data import Vision, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
@@ -47,7 +47,7 @@ class OpenedModel:
 
     def vision_in(self, rollout: SamplingConfig) -> Vision | None:
         """What shows images to the model where it also samples; None where that is not known how."""
-        can_show = isinstance(rollout.engine, EmbeddedRollout) and rollout.environment is None
+        can_show = isinstance(rollout.engine, EmbeddedRollout | VllmRollout) and rollout.environment is None
         return self.vision if can_show else None
 
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:

@@ -23,7 +23,6 @@ from shardwise.families import (
     rotary_limit,
     unproven_reason,
     unsupported_reason,
-    vision_reason,
 )
 from shardwise.memfd import SharedTensors
 from shardwise.model_config import read_model_config, require_generates
@@ -42,6 +41,7 @@ from shardwise.rollout.kv_cache import (
 )
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.stop_strings import Decode
+from shardwise.rollout.vision import image_spans
 from shardwise.types import Completion, GenerateRequest
 
 
@@ -172,7 +172,8 @@ class EmbeddedEngine:
                 "rollout.max_response_tokens or data.max_prompt_tokens"
             )
         self._limits.require(requests)
-        self._require_seen(requests)
+        for request in requests:
+            image_spans(request, self._model)
         results = [
             [Row(number, index).completion("interrupted", version) for index in range(request.num_completions)]
             for number, request in enumerate(requests)
@@ -262,14 +263,6 @@ class EmbeddedEngine:
         if self._version is None:
             raise RuntimeError("the rollout engine holds a part of new weights; sync them whole before it generates")
         return self._version
-
-    def _require_seen(self, requests: Sequence[GenerateRequest]) -> None:
-        if self._cached.sight is not None:
-            self._cached.sight.require_fitting(requests)
-            return
-        for request in requests:
-            if request.images is not None:
-                raise ModelError(f"{request.uid} has images: {vision_reason(self._model)}")
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

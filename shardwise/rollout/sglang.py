@@ -26,7 +26,6 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
-from shardwise.rollout.vision import refuse_images
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest
 
@@ -278,7 +277,10 @@ def _write_files(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _require_possible(request: GenerateRequest) -> None:
-    refuse_images(request, "SGLang")
+    if request.images is not None:
+        raise ConfigError(
+            f"{request.uid} has images, which Shardwise does not pass on to SGLang; use rollout.engine=embedded or vllm"
+        )
     if request.temperature and request.min_p:
         raise ConfigError(
             f"min_p={request.min_p:g} in a request to SGLang, which cannot draw so from a seed of each request"

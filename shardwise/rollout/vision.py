@@ -1,23 +1,43 @@
-"""Images in a prefill of the embedded engine: the tower's features at their tokens, and where tokens stand."""
+"""Images in prompts: which tokens stand for them; and the eyes of the embedded engine."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.config import ConfigError, ModelError
-from shardwise.families import backbone, takes_images
+from shardwise.config import ModelError
+from shardwise.families import backbone, takes_images, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
-def refuse_images(request: GenerateRequest, engine: str) -> None:
-    """Raises ConfigError if it has any, for an `engine` that is not given them."""
-    if request.images is not None:
-        raise ConfigError(
-            f"{request.uid} has images, which Shardwise does not pass on to {engine}; use rollout.engine=embedded"
+def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Where the tokens of each image begin in the prompt, and how many they are.
+
+    Raises:
+        ModelError: the model sees no images; the prompt has more or fewer image tokens than its images take, or others
+            between those of an image.
+    """
+    if (reason := vision_reason(model)) is not None:
+        if request.images is not None:
+            raise ModelError(f"{request.uid} has images: {reason}")
+        return []
+    token_id, merged = model.config.image_token_id, model.config.vision_config.spatial_merge_size**2
+    grids = [] if request.images is None else request.images.image_grid_thw.prod(1).tolist()
+    lengths = [grid // merged for grid in grids]
+    places = [place for place, token in enumerate(request.prompt_ids) if token == token_id]
+    if len(places) != sum(lengths):
+        raise ModelError(
+            f"{request.uid}: the prompt has {len(places)} image tokens (id {token_id}), and its {len(grids)} images "
+            f"take {sum(lengths)}; give as many tokens as images take"
         )
+    spans = [(places[end - length], length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    for number, (start, length) in enumerate(spans, 1):
+        if any(token != token_id for token in request.prompt_ids[start : start + length]):
+            raise ModelError(f"{request.uid}: other tokens stand between those of image {number}; put them behind it")
+    return spans
 
 
 class CachedVisionTower:
@@ -25,7 +45,6 @@ class CachedVisionTower:
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._backbone = backbone(model)
-        self._merged = model.config.vision_config.spatial_merge_size**2
         self._device = device
         self.image_token_id: int = model.config.image_token_id
         """What stands for a part of an image."""
@@ -34,17 +53,6 @@ class CachedVisionTower:
     def of(cls, model: PreTrainedModel, device: torch.device) -> Self | None:
         """None for a model that sees no images."""
         return cls(model, device) if takes_images(model) else None
-
-    def require_fitting(self, requests: Sequence[GenerateRequest]) -> None:
-        """Raises ModelError where a prompt has more or fewer image tokens than its images take."""
-        for request in requests:
-            grids = [] if request.images is None else request.images.image_grid_thw.prod(1).tolist()
-            found, needed = request.prompt_ids.count(self.image_token_id), sum(grids) // self._merged
-            if found != needed:
-                raise ModelError(
-                    f"{request.uid}: the prompt has {found} image tokens (id {self.image_token_id}), and its "
-                    f"{len(grids)} images take {needed}; give as many tokens as images take"
-                )
 
     def look(self, images: Sequence[Images]) -> dict[str, Any]:
         """Runs the tower once over the images of all prompts, in their order.

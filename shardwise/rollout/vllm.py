@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.families import takes_images
 from shardwise.model_config import media_token_ids
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.own_arguments import OwnArgument
@@ -26,13 +27,14 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
-from shardwise.rollout.vision import refuse_images
+from shardwise.rollout.vllm_prompts import engine_input, image_arguments
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
 from shardwise.rollout.vllm_weights import VllmAdapter, itself, lora_arguments
 from shardwise.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.inputs import EngineInput
 
 _SEED_BITS = (1 << 63) - 1
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupted"}
@@ -100,7 +102,7 @@ class VllmEngine:
             max_rows: sequences decoded at a time.
             temperature: of the requests that are not greedy; logprobs are exact at this one.
             stop_token_ids: beside the model's own end-of-sequence tokens.
-            has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
+            has_stop_strings: requests may have stop strings.
             attach_adapter: puts the adapter that syncs will bring by itself into a model, and returns name in an
                 adapter file -> name in its state_dict; None: they bring the whole model.
         Raises:
@@ -121,7 +123,8 @@ class VllmEngine:
         text_config = skeleton.config.get_text_config()
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         ends = require_ends(skeleton.generation_config, skeleton.config)
-        check_vllm(device)
+        is_composite = text_config is not skeleton.config  # vLLM prepares its processor then
+        check_vllm(device, has_images=takes_images(skeleton))
         has_raw_logprobs = temperature == 1
         if has_raw_logprobs:  # else vLLM gives none of the policy's once a token is left out
             bad_token_ids = [*bad_token_ids, *media_token_ids(skeleton.config)]
@@ -131,8 +134,9 @@ class VllmEngine:
             dtype=dtype,
             max_rows=max_rows,
             has_raw_logprobs=has_raw_logprobs,
-            has_stop_strings=has_stop_strings,
+            needs_tokenizer=has_stop_strings or is_composite,
         )
+        own |= image_arguments(folder, skeleton)
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
             own |= {name: OwnArgument(value, "engine.lora") for name, value in lora_arguments(skeleton).items()}
@@ -169,7 +173,8 @@ class VllmEngine:
         self._limits.require(requests)
         for request in requests:
             self._require_possible(request)
-        prompts = [r.prompt_ids + r.partial_token_ids for r in requests for _ in range(r.num_completions)]
+        inputs = [engine_input(request, self._skeleton) for request in requests]
+        prompts = [given for given, r in zip(inputs, requests, strict=True) for _ in range(r.num_completions)]
         params = [self._sampling(r, r.first_index + index) for r in requests for index in range(r.num_completions)]
         request_of = [place for place, r in enumerate(requests) for _ in range(r.num_completions)]
         num_missing = [request.num_completions for request in requests]
@@ -185,12 +190,21 @@ class VllmEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
         self._readiness.require()
         self._limits.require_scorable(sequences)
-        scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        scoring = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompts = [tokens_input(list(sequence)) for sequence in sequences]
         scores = []
-        for sequence, output in zip(sequences, self._run(sequences, [scoring] * len(sequences)), strict=True):
+        for sequence, output in zip(sequences, self._run(prompts, [scoring] * len(prompts)), strict=True):
             assert output.prompt_logprobs is not None
             found = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
             scores.append([position[token].logprob for token, position in found if position is not None])
@@ -238,6 +252,7 @@ class VllmEngine:
             return  # nothing came, nothing has changed
         if not self._llm.reset_prefix_cache():
             raise TrainingError(f"the vLLM engine of {_rank_name()} kept what it has computed with earlier weights")
+        self._llm.llm_engine.reset_encoder_cache()  # of images
         self._readiness.arrived(missing)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -282,6 +297,7 @@ class VllmEngine:
 
     def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             max_tokens=request.max_tokens,
@@ -298,6 +314,7 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(request.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _completion(self, request: GenerateRequest, output: "RequestOutput") -> Completion:
@@ -326,29 +343,24 @@ class VllmEngine:
 
     def _run(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence["EngineInput"],
         params: Sequence["SamplingParams"],
         *,
         on_output: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list["RequestOutput"]:
-        """LLM.generate, which tells `on_output` the place of each prompt that is done, and ends them all once
-        `is_interrupted`."""
-        if not prompts:
-            return []
+        """Tells `on_output` the place of each prompt that is done, and ends them all once `is_interrupted`."""
         adapter = None if self._adapter is None else self._adapter.request
         engine = self._llm.llm_engine
         outputs: list[RequestOutput] = []
         try:
-            ids = self._llm.enqueue(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, lora_request=adapter, use_tqdm=False
-            )
-            first = int(ids[0].partition("-")[0])  # numbers, which the engine makes unique with a suffix
+            for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+                engine.add_request(str(place), prompt, own, lora_request=adapter)
             while engine.has_unfinished_requests() and not is_interrupted():
                 for output in engine.step():
                     if output.finished:
                         outputs.append(output)
-                        on_output(int(output.request_id) - first)
+                        on_output(int(output.request_id))
             outputs += self._abort()
         except Exception as error:
             raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {said(error)}") from error
@@ -367,7 +379,6 @@ class VllmEngine:
         return outputs
 
     def _require_possible(self, request: GenerateRequest) -> None:
-        refuse_images(request, "vLLM")
         if self._has_raw_logprobs:
             if request.temperature not in (0, 1):
                 raise ConfigError(

@@ -4,6 +4,7 @@ vLLM is imported when it is started, so that this file can be read without it.
 """
 
 import difflib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -31,7 +32,7 @@ def own_arguments(
     dtype: torch.dtype,
     max_rows: int,
     has_raw_logprobs: bool,
-    has_stop_strings: bool,
+    needs_tokenizer: bool,
 ) -> dict[str, OwnArgument]:
     """Of EngineArgs, but for adapters. Raises ConfigError: ranks would be left over.
 
@@ -39,7 +40,7 @@ def own_arguments(
         max_rows: sequences decoded at a time.
         has_raw_logprobs: logprobs are those at temperature 1, before any token is left out; else those of the
             distribution that is drawn from.
-        has_stop_strings: requests may have stop strings, for which vLLM needs the tokenizer.
+        needs_tokenizer: for stop strings, or for the processor of a model that sees images.
     """
     return {
         "model": OwnArgument(str(folder), "model.path"),
@@ -48,7 +49,7 @@ def own_arguments(
         "logprobs_mode": OwnArgument(
             "raw_logprobs" if has_raw_logprobs else "processed_logprobs", "rollout.temperature"
         ),
-        "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
+        "skip_tokenizer_init": OwnArgument(not needs_tokenizer, "rollout.stop"),
         "generation_config": OwnArgument("vllm"),
         "worker_extension_cls": OwnArgument(f"{WeightLoader.__module__}.{WeightLoader.__name__}"),
         "enable_sleep_mode": OwnArgument(config.sleep_level > 0, "rollout.engine.sleep_level"),
@@ -64,8 +65,8 @@ def own_arguments(
     }
 
 
-def check_vllm(device: torch.device) -> None:
-    """Raises ConfigError: vLLM is missing, or is built for another device."""
+def check_vllm(device: torch.device, *, has_images: bool) -> None:
+    """Raises ConfigError: vLLM is missing, or is built for another device, or what it needs for `has_images` is."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -79,6 +80,11 @@ def check_vllm(device: torch.device) -> None:
         raise ConfigError(
             f"rollout.engine=vllm: this vLLM is built for {current_platform.device_type}, and the trainer's device is "
             f"{device.type}; install the build for it"
+        )
+    if has_images and importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            "rollout.engine=vllm needs torchvision for a model that sees images, of the release that belongs to this "
+            "torch; pip install it, or use rollout.engine=embedded"
         )
 
 

@@ -54,7 +54,7 @@ class WeightLoader:
             # Layers wait on the meta device for their tensors; a later load has to find them whole.
             finalize_layerwise_reload(model, config)
             raise
-        if config.hf_text_config.tie_word_embeddings:
+        if any(getattr(one, "tie_word_embeddings", False) for one in (config.hf_config, config.hf_text_config)):
             _repack_heads(model)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
 
@@ -240,3 +241,41 @@ def _rank(pid: int) -> str | None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def with_wide_heads(model: Path) -> None:
+    """The model of examples/vl_digits, random once more, with heads that vLLM's CPU kernels know."""
+    config = Qwen3VLConfig.from_pretrained(model)
+    text = config.text_config
+    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 32
+    text.rope_parameters |= {"mrope_section": [8, 4, 4]}
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+def test_a_policy_that_sees_images_is_sampled_as_it_is_trained(shell, tmp_path, metrics_of):
+    """Rows of one to three pictures, on two ranks, while every weight changes: those of the vision tower too."""
+    prepare = [sys.executable, "examples/vl_digits/prepare.py", str(tmp_path), "64"]
+    subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
+    with_wide_heads(tmp_path / "model")
+    (tmp_path / "rules.py").write_text(REWARD)
+    done = shell(
+        *["shardwise", "rl", "--nproc", "2", "-c", "examples/vl_digits_grpo.yaml", f"model.path={tmp_path / 'model'}"],
+        *[f"data.train_files={tmp_path / 'train.jsonl'}", "data.validation_files=[]", "rollout.num_prompts=8"],
+        *["rollout.engine.type=vllm", "rollout.engine.args.enforce_eager=true", "trainer.tensorboard=false"],
+        *["rollout.engine.args.kv_cache_memory_bytes=33554432", "rollout.engine.args.limit_mm_per_prompt.video=0"],
+        *[f"reward.functions={tmp_path / 'rules.py'}:compute_score", f"trainer.output_dir={tmp_path / 'run'}"],
+        *["trainer.total_steps=4", "trainer.learning_rate=3e-3", "trainer.warmup_steps=0"],
+        timeout=400,
+    )
+    assert done.code == 0, done.err
+    rows = metrics_of(tmp_path / "run")
+    assert len(rows) == 4
+    assert all(row["rollout/logprob_abs_diff_max"] < 5e-5 for row in rows)
+    trained, first = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "run" / "checkpoints" / "step_4" / "hf", tmp_path / "model")
+    )
+    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, first[name])}
+    assert any("visual" in name for name in moved)

@@ -48,9 +48,9 @@ def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
 
 
 @needs_vllm
-def test_requests_with_images_are_refused(engine):
+def test_images_of_a_model_that_sees_none_are_refused(engine):
     seen = Images(pixel_values=torch.zeros(4, 96), image_grid_thw=torch.tensor([[1, 2, 2]]))
-    with pytest.raises(ConfigError, match="has images, which Shardwise does not pass on to vLLM"):
+    with pytest.raises(ModelError, match=r"^a has images: "):
         engine.generate([request(images=seen)])
 
 
@@ -117,7 +117,7 @@ def test_a_failure_of_vllm_names_the_engine(engine, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("EngineCore died")
 
-    monkeypatch.setattr(engine._llm, "enqueue", fail)
+    monkeypatch.setattr(engine._llm.llm_engine, "add_request", fail)
     with pytest.raises(TrainingError, match="vLLM engine of rank 0 failed while generating: RuntimeError: EngineCore"):
         engine.generate([request()])
 
@@ -150,6 +150,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[object] = []
+        self.llm_engine = self
 
     def sleep(self, *, level) -> None:
         self.calls.append(("sleep", level))
@@ -164,6 +165,9 @@ class Recorder:
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
         return self.resets
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("reset_encoder_cache")
 
 
 def test_parts_wake_in_stages_and_dropped_weights_are_not_generated_with(folder):
@@ -184,6 +188,7 @@ def test_parts_wake_in_stages_and_dropped_weights_are_not_generated_with(folder)
         ("wake_up", ["weights"]),
         "load_checkpoint_weights",
         "reset_prefix_cache",
+        "reset_encoder_cache",
         ("wake_up", ["kv_cache"]),
     ]
 

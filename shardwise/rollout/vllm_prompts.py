@@ -1,0 +1,86 @@
+"""How vLLM is given prompts: their tokens, and their images as they are prepared for training.
+
+vLLM is imported when it is used, so that this file can be read without it.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.checksum import checksum
+from shardwise.config import ModelError
+from shardwise.families import takes_images
+from shardwise.rollout.own_arguments import OwnArgument
+from shardwise.rollout.vision import image_spans
+from shardwise.types import GenerateRequest, Images
+
+if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
+
+_KIND = "image"
+"""vLLM's name of what a prompt has beside words."""
+_INTERLEAVED = "mrope_interleaved"
+
+
+def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgument]:
+    """Of EngineArgs, for a model that sees images.
+
+    Args:
+        model: that of the folder in transformers, also on the meta device.
+    Raises:
+        ModelError: vLLM would place its tokens otherwise than transformers does.
+    """
+    if not takes_images(model):
+        return {}
+    config = model.config.get_text_config()
+    interleaves = _INTERLEAVED in getattr(config, "ignore_keys_at_rope_validation", ())  # whatever they are set to
+    if interleaves and not config.rope_parameters.get(_INTERLEAVED):
+        raise ModelError(
+            f"{folder}: vLLM would place the tokens of images otherwise than {type(model).__name__}, which interleaves "
+            f'positions; add "{_INTERLEAVED}": true to rope_parameters in its config.json'
+        )
+    return {
+        "mm_device_do_normalize": OwnArgument(False),
+        "mm_processor_cache_gb": OwnArgument(0),
+    }
+
+
+def engine_input(request: GenerateRequest, model: PreTrainedModel) -> "EngineInput":
+    """A prompt, with what was sampled behind it before an interruption.
+
+    Args:
+        model: in transformers, also on the meta device.
+    Raises:
+        ModelError: as `image_spans`.
+    """
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    token_ids = request.prompt_ids + request.partial_token_ids
+    spans = image_spans(request, model)
+    if request.images is None:
+        return tokens_input(token_ids)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, _num_patches(request.images)),
+        "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
+    }
+    values = {name: getattr(request.images, name) for name in fields}
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems.from_hf_inputs(values, fields),
+        {_KIND: _digests(request.images)},
+        {_KIND: [PlaceholderRange(start, length) for start, length in spans]},
+    )
+
+
+def _num_patches(images: Images) -> torch.Tensor:
+    """Of each."""
+    return images.image_grid_thw.prod(1)
+
+
+def _digests(images: Images) -> list[str]:
+    """Which tell images from each other where vLLM keeps what it has computed of them."""
+    parts = images.pixel_values.split(_num_patches(images).tolist())
+    return [f"{checksum(pixels):x} {grid.tolist()}" for pixels, grid in zip(parts, images.image_grid_thw, strict=True)]

@@ -1,0 +1,160 @@
+"""Prompts with images in vLLM, against transformers. It needs torchvision, which only `make test-vllm` has."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import IMAGE, VIDEO, VISION_END, VISION_START, tiny_vision_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
+from vision_samples import reference_logprobs, vision_sample
+from vllm_engines import ARGS, needs_vllm, open_engine
+
+from shardwise.config import ConfigError, ModelError
+from shardwise.types import GenerateRequest, Sample
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SIZES = {"qwen2_5_vl": {"num_attention_heads": 1, "num_key_value_heads": 1}, "qwen3_vl": HEADS}
+"""Heads wide enough for vLLM's kernels on a CPU."""
+GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
+MAX_TOKENS = 8
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def model(request):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+    if request.param == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    model = tiny_vision_model(request.param, rope_parameters=rope, **SIZES[request.param])
+    model.generation_config = GenerationConfig(eos_token_id=3, pad_token_id=0)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    return tiny_folder_that_sees(model, tmp_path_factory.mktemp("model"))
+
+
+def tiny_folder_that_sees(model, folder):
+    """With a tokenizer of words w0, w1, ... and the four that Qwen's processors look for."""
+    model.save_pretrained(folder)
+    special = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
+    special |= {VISION_START: "<|vision_start|>", VISION_END: "<|vision_end|>"}
+    words = {special.get(number, f"w{number}"): number for number in range(131)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w4")))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    return [vision_sample(model, f"row {index}", grids, seed=index) for index, grids in enumerate(GRIDS)]
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    return open_engine(folder, args={"limit_mm_per_prompt": {"image": 3, "video": 0}})
+
+
+def asking(sample: Sample, **options) -> GenerateRequest:
+    return GenerateRequest(
+        uid=sample.uid,
+        prompt_ids=sample.token_ids.tolist(),
+        images=sample.images,
+        **{"max_tokens": MAX_TOKENS, "temperature": 1.0, **options},
+    )
+
+
+@torch.no_grad()
+def assert_own_logprobs(model, sample: Sample, completion) -> None:
+    tokens = torch.cat([sample.token_ids, torch.tensor(completion.token_ids)])
+    mask = torch.arange(len(tokens)) >= len(sample.token_ids)
+    expected = reference_logprobs(model, replace(sample, token_ids=tokens, loss_mask=mask))[mask]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0)
+
+
+@needs_vllm
+@needs_torchvision
+def test_completions_of_prompts_with_images_are_sampled_by_the_policy(model, samples, engine):
+    """Prompts with several images, one and none at the same time, which share their prefixes."""
+    groups = engine.generate([asking(sample, num_completions=3) for sample in samples])
+    for sample, group in zip(samples, groups, strict=True):
+        assert len({tuple(one.token_ids) for one in group}) > 1
+        for completion in group:
+            assert not {IMAGE, VIDEO} & set(completion.token_ids)
+            assert_own_logprobs(model, sample, completion)
+
+
+@needs_vllm
+@needs_torchvision
+def test_other_pixels_at_the_same_tokens_give_other_logprobs(model, samples, engine):
+    """Not those that the cache of prefixes, or of images, has kept."""
+    sample = samples[2]
+    (first,), (again,) = engine.generate([asking(sample)]), engine.generate([asking(sample)])
+    assert first == again
+    other = replace(sample, images=replace(sample.images, pixel_values=sample.images.pixel_values.flip(0)))
+    ((found,),) = engine.generate([asking(other)])
+    assert found.logprobs != first[0].logprobs
+    assert_own_logprobs(model, other, found)
+
+
+@needs_vllm
+@needs_torchvision
+def test_what_was_sampled_before_an_interruption_goes_on_behind_the_images(model, samples, engine):
+    sample = samples[0]
+    ((whole,),) = engine.generate([asking(sample, temperature=0.0)])
+    rest = asking(sample, temperature=0.0, partial_token_ids=whole.token_ids[:3], max_tokens=MAX_TOKENS - 3)
+    ((found,),) = engine.generate([rest])
+    assert found.token_ids == whole.token_ids[3:]
+
+
+@needs_vllm
+@needs_torchvision
+def test_new_weights_of_the_tower_reach_images_that_were_seen_before(model, samples, engine):
+    asked = [asking(sample, temperature=0.0) for sample in samples]
+    before = engine.generate(asked)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name in dict(engine.served_weights())}
+    changed = {name: 1.5 * tensor if "visual" in name else tensor for name, tensor in weights.items()}
+    engine.load_weights(changed.items())
+    engine.commit_weights(1)
+    try:
+        after = engine.generate(asked)
+        for sample, (first,), (second,) in zip(samples, before, after, strict=True):
+            assert (first.logprobs == second.logprobs) == (sample.images is None)
+    finally:
+        engine.load_weights(weights.items())
+        engine.commit_weights(0)
+    assert engine.generate(asked) == before
+
+
+@needs_vllm
+@needs_torchvision
+def test_prompts_and_images_that_do_not_fit_are_refused_and_the_next_one_is_answered(samples, engine):
+    for wrong in (replace(samples[0], images=samples[2].images), replace(samples[0], images=None)):
+        with pytest.raises(ModelError, match=r"row 0: the prompt has 7 image tokens .* images take"):
+            engine.generate([asking(wrong)])
+    assert engine.generate([asking(samples[0])])
+
+
+@needs_vllm
+@needs_torchvision
+def test_positions_that_vllm_would_not_interleave_are_refused(tmp_path):
+    folder = tiny_folder_that_sees(tiny_vision_model("qwen3_vl", **HEADS), tmp_path)
+    with pytest.raises(ModelError, match=r'add "mrope_interleaved": true to rope_parameters in its config\.json'):
+        open_engine(folder)
+
+
+@needs_vllm
+def test_without_torchvision_a_model_that_sees_images_is_refused_with_what_to_do(folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm needs torchvision for a model that sees images"):
+        open_engine(folder, args=ARGS)
