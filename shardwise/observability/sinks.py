@@ -222,8 +222,9 @@ def _step_of(line: bytes) -> int | None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """As all files of a run have it: null for NaN and infinities."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    """As all files of a run have it: null for NaN and infinities, a question mark for half a surrogate pair."""
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="replace").decode()
 
 
 def _finite(value: Any) -> Any:

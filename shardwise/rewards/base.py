@@ -155,9 +155,14 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({Path(file).name} line {line})"
 
 
+def writable(text: str) -> str:
+    """Question marks for halves of surrogate pairs, which Python has in text and no file can hold."""
+    return text.encode(errors="replace").decode()
+
+
 def one_line(text: str) -> str:
     """The text without line breaks, at most `MAX_MESSAGE_CHARS` long."""
-    text = " ".join(text[: 2 * MAX_MESSAGE_CHARS].split())
+    text = writable(" ".join(text[: 2 * MAX_MESSAGE_CHARS].split()))
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.config import ConfigError
-from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line
+from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line, writable
 
 _READ_BYTES = 1 << 16
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -108,7 +108,7 @@ def read_score(returned: Any) -> dict[str, Any]:
 
 def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
     """Those of the values that are finite numbers."""
-    numbers_by_name = {str(name): finite_number(value) for name, value in values.items()}
+    numbers_by_name = {writable(str(name)): finite_number(value) for name, value in values.items()}
     return {name: number for name, number in numbers_by_name.items() if number is not None}
 
 

@@ -85,9 +85,11 @@ def test_sample_rows_keep_their_keys_in_order_and_their_text_readable(tmp_path):
     with SampleLog(tmp_path) as samples:
         samples.append([row, {"step": 2}])
         samples.append([])
+        samples.append([{"step": 3, "failure": "bad \ud800"}])
     assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8") == (
         '{"step": 1, "prompt": "wie groß?\\n", "reward": 1.0, "parts": {"acc": null}, "logprobs": [-0.5, -1.0]}\n'
         '{"step": 2}\n'
+        '{"step": 3, "failure": "bad ?"}\n'
     )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.rewards.base import describe_error
 from shardwise.rewards.worker import judge, read_score
 
 
@@ -29,6 +30,13 @@ def test_read_score_takes_every_kind_of_number(returned, score):
 def test_read_score_of_a_dict_keeps_the_finite_numbers_as_parts():
     returned = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "12", "loss": float("nan"), "none": None}
     assert read_score(returned) == {"score": 1.0, "parts": {"acc": 1.0, "format": 0.5}}
+
+
+def test_half_a_surrogate_pair_in_what_is_returned_or_raised_reaches_no_file():
+    assert read_score({"score": 1, "is\ud800": 2}) == {"score": 1.0, "parts": {"is?": 2.0}}
+    assert read_score("\udfff")["failure"].startswith("returned the str ")
+    assert read_score({"\ud800": 1})["failure"] == 'returned a dict without "score" (its keys: ?)'
+    assert describe_error(ValueError("bad \ud800 x")) == "ValueError: bad ? x"
 
 
 @pytest.mark.parametrize(
