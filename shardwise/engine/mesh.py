@@ -8,6 +8,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardwise.config import ConfigError, LayoutConfig
 
@@ -87,24 +88,34 @@ class EngineMesh:
     ep: DeviceMesh | None
     """The ranks that share this rank's experts; None where it computes all of them."""
 
+    @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """All of them."""
+        meshes = [self.fsdp, self.expert_fsdp, *([] if self.ep is None else [self.ep])]
+        found = {group for mesh in meshes for group in mesh.get_all_groups()}
+        return found if self.sp_group is None else found | {self.sp_group}
+
 
 @lru_cache(maxsize=8)
-def _build(dims: ParallelDims, device_type: str, _world: dist.ProcessGroup) -> EngineMesh:
-    """`_world`: another default group has other groups beside it."""
+def _build(dims: ParallelDims, device_type: str, world: dist.ProcessGroup) -> EngineMesh:
+    """`world`: another default group has other groups beside it."""
     fsdp_size = dims.dp_shard * dims.sp
     if dims.dp_replicate == 1:
         fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
     else:
         fsdp = init_device_mesh(device_type, (dims.dp_replicate, fsdp_size), mesh_dim_names=("dp_replicate", "fsdp"))
-    sp_group = None
+    sp_group, expert_fsdp, ep = None, fsdp, None
     if dims.sp > 1:
         whole = fsdp._unflatten(fsdp.ndim - 1, (dims.dp_shard, dims.sp), ("dp_shard", "sp"))
         sp_group = whole.get_group("sp")
-    if dims.ep == 1:
-        return EngineMesh(dims, fsdp, sp_group, expert_fsdp=fsdp, ep=None)
-    whole = fsdp._unflatten(fsdp.ndim - 1, (fsdp_size // dims.ep, dims.ep), ("expert_shard", "ep"))
-    expert_fsdp = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
-    return EngineMesh(dims, fsdp, sp_group, expert_fsdp=expert_fsdp, ep=whole["ep"])
+    if dims.ep > 1:
+        whole = fsdp._unflatten(fsdp.ndim - 1, (fsdp_size // dims.ep, dims.ep), ("expert_shard", "ep"))
+        expert_fsdp = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
+        ep = whole["ep"]
+    mesh = EngineMesh(dims, fsdp, sp_group, expert_fsdp, ep)
+    for group in mesh.groups - {world}:  # made with torch's default of half an hour
+        _set_pg_timeout(world._get_backend(torch.device(device_type)).options._timeout, group)
+    return mesh
 
 
 def divisors(number: int) -> list[int]:

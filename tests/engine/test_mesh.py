@@ -161,6 +161,25 @@ def test_engines_of_the_same_sizes_share_their_process_groups(run_ranks):
         assert run_ranks(num_groups, 4, sizes * 3) == run_ranks(num_groups, 4, sizes)
 
 
+def timeouts(fsdp_size, ulysses_size, ep_size):
+    """Of the groups of an engine, and of the job."""
+
+    def timeout(group):
+        return group._get_backend(torch.device("cpu")).options._timeout
+
+    sizes = {"fsdp_size": fsdp_size, "ulysses_size": ulysses_size, "ep_size": ep_size}
+    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), **sizes).build("cpu")
+    return [timeout(group) for group in mesh.groups], timeout(dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_groups"), [((2, 1, 1), 2), ((None, 2, 1), 2), ((2, 2, 1), 3), ((2, 1, 2), 4)], ids=str
+)
+def test_no_group_waits_longer_for_a_rank_than_the_whole_job(run_ranks, sizes, num_groups):
+    for found, of_job in run_ranks(timeouts, 4, *sizes):
+        assert found == [of_job] * num_groups
+
+
 def test_take_device_is_the_accelerator_of_that_number_made_current_or_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert take_device(3) == torch.device("cpu")
