@@ -143,7 +143,8 @@ class LayoutConfig(ComputeConfig):
     """Packed attention. auto: varlen (torch's own FlashAttention) on CUDA in half precision, else loop (scaled dot
     product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3."""
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
-    """How fused experts are computed; null leaves the choice to transformers. Only for mixture-of-experts models."""
+    """How fused experts are computed; null leaves the choice to transformers, or is eager where grouped_mm cannot read
+    their rows. Only for mixture-of-experts models."""
     apply_expert_patch: bool = False
     """Call experts that no token of a rank chose with no tokens, so that collectives stay in step. Models whose experts
     are modules of their own need it. Fused experts, which all mixtures of experts of transformers 5 but

@@ -27,7 +27,7 @@ from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.mesh import ParallelDims
-from shardwise.engine.model import ROW_BYTES, ShardedModel, build_sharded, unaligned_expert
+from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
@@ -37,7 +37,7 @@ from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
-from shardwise.families import UnreadableRouter, with_release
+from shardwise.families import ROW_BYTES, UnreadableRouter, unaligned_expert, with_release
 from shardwise.fault_plan import fault_point
 from shardwise.model_config import end_of_sequence_ids
 from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
@@ -469,10 +469,11 @@ class TrainEngine:
             raise
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            if name := unaligned_expert(self._model.hf_model, getattr(torch, config.param_dtype).itemsize):
+            if name := unaligned_expert(self._model.hf_model, getattr(torch, config.param_dtype)):
                 raise ConfigError(
                     f"engine.param_dtype={config.param_dtype}: grouped_mm cannot compute {name} ({reason}); it needs "
-                    f"rows of a multiple of {ROW_BYTES} bytes. Set engine.experts_implementation to eager or batched_mm"
+                    f"rows of a multiple of {ROW_BYTES} bytes. Set engine.experts_implementation to eager or "
+                    "batched_mm, or leave it out"
                 ) from None
             if not config.module_precision:
                 raise

@@ -40,10 +40,10 @@ from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.vision import VisionTower
 from shardwise.engine.wrap import Units
 from shardwise.families import (
-    EXPERTS,
     UNREGISTERED_ATTENTION,
     attention_layers,
     attention_of,
+    avoid_unaligned,
     backbone,
     hand_on_keywords,
     packed_tokens_limit,
@@ -56,10 +56,6 @@ from shardwise.families import (
     vision_reason,
 )
 from shardwise.model_config import blaming_config, read_model_config, require_generates
-from shardwise.ops import plain_name
-
-ROW_BYTES = 16
-"""torch.grouped_mm reads matrices whose rows are a multiple of so many bytes."""
 
 
 class ScoringModel(nn.Module):
@@ -194,6 +190,8 @@ def build_unloaded(
     """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it. Holds no collectives,
     and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
+    if config.experts_implementation is None:
+        avoid_unaligned(hf_model, getattr(torch, config.param_dtype))
     if pad_token_id is not None:
         hf_model.config.get_text_config().pad_token_id = pad_token_id
     ulysses = None
@@ -354,16 +352,6 @@ def _set_experts(model: PreTrainedModel, implementation: str) -> None:
             "experts that can be computed in several ways; remove it"
         )
     model.set_experts_implementation(implementation)
-
-
-def unaligned_expert(model: PreTrainedModel, itemsize: int) -> str | None:
-    """The first weight of fused experts whose rows, of so many bytes a value, grouped_mm cannot read: their length is
-    no multiple of 16 bytes. None where there is none, or experts are computed in another way."""
-    if model.config.get_text_config()._experts_implementation != "grouped_mm":
-        return None
-    names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
-    fused = {name: parameter for name, parameter in names.items() if EXPERTS in name.split(".")}
-    return next((name for name, weight in fused.items() if weight.shape[-1] * itemsize % ROW_BYTES), None)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -11,7 +11,16 @@ from shardwise.families.proven import (
     with_release,
 )
 from shardwise.families.rotary import RotaryLimit, rotary_limit
-from shardwise.families.routers import EXPERTS, ROUTER_NAMES, Router, UnreadableRouter, routers_of
+from shardwise.families.routers import (
+    EXPERTS,
+    ROUTER_NAMES,
+    ROW_BYTES,
+    Router,
+    UnreadableRouter,
+    avoid_unaligned,
+    routers_of,
+    unaligned_expert,
+)
 from shardwise.families.support import (
     DROPS_KEYWORDS,
     UNREGISTERED_ATTENTION,

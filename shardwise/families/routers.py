@@ -1,4 +1,5 @@
-"""The routers of a mixture of experts: which modules they are, and what they say.
+"""The routers of a mixture of experts: which modules they are, and what they say. And fused experts, where how they are
+computed depends on their shape.
 
 Shapes: t tokens, E experts, k experts that each token goes to.
 """
@@ -9,12 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.ops.wrappers import name_without_copies
+from shardwise.ops.wrappers import name_without_copies, plain_name
 
 EXPERTS = "experts"
 """What families call the experts of a block."""
 ROUTER_NAMES = ("gate", "router")
 """What families call the module beside them that chooses."""
+
+
+ROW_BYTES = 16
+"""torch.grouped_mm reads matrices whose rows are a multiple of so many bytes."""
+
+
+def avoid_unaligned(model: Any, dtype: torch.dtype) -> None:
+    """Has fused experts computed one after the other where grouped_mm cannot read them in this dtype."""
+    if unaligned_expert(model, dtype) is not None:
+        model.set_experts_implementation("eager")
+
+
+def unaligned_expert(model: Any, dtype: torch.dtype) -> str | None:
+    """The first weight of fused experts whose rows grouped_mm cannot read: their length in this dtype is no multiple of
+    16 bytes. None where there is none, or experts are computed in another way."""
+    if model.config.get_text_config()._experts_implementation != "grouped_mm":
+        return None
+    names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    fused = {name: parameter for name, parameter in names.items() if EXPERTS in name.split(".")}
+    return next((name for name, weight in fused.items() if weight.shape[-1] * dtype.itemsize % ROW_BYTES), None)
 
 
 class UnreadableRouter(Exception):

@@ -17,6 +17,7 @@ from shardwise.config import ConfigError, ModelError
 from shardwise.families import (
     UNREGISTERED_ATTENTION,
     attention_of,
+    avoid_unaligned,
     hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
@@ -134,6 +135,7 @@ class EmbeddedEngine:
                 f"{folder} does not fit its config.json: {count} missing ({shown}). Take the config.json that was "
                 "saved with these weights"
             )
+        avoid_unaligned(model, dtype)
         adapter = None if attach_adapter is None else attach_adapter(model)
         cache_mixers(model)
         hand_on_keywords(model)

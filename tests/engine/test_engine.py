@@ -435,13 +435,13 @@ def test_experts_whose_rows_grouped_mm_cannot_read_are_refused_with_what_can(run
     message = (
         rf"ConfigError: engine\.param_dtype={dtype}: grouped_mm cannot compute model\.layers\.0\.mlp\.experts\."
         r"down_proj \(.*\); it needs rows of a multiple of 16 bytes\. Set engine\.experts_implementation to eager or "
-        "batched_mm"
+        "batched_mm, or leave it out"
     )
     options = {"param_dtype": dtype}
     with pytest.raises(RankError, match=message):
-        run_ranks(build_with, 1, folder, options)
+        run_ranks(build_with, 1, folder, options | {"experts_implementation": "grouped_mm"})
     (whole,) = run_ranks(train_once, 1, folder, {})
-    for implementation in ("eager", "batched_mm"):
+    for implementation in ("eager", "batched_mm", None):
         (loss,) = run_ranks(train_once, 1, folder, options | {"experts_implementation": implementation})
         assert loss == pytest.approx(whole, rel=1e-2)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shardwise.config import ConfigError, ModelError, TrainingError
@@ -45,6 +46,20 @@ def logprobs_by_transformers(model, prompt_ids: list[int], token_ids: list[int],
     logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
     places = torch.arange(len(prompt_ids) - 1, len(prompt_ids) + len(token_ids) - 1)
     return logprobs[places, torch.tensor(token_ids)]
+
+
+def test_experts_whose_rows_grouped_mm_cannot_read_are_computed_all_the_same(tmp_path):
+    """14 values of 4 bytes."""
+    folder = tiny_folder("qwen3_moe", tmp_path, moe_intermediate_size=14)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        model(torch.tensor([[5, 6]]))
+    model.set_experts_implementation("eager")
+    prompt_ids = prompts(4)
+    found = open_engine(folder).generate(requests(prompt_ids, max_tokens=6))
+    for ids, (completion,) in zip(prompt_ids, found, strict=True):
+        expected = logprobs_by_transformers(model, ids, completion.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
