@@ -14,14 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.config import ConfigError, ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import stored_dtypes
-from shardwise.engine.export import export_folder
+from shardwise.engine.export import export_folder, require_finite
 from shardwise.engine.heads import VALUE_PROJECTIONS
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_classes import class_named
 from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
-from shardwise.ops import nonfinite_names
 
 
 def convert_folder(
@@ -40,7 +39,7 @@ def convert_folder(
 
     Raises:
         ModelError, ConfigError: on every rank: source or adapter cannot be loaded. ExportError: on every rank: target
-            cannot be written.
+            cannot be written, or a weight holds NaN or an infinity in the dtype.
     """
     with raised_on_every_rank(ModelError, ConfigError):
         model = on_meta(source, dtype)
@@ -55,18 +54,8 @@ def convert_folder(
 
         load_adapter(model, adapter)
     with raised_on_every_rank(ExportError):
-        _require_finite(model, dtype)
+        require_finite({name: local_shard(tensor) for name, tensor in model.state_dict().items()})
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
-
-
-def _require_finite(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Raises ExportError: this rank's part of a weight holds what is no number in the dtype."""
-    shards = ((name, local_shard(tensor)) for name, tensor in model.state_dict().items())
-    if names := nonfinite_names(shards):
-        raise ExportError(
-            f"{names[0]} holds NaN or infinities as {str(dtype).removeprefix('torch.')}: its values are too large for "
-            "that dtype (float16 ends at 65,504), or no numbers in the source; use --dtype bfloat16 or float32"
-        )
 
 
 def _inject_adapter(model: PreTrainedModel, source: Path, adapter: Path) -> None:

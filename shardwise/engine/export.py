@@ -27,6 +27,7 @@ from shardwise.engine.model_folder import INDEX_NAME, copy_processor_files
 from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
 from shardwise.engine.staging import HostShards, Links, StagingBuffers
+from shardwise.ops import nonfinite_names
 
 MAX_SHARD_SIZE = "50GB"
 """What save_pretrained of transformers 5 takes."""
@@ -58,9 +59,10 @@ def export_folder(
         path: on a file system that all ranks see; what is there is replaced.
         max_shard_size: bytes of a weight file, or "5GB"; a larger tensor has a file of its own.
         weights: instead of those of the model, which may then be on the meta device: runtime name -> whole tensor,
-            each asked for once, when its block is written.
+            each asked for once, when its block is written, and looked through for NaN and infinities.
     Raises:
-        ExportError: on every rank, if a rank could not write; names it and the cause.
+        ExportError: on every rank, if a rank could not write; names it and the cause; or `weights` are not finite in
+            the file's dtype.
     """
     staging = path.with_name(f".{path.name}.partial")
     plan = ExportPlan.of(model, dtype, max_shard_size=max_shard_size)
@@ -73,6 +75,8 @@ def export_folder(
         writers = plan.writers(staging)
         merged = merged_state(model) if weights is None else weights
         for block, wholes in gathered_blocks(merged, plan.blocks):
+            if weights is not None:
+                require_finite(dict(zip(block.runtime_names, wholes, strict=True)))
             writers.write(block, wholes)
         with raised_on_every_rank(ExportError), named_failures(staging):
             writers.finish()
@@ -85,6 +89,17 @@ def export_folder(
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises ExportError: a tensor holds NaN or an infinity in the dtype that it is to be written in."""
+    if names := nonfinite_names(tensors.items()):
+        dtype = tensors[names[0]].dtype
+        remedy = "use --dtype bfloat16 or float32" if dtype == torch.float16 else "take an earlier checkpoint"
+        raise ExportError(
+            f"{names[0]} holds NaN or infinities as {str(dtype).removeprefix('torch.')}: its values are too large for "
+            f"that dtype (which ends at {torch.finfo(dtype).max:,.6g}), or no numbers in the source; {remedy}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

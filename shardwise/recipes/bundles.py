@@ -1,7 +1,8 @@
 """nonfinite/step_N of a run: all that it takes to run an optimizer step again that was skipped because a loss or a
 gradient was not finite.
 
-bundle.json           the step: losses, gradient norm, what every rank found; what engine and loss were made from
+bundle.json           the step: losses, gradient norm, what every rank found; what engine and loss were made from, and
+                      where base and teacher are, with hashes of their files
 rank_R.safetensors    the micro-batches of rank R, `K/FIELD` of TokenBatch, `K/images.FIELD` of its Images
 hf/ or adapter/       the weights as they were, in the masters' dtype; with LoRA the adapter alone
 manifest.json         every file with its size and hash
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from shardwise.config import (
+    Config,
     ConfigError,
     EngineConfig,
     ExportError,
@@ -35,6 +37,7 @@ from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, model_fingerprints
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
 from shardwise.recipes.checkpointing.publishing import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.recipes.engine_source import EngineSource
@@ -88,6 +91,23 @@ class RankRecord(Record):
     """Of the pass with hooks that followed. None on any rank: that pass was finite, so the step does not repeat."""
 
 
+class ModelsOutside(Config):
+    """Those whose weights a bundle does not hold."""
+
+    base: ModelConfig | None
+    """Of an adapter."""
+    teacher: ModelConfig | None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """By the keys of their fingerprints."""
+        return {f"{name}.path": model.path for name, model in self if model is not None}
+
+    def fingerprints(self) -> Fingerprints:
+        """As far as they are there. Raises ConfigError, ModelError: as `model_fingerprints`."""
+        return model_fingerprints(self)
+
+
 class SkippedStep(Record):
     """An optimizer step that was skipped."""
 
@@ -103,6 +123,17 @@ class SkippedStep(Record):
     grad_norm: float
     """NaN also where a loss was not finite."""
     ranks: list[RankRecord] = []
+    files: Fingerprints = {}
+    """Of the models outside, when the bundle was written; earlier versions kept none."""
+
+    @property
+    def models_outside(self) -> ModelsOutside:
+        layout, teacher = self.engine.layout, self.teacher
+        assert isinstance(layout, EngineConfig)
+        return ModelsOutside(
+            base=None if layout.lora is None else ModelConfig(path=self.engine.model.path),
+            teacher=None if teacher is None else ModelConfig(path=teacher.model.path),
+        )
 
     @property
     def number(self) -> int:
@@ -157,7 +188,11 @@ def write_bundle(
         faults=list(faults),
     )
     records = [RankRecord.model_validate(tree) for tree in all_gather_json(mine.tree())]
-    step = step.model_copy(update={"ranks": records})
+    sources = {
+        "engine": _with_absolute_paths(step.engine),
+        "teacher": step.teacher and _with_absolute_paths(step.teacher),
+    }
+    step = step.model_copy(update={"ranks": records, **sources})
     try:
         with _agreed(staging):
             if rank == 0:
@@ -170,7 +205,8 @@ def write_bundle(
                 specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
                 ShardFile.write(staging / shard_name(rank), specs, tensors.items())
             if rank == 0:
-                write_sealed_json(staging / BUNDLE, step.tree())
+                with_files = step.model_copy(update={"files": _fingerprints_to_keep(step)})
+                write_sealed_json(staging / BUNDLE, with_files.tree())
         with _agreed(staging):
             hashes = hash_share(staging)
         shares = all_gather_json(hashes)
@@ -188,6 +224,20 @@ def write_bundle(
             shutil.rmtree(staging, ignore_errors=True)
         raise
     return final, step
+
+
+def _with_absolute_paths(source: EngineSource) -> EngineSource:
+    """Of a model on this machine: a replay may start in another folder."""
+    paths = {key: os.path.abspath(path) for key, path in source.model if path is not None and Path(path).exists()}
+    return source.model_copy(update={"model": source.model.model_copy(update=paths)})
+
+
+def _fingerprints_to_keep(step: SkippedStep) -> Fingerprints:
+    """Raises ExportError: a file cannot be read, or one with weights is damaged."""
+    try:
+        return step.models_outside.fingerprints()
+    except (ConfigError, ModelError) as error:
+        raise ExportError(str(error)) from None
 
 
 @contextmanager
@@ -292,6 +342,21 @@ class Bundle:
                 f"{folder / BUNDLE}: {'.'.join(map(str, reason['loc']))}: {reason['msg']}; replay it with the version "
                 "of Shardwise that wrote it"
             ) from None
+
+    def require_models_outside(self) -> None:
+        """Raises ConfigError: the base or the teacher is not where it was, or not what it was. ModelError: damaged."""
+        now, paths = self.step.models_outside.fingerprints(), self.step.models_outside.paths
+        if missing := [f"{key}={path}" for key, path in paths.items() if key not in now]:
+            raise ConfigError(
+                f"{self.folder} does not hold the model of {' and '.join(missing)}, and it is not there; put it back, "
+                "or a link to it"
+            )
+        if changed := changed_files(self.step.files, now):
+            listed = " and ".join(f"those of {key}={paths[key]} ({file})" for key, file in changed.items())
+            raise ConfigError(
+                f"{self.folder} was written with other files: {listed} have changed since, so another step would be "
+                "run; put them back"
+            )
 
     def micro_batches(self) -> list[MicroBatch]:
         """Of all ranks; those that ran at the same time one after the other."""

@@ -2,6 +2,9 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,13 +14,17 @@ from shardwise.config import ConfigError, ModelConfig, ModelError, PreferenceCon
 from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
+from shardwise.engine import resolve_folder
 from shardwise.engine.convert import on_meta
-from shardwise.engine.foreign import METADATA, DcpCheckpoint, VerlCheckpoint
+from shardwise.engine.export import require_finite
+from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, VerlCheckpoint
 from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
+from shardwise.engine.model import build_on_meta
+from shardwise.engine.safetensors_file import differences
 from shardwise.model_config import read_model_config
-from shardwise.recipes.checkpointing.checkpoints import step_folder
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder, step_folder
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
@@ -50,7 +57,8 @@ def import_checkpoint(
         run: of the run that resumes from the checkpoint; None: the weights alone.
     Raises:
         ConfigError: an option cannot work. ModelError: the source is damaged, incomplete, does not fit its config.json
-            or asks to run code. ExportError: target cannot be written.
+            or asks to run code. ExportError: target cannot be written, or a tensor holds NaN or an infinity in the
+            dtype that it is written in.
     """
     if run is None:
         hf = new_folder(target)
@@ -65,6 +73,8 @@ def import_checkpoint(
     folder = _model_folder(found, model)
     dtype = dtype if dtype is not None else named_dtype(folder)
     meta = on_meta(folder, getattr(torch, dtype))
+    if run is not None:
+        _require_model_of_run(meta, folder, run, key="the checkpoint's" if model is None else "--model")
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     check_vocabulary(tokenizer, meta.config.get_text_config().vocab_size)
     weights = _find_weights(found, meta, prefix)
@@ -79,11 +89,13 @@ def import_checkpoint(
     else:
         states = _states(found, meta, weights, run)
         step = _step(found.folder, default=states.num_updates)
-        with new_checkpoint(Path(target), step) as checkpoint:
+        masters = RuntimeWeights(meta, weights.weights.finite_in(torch.float32))
+        finite = ShardedTensors(found.folder, states.tensors).finite_in(torch.float32)
+        with _leaving_nothing(Path(target)), new_checkpoint(Path(target), step) as checkpoint:
             write(checkpoint / "hf")
-            states.write(checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights))
+            replace(states, tensors=finite.tensors).write(checkpoint / STATE / POLICY, masters)
             write_run(checkpoint, run, step=step, parts=None, files={})
-            write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step)
+            write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step, all_finite=True)
         hf = step_folder(Path(target), step) / "hf"
         print(
             f"{TITLE}: AdamW after {states.num_updates:,} updates; continue with trainer.resume={hf.parent}", flush=True
@@ -91,6 +103,20 @@ def import_checkpoint(
     print(f"{TITLE}: left out: {_left_out(found, weights, states)}", flush=True)
     print(written(hf, dtype), flush=True)
     print(f"{TITLE}: try it with `shardwise generate {target}`", flush=True)
+
+
+@contextmanager
+def _leaving_nothing(target: Path) -> Iterator[None]:
+    """Where the body fails, an empty output folder is as it was, or not there again."""
+    was_there = target.exists()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # something else is there by now, or nothing
+            (target / CHECKPOINTS).rmdir()
+            if not was_there:
+                target.rmdir()
+        raise
 
 
 def _open(source: Path) -> VerlCheckpoint | DcpCheckpoint:
@@ -126,6 +152,28 @@ def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> P
     return folder
 
 
+def _require_model_of_run(meta: PreTrainedModel, folder: Path, run: TrainingConfig, *, key: str) -> None:
+    """
+    Args:
+        meta, folder: the checkpoint's model, and where its config.json is.
+        key: what named the folder, for errors.
+    Raises:
+        ConfigError: the run trains another model. ModelError: there is none at its model.path.
+    """
+    try:
+        of_run = build_on_meta(resolve_folder(latest_hf_folder(run.model.path)))
+    except ModelError as error:
+        raise ModelError(f"model.path of --config: {error}") from None
+    of_run_shapes, shapes = (
+        {name: list(parameter.shape) for name, parameter in model.named_parameters()} for model in (of_run, meta)
+    )
+    if different := differences(of_run_shapes, shapes):
+        raise ConfigError(
+            f"model.path={run.model.path} of --config and {folder} ({key}) are different models: measured by the "
+            f"first, the second has {different}; set model.path to the model that was trained, or --model to its folder"
+        )
+
+
 def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, prefix: str | None) -> FoundWeights:
     """Raises ConfigError: the prefix does not fit; ModelError: what is there are adapters."""
     adapters = [name for name in found.tensors.tensors if ".lora_A." in name]
@@ -135,7 +183,7 @@ def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, 
             "trained, or export them there as a peft adapter and merge that with `shardwise export`"
         )
     if isinstance(found, DcpCheckpoint):
-        return find_weights(found.tensors, meta, prefix=prefix)
+        return find_weights(found.tensors, meta, prefix=None if prefix is None else found.tensors.meant_prefix(prefix))
     if prefix is not None:
         raise ConfigError(
             f"--prefix={prefix} has no effect on verl's files, which hold nothing but the model; remove it"
@@ -171,7 +219,8 @@ def _require_plain_adamw(run: TrainingConfig) -> None:
 def _states(
     found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: FoundWeights, run: TrainingConfig
 ) -> AdamWStates:
-    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run resumes from."""
+    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run resumes from. ExportError:
+    its number of updates is no number."""
     parameters = dict(meta.named_parameters())
     in_order = [name for name in weights.weights.tensors if name in parameters]
     if len(in_order) < len(parameters):
@@ -182,7 +231,9 @@ def _states(
     freeze(meta, run.engine.freeze_module_prefix, routers=run.engine.freeze_router)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad}
     near = {"near": weights.prefix} if isinstance(found, DcpCheckpoint) else {}
-    return AdamWStates.of(shapes, found.optimizer_states(in_order, **near))
+    states = found.optimizer_states(in_order, **near)
+    require_finite({name: state.read() for name, state in states.items() if name.startswith("step/")})
+    return AdamWStates.of(shapes, states)
 
 
 def _step(folder: Path, *, default: int) -> int:

@@ -33,9 +33,11 @@ def replay(path: str, device: torch.device, *, micro_batch: int | None = None) -
     Returns:
         Whether all that was recorded happened again.
     Raises:
-        ConfigError: no bundle, or no such micro-batch. ModelError: the bundle, or the base of its adapter, is damaged.
+        ConfigError: no bundle, no such micro-batch, or the base of its adapter or the teacher is gone or has changed.
+        ModelError: the bundle, the base or the teacher is damaged.
     """
     bundle = Bundle.read(path)
+    bundle.require_models_outside()
     batches = _chosen(bundle, micro_batch)
     found = run_again(bundle, batches, device)
     met = sorted(

@@ -238,6 +238,32 @@ def test_a_folder_that_rank_0_cannot_make_fails_on_all(run_ranks, tmp_path):
     assert text.startswith(f"rank 0: {tmp_path}/file/.out.partial cannot be written: [Errno 20] Not a directory")
 
 
+def given_weights_error(folder, out, value):
+    weights = dict(tiny_model("qwen3_moe").state_dict())
+    weights["model.layers.1.mlp.experts.down_proj"][3, 0, 0] = value
+    try:
+        export_folder(
+            empty_model(Path(folder)),
+            train_tokenizer(["2+3=5"], vocab_size=261),
+            Path(out),
+            torch.float16,
+            weights=weights,
+        )
+        return "written"
+    except ExportError as error:
+        return str(error)
+
+
+def test_weights_of_elsewhere_are_looked_through_in_the_files_dtype(run_ranks, tmp_path):
+    source = str(tiny_folder("qwen3_moe", tmp_path / "source"))
+    assert run_ranks(given_weights_error, 1, source, str(tmp_path / "out"), 65_520.0) == [
+        "model.layers.1.mlp.experts.down_proj holds NaN or infinities as float16: its values are too large for that "
+        "dtype (which ends at 65,504), or no numbers in the source; use --dtype bfloat16 or float32"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert run_ranks(given_weights_error, 1, source, str(tmp_path / "out"), 65_504.0) == ["written"]
+
+
 def trained_then_exported(folder, out):
     """The masters change between loading and exporting; returns them."""
     model = empty_model(Path(folder), dim=0)

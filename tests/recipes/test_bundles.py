@@ -1,13 +1,14 @@
 """What a skipped step leaves: how many, when, and read back as it was written."""
 
 import math
+import shutil
 from dataclasses import fields
 
 import pytest
 import torch
 from bad_steps import DOWN, build, parameters_of, poisoned, samples, train
 
-from shardwise.config import ConfigError, ModelError, TrainingError
+from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, TrainingError
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
@@ -53,6 +54,17 @@ def test_a_bundle_that_cannot_be_written_ends_no_run(model_folder, tmp_path, cap
     err = capsys.readouterr().err
     assert "was skipped: the gradient norm was nan; it could not be kept: " in err
     assert str(tmp_path / "nonfinite") in err
+
+
+def test_a_base_that_cannot_be_read_ends_no_run(model_folder, tmp_path, capsys):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    worker = build(base, engine=EngineConfig(lora=LoraConfig()))
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors").symlink_to("nowhere")
+    poisoned(worker, next(name for name in parameters_of(worker) if "lora_B" in name))
+    assert train(worker, tmp_path / "step_1")["train/nonfinite_fraction"] == 1.0
+    assert f"it could not be kept: base.path: {base / 'model.safetensors'} cannot be read (" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_an_error_of_the_pass_that_looks_for_the_module_ends_the_run(model_folder, tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """The command from end to end; the files of other trainers are tested with engine/foreign."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import yaml
 from foreign_checkpoints import NUM_UPDATES, Touch, write_dcp, write_verl
 from safetensors.torch import load_file
@@ -102,6 +104,13 @@ def test_a_dcp_folder_is_imported_in_the_configs_dtype_by_default(dcp, model_fol
     assert int(num_states) > 3 * 21
 
 
+def base_folder(folder, family, tensors, model_folder):
+    """What a run's model.path names."""
+    write_config(folder, family, model_folder)
+    source_model(family, tensors).save_pretrained(folder)
+    return folder
+
+
 def sft_config(path, source, run, data, **engine):
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,8 +129,7 @@ def test_a_run_goes_on_from_the_imported_optimizer(kind, request, model_folder, 
     """The state is that of the source, bitwise; a DCP folder that names no step is at AdamW's number of updates."""
     folder, tensors, states = request.getfixturevalue(kind)
     family, step = {"verl": ("qwen3", 40), "dcp": ("llama", NUM_UPDATES)}[kind]
-    out, base = tmp_path / "imported", write_config(tmp_path / "base", family, model_folder)
-    source_model(family, tensors).save_pretrained(base)
+    out, base = tmp_path / "imported", base_folder(tmp_path / "base", family, tensors, model_folder)
     config = sft_config(tmp_path / "run.yaml", base, tmp_path / "run", tmp_path / "train.jsonl")
     options = ["--config", str(config), "--recipe", "sft", "--model", str(base)]
     assert main(["import-checkpoint", str(folder), str(out), *options]) == 0
@@ -139,7 +147,7 @@ def test_a_run_goes_on_from_the_imported_optimizer(kind, request, model_folder, 
     assert main(["sft", "-c", str(config), f"trainer.resume={out}", total, "trainer.resume_allow=[trainer]"]) == 0
     went_on = capsys.readouterr()
     assert f"sft: resumes from {checkpoint}" in went_on.out
-    assert f"warning: {checkpoint} was not looked through for NaN and infinities when it was written" in went_on.err
+    assert "was not looked through for NaN and infinities" not in went_on.err
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [step + 1, step + 2]
     state = load_file(tmp_path / "run" / "checkpoints" / f"step_{step + 2}" / "state" / "policy" / "rank_0.safetensors")
@@ -171,6 +179,103 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_written(verl, dcp
     (out / "mine").mkdir(parents=True)
     assert refusal([verl[0], out], capsys) == f"{out} is not an empty folder; name a new one, or remove what is there"
     assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_a_prefix_may_lack_its_last_dot(dcp, model_folder, tmp_path, capsys):
+    config = write_config(tmp_path / "config", "llama", model_folder)
+    options = ["--model", str(config), "--prefix", "app.model"]
+    assert main(["import-checkpoint", str(dcp[0]), str(tmp_path / "out"), *options]) == 0
+    assert "import-checkpoint: 21 tensors under app.model., float32, " in capsys.readouterr().out
+
+
+def changed_dcp(folder, tensors, states, **values):
+    """One rank's folder of these in which the first number of some tensors is another one."""
+    named = {f"app.model.{name}": tensor for name, tensor in tensors.items()}
+    named |= {"app.optim.state.{1}.{0}".format(*name.split("/")): state for name, state in states.items()}
+    named = {name: tensor.clone() for name, tensor in named.items()}
+    for name, value in values.items():
+        if math.isfinite(value) and value > torch.finfo(torch.float32).max:
+            named[name] = named[name].double()
+        named[name].view(-1)[0] = value
+    torch.distributed.checkpoint.save(named, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "remedy"),
+    [
+        (1e6, "float16", "(which ends at 65,504), or no numbers in the source; use --dtype bfloat16 or float32"),
+        (math.nan, "bfloat16", "(which ends at 3.38953e+38), or no numbers in the source; take an earlier checkpoint"),
+        (1e39, "float32", "(which ends at 3.40282e+38), or no numbers in the source; take an earlier checkpoint"),
+    ],
+)
+def test_weights_that_the_dtype_does_not_hold_are_refused(dcp, model_folder, tmp_path, capsys, value, dtype, remedy):
+    source = changed_dcp(tmp_path / "source", *dcp[1:], **{"app.model.model.norm.weight": value})
+    config, out = write_config(tmp_path / "config", "llama", model_folder), tmp_path / "out"
+    assert refusal([source, out, "--model", config, "--dtype", dtype], capsys) == (
+        f"model.norm.weight holds NaN or infinities as {dtype}: its values are too large for that dtype {remedy}"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "source"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "value", "named"),
+    [
+        ("app.model.model.norm.weight", math.nan, "model.norm.weight holds NaN or infinities as bfloat16: "),
+        ("app.optim.state.model.norm.weight.exp_avg_sq", math.inf, "exp_avg_sq/model.norm.weight holds NaN or inf"),
+        ("app.optim.state.model.norm.weight.exp_avg", 1e39, "exp_avg/model.norm.weight holds NaN or infinities as f"),
+        ("app.optim.state.model.norm.weight.step", math.nan, "step/model.norm.weight holds NaN or infinities as flo"),
+    ],
+)
+def test_a_training_state_that_is_not_finite_is_refused_and_leaves_nothing(
+    dcp, model_folder, tmp_path, capsys, stored, value, named, is_there
+):
+    source = changed_dcp(tmp_path / "source", *dcp[1:], **{stored: value})
+    base, out = base_folder(tmp_path / "base", "llama", dcp[1], model_folder), tmp_path / "out"
+    config = sft_config(tmp_path / "run.yaml", base, tmp_path / "run", tmp_path / "train.jsonl")
+    if is_there:
+        out.mkdir()
+    options = ["--config", config, "--recipe", "sft", "--model", base, "--dtype", "bfloat16"]
+    assert refusal([source, out, *options], capsys).startswith(named)
+    assert out.exists() == is_there
+    assert not is_there or not list(out.iterdir())
+
+
+def test_what_is_not_read_may_be_cut(dcp, model_folder, tmp_path, capsys):
+    """The optimizer's part, which only --config reads."""
+    source = changed_dcp(tmp_path / "source", *dcp[1:])
+    (file,) = source.glob("*.distcp")
+    places = torch.distributed.checkpoint.FileSystemReader(source).read_metadata().storage_data
+    last = max(places, key=lambda index: places[index].offset)
+    assert last.fqn.startswith("app.optim.")
+    file.write_bytes(file.read_bytes()[: places[last].offset + 10])
+    base, out = base_folder(tmp_path / "base", "llama", dcp[1], model_folder), tmp_path / "out"
+    config = sft_config(tmp_path / "run.yaml", base, tmp_path / "run", tmp_path / "train.jsonl")
+    options = ["--config", config, "--recipe", "sft", "--model", base]
+    assert refusal([source, out, *options], capsys).startswith(f"{file} is cut: it has ")
+    assert not out.exists()
+    assert main(["import-checkpoint", str(source), str(out), "--model", str(base)]) == 0
+
+
+def test_a_run_of_another_model_is_refused(verl, dcp, model_folder, tmp_path, capsys):
+    llama = base_folder(tmp_path / "llama", "llama", dcp[1], model_folder)
+    config = sft_config(tmp_path / "run.yaml", llama, tmp_path / "run", tmp_path / "train.jsonl")
+    own, out = verl[0] / "actor" / "huggingface", tmp_path / "out"
+    arguments = [verl[0], out, "--config", config, "--recipe", "sft"]
+    message = refusal(arguments, capsys)
+    assert message.startswith(
+        f"model.path={llama} of --config and {own} (the checkpoint's) are different models: measured by the first, the "
+        "second has 1 missing: lm_head.weight; 4 not part of the model: model.layers.0.self_attn.k_norm.weight, "
+    )
+    assert "model.norm.weight is [32], expected [30]" in message or "is [261, 32], expected [261, 30]" in message
+    assert message.endswith("; set model.path to the model that was trained, or --model to its folder")
+    assert f"and {own} (--model) are" in refusal([*arguments, "--model", own], capsys)
+    shutil.rmtree(llama)
+    assert refusal(arguments, capsys) == (
+        f"model.path of --config: {llama} is not a folder; give a Hugging Face model folder or a hub name"
+    )
+    assert not out.exists()
 
 
 def test_an_attack_is_refused_and_leaves_nothing(verl, tmp_path, capsys):
@@ -232,10 +337,11 @@ def test_config_and_recipe_go_together(verl, tmp_path, capsys):
     )
 
 
-def test_a_checkpoint_without_the_optimizers_states_has_none_to_go_on_from(verl, tmp_path, capsys):
+def test_a_checkpoint_without_the_optimizers_states_has_none_to_go_on_from(verl, model_folder, tmp_path, capsys):
     source = shutil.copytree(verl[0], tmp_path / "source")
     (source / "actor" / "optim_world_size_2_rank_1.pt").unlink()
-    config = sft_config(tmp_path / "run.yaml", "m", tmp_path / "run", tmp_path / "train.jsonl")
+    base = base_folder(tmp_path / "base", "qwen3", verl[1], model_folder)
+    config = sft_config(tmp_path / "run.yaml", base, tmp_path / "run", tmp_path / "train.jsonl")
     arguments = [source, tmp_path / "out", "--config", config, "--recipe", "sft"]
     assert "lacks optim_world_size_2_rank_1.pt; every rank writes a file" in refusal(arguments, capsys)
     (source / "actor" / "optim_world_size_2_rank_0.pt").unlink()

@@ -8,7 +8,14 @@ import torch
 from bad_steps import DOWN, build, parameters_of, poisoned, train
 from safetensors.torch import load_file, save_file
 
-from shardwise.config import ConfigError, CriticConfig, DistillationConfig, EngineConfig, FrozenEngineConfig
+from shardwise.config import (
+    ConfigError,
+    CriticConfig,
+    DistillationConfig,
+    EngineConfig,
+    FrozenEngineConfig,
+    LoraConfig,
+)
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.recipes.bundles import Bundle
 from shardwise.recipes.replay import replay
@@ -38,6 +45,45 @@ def test_a_student_is_replayed_with_its_teacher(model_folder, tmp_path):
     assert train(worker, path, teacher="teacher")["train/nonfinite_fraction"] == 1.0
     assert Bundle.read(str(path)).step.faults[0][1].module == "lm_head (divergence)"
     assert replay(str(path), CPU)
+
+
+@pytest.mark.parametrize("kind", ["base", "teacher"])
+def test_a_model_outside_of_the_bundle_is_found_and_has_to_be_the_same(model_folder, tmp_path, monkeypatch, kind):
+    """From another folder than that of the run, which gave a relative path."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_folder, kind)
+    path = tmp_path / "step_1"
+    if kind == "base":
+        worker = build(kind, engine=EngineConfig(lora=LoraConfig()))
+        name = next(name for name in parameters_of(worker) if "lora_B" in name)
+        train(poisoned(worker, name), path)
+    else:
+        worker = build(model_folder)
+        build(kind, role="teacher", engine=FrozenEngineConfig(), worker=worker)
+        worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
+        train(poisoned(worker), path, teacher="teacher")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert replay(str(path), CPU)
+    folder = tmp_path / kind
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] * 2},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ConfigError) as changed:
+        replay(str(path), CPU)
+    assert str(changed.value) == (
+        f"{path} was written with other files: those of {kind}.path={folder} (model.safetensors) have changed since, "
+        "so another step would be run; put them back"
+    )
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(
+        ConfigError,
+        match=rf"step_1 does not hold the model of {kind}\.path={folder}, and it is not there; put it back, or",
+    ):
+        replay(str(path), CPU)
 
 
 def step_with_a_bad_token(folder, path):

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ConfigError, ModelError
+from shardwise.engine.export import require_finite
 from shardwise.engine.safetensors_file import TensorSpec
 
 
@@ -91,6 +93,25 @@ class ShardedTensors:
         """Those whose names begin with the prefix, without it."""
         chosen = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return ShardedTensors(self.folder, {name.removeprefix(prefix): tensor for name, tensor in chosen.items()})
+
+    def finite_in(self, dtype: torch.dtype) -> "ShardedTensors":
+        """The same. Reading one that holds NaN or an infinity in the dtype raises an ExportError."""
+
+        def looked_through(name: str) -> Tensor:
+            tensor = self.read(name)
+            require_finite({name: tensor.to(dtype)})
+            return tensor
+
+        wholes = {
+            name: ShardedTensor(spec, [Piece((0,) * len(spec.shape), spec.shape, partial(looked_through, name))])
+            for name, spec in self.specs.items()
+        }
+        return ShardedTensors(self.folder, wholes)
+
+    def meant_prefix(self, prefix: str) -> str:
+        """A prefix with the dot behind it, where it was given without one and names begin so."""
+        dotted = f"{prefix}."
+        return dotted if prefix and any(name.startswith(dotted) for name in self.tensors) else prefix
 
     def prefix_of(self, wanted: Collection[str], *, suffix: str = "", near: str = "") -> str | None:
         """What stands before most of the wanted names, which `suffix` follows; None if none of them is there. Of

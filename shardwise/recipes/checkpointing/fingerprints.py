@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, RecipeConfig, TrainingConfig
+from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
 from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
 from shardwise.engine.safetensors_file import SafetensorsReader
@@ -46,7 +46,7 @@ def fingerprints(config: TrainingConfig) -> Fingerprints:
     return model_fingerprints(config) | _digests({"data.train_files": files})
 
 
-def model_fingerprints(config: RecipeConfig) -> Fingerprints:
+def model_fingerprints(config: Config) -> Fingerprints:
     """Of every model alone. Raises as `fingerprints`."""
     return _digests(dict(_model_files(config)))
 

@@ -1,9 +1,10 @@
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError, ExportError, ModelError
 from shardwise.engine.foreign.tensors import Piece, ShardedTensor, ShardedTensors
 from shardwise.engine.safetensors_file import TensorSpec
 
@@ -74,3 +75,31 @@ def test_the_prefix_is_what_stands_before_most_of_the_names():
     ):
         names("x.model.a.w", "y.model.a.w").prefix_of(wanted)
     assert list(names("x.a.w", "y.b").under("x.").tensors) == ["a.w"]
+
+
+def sharded(**values):
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    pieces = {name: Piece((0,), tuple(value.shape), lambda value=value: value) for name, value in tensors.items()}
+    return ShardedTensors(
+        Path("folder"),
+        {n: ShardedTensor.of(n, TensorSpec.of(t), [pieces[n]], origin=Path("folder")) for n, t in tensors.items()},
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e39])
+def test_numbers_that_are_none_in_a_dtype_are_refused_when_they_are_read(value):
+    found = sharded(good=[1.0, 3e38], bad=[1.0, value])
+    finite = found.finite_in(torch.float32)
+    assert finite.specs == found.specs
+    assert torch.equal(finite.read("good"), found.read("good"))
+    with pytest.raises(ExportError, match=r"^bad holds NaN or infinities as float32: "):
+        finite.read("bad")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("app.model", "app.model."), ("app.model.", "app.model."), ("app.mod", "app.mod"), ("", ""), ("a_", "a_")],
+)
+def test_a_prefix_gets_its_last_dot_where_names_begin_so(given, meant):
+    found = sharded(**{"app.model.norm": [1.0], "app.model_ema.norm": [1.0], "a_model.norm": [1.0]})
+    assert found.meant_prefix(given) == meant
