@@ -38,10 +38,10 @@ def vllm_folder(tmp_path_factory):
     return path
 
 
-def open_engine(folder, *, temperature=1.0, **keys) -> VllmEngine:
+def open_engine(folder, *, temperature=1.0, dtype=torch.float32, **keys) -> VllmEngine:
     args = ARGS | keys.pop("args", {})
     return VllmEngine.from_folder(
-        folder, VllmRollout(args=args, **keys), dtype=torch.float32, max_rows=4, device=CPU, temperature=temperature
+        folder, VllmRollout(args=args, **keys), dtype=dtype, max_rows=4, device=CPU, temperature=temperature
     )
 
 

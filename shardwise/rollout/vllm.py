@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
-from shardwise.families import takes_images
+from shardwise.families import EXPERTS, takes_images
 from shardwise.model_config import media_token_ids
 from shardwise.ops import ModuleTrace, traced
 from shardwise.rollout.own_arguments import OwnArgument
@@ -115,7 +115,8 @@ class VllmEngine:
                 "a CPU, set it to 0"
             )
         skeleton = load_skeleton(folder, dtype)
-        if device.type == "cpu" and any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+        fused = (name.split(".") for name, parameter in skeleton.named_parameters() if parameter.dim() == 3)
+        if device.type == "cpu" and any(EXPERTS in names for names in fused):
             raise ModelError(
                 f"{folder}: vLLM's CPU build (0.32) packs fused experts once and would go on with the first ones after "
                 "a weight sync; use rollout.engine=embedded for mixtures of experts"

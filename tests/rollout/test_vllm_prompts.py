@@ -74,11 +74,11 @@ def asking(sample: Sample, **options) -> GenerateRequest:
 
 
 @torch.no_grad()
-def assert_own_logprobs(model, sample: Sample, completion) -> None:
+def assert_own_logprobs(model, sample: Sample, completion, atol=2e-5) -> None:
     tokens = torch.cat([sample.token_ids, torch.tensor(completion.token_ids)])
     mask = torch.arange(len(tokens)) >= len(sample.token_ids)
     expected = reference_logprobs(model, replace(sample, token_ids=tokens, loss_mask=mask))[mask]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=atol, rtol=0)
 
 
 @needs_vllm
@@ -133,6 +133,24 @@ def test_new_weights_of_the_tower_reach_images_that_were_seen_before(model, samp
         engine.load_weights(weights.items())
         engine.commit_weights(0)
     assert engine.generate(asked) == before
+
+
+@needs_vllm
+@needs_torchvision
+def test_linear_attention_goes_with_images_and_new_weights(tmp_path):
+    """Qwen3.5, for which vLLM's CPU build has kernels of bfloat16 alone, and for these sizes."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    linear = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    model = tiny_vision_model("qwen3_5", rope_parameters=rope, **HEADS, **linear).eval()
+    engine = open_engine(tiny_folder_that_sees(model, tmp_path), dtype=torch.bfloat16)
+    samples = [vision_sample(model, f"row {index}", grids, seed=index) for index, grids in enumerate(GRIDS)]
+    for factor in (1.0, 1.5):
+        model.load_state_dict({name: factor * tensor for name, tensor in model.state_dict().items()})
+        weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+        engine.load_weights((name, weights[name]) for name in dict(engine.served_weights()))
+        engine.commit_weights(0)
+        for sample, (completion,) in zip(samples, engine.generate([asking(sample) for sample in samples]), strict=True):
+            assert_own_logprobs(model, sample, completion, atol=0.15)
 
 
 @needs_vllm
