@@ -168,22 +168,22 @@ def explain(
         return _ended_by_signal(rank, -codes[rank], places[rank], num_killed, held)
     if first is None:
         rank, code = next(iter(codes.items()))
-        return Failure(f"rank {rank} exited with code {code} and left no reason{_inside(places[rank])}")
+        return Failure(f"rank {rank} exited with code {code} and left no reason{inside(places[rank])}")
     if first.is_user_error:
         return Failure(first.message, USER_ERROR, may_pass=False)
     silent = [
-        f"{rank} hangs{_inside(place)}" + (f" and {states[rank]}" if rank in states else "")
+        f"{rank} hangs{inside(place)}" + (f" and {states[rank]}" if rank in states else "")
         for rank, place in places.items()
         if rank not in heard and rank not in codes and rank not in idle
     ]
     if first.is_lost_peer and silent:
         reason = " ".join(first.message.split())
         return Failure(f"rank {', '.join(silent)}: rank {first.rank} waited in vain ({reason})")
-    place = _inside(places.get(first.rank, ""))
+    place = inside(places.get(first.rank, ""))
     if first.is_stalled:
         rank = next((rank for rank in states if rank not in idle), first.rank)
         state = f" and {states[rank]}" if rank in states else ""
-        return Failure(f"rank {rank} hangs{_inside(places.get(rank, ''))}{state}: {first.message}")
+        return Failure(f"rank {rank} hangs{inside(places.get(rank, ''))}{state}: {first.message}")
     held = memory.told(first.rank, first.time) if memory is not None and first.lacks_host_memory else ""
     message = "; ".join(filter(None, (first.message, held)))
     return Failure(f"rank {first.rank} failed{place}: {message}", traceback=first.traceback)
@@ -202,11 +202,12 @@ def _ended_by_signal(rank: int, number: int, place: str, num_killed: int, held: 
     name = signal.Signals(number).name
     cause = "; ".join(filter(None, ("out of memory: the kernel ended it", held)))
     memory = f" ({cause})" if number == signal.SIGKILL and num_killed else ""
-    message = f"rank {rank} was ended by {name}{memory}{_inside(place)}; the other ranks were stopped"
+    message = f"rank {rank} was ended by {name}{memory}{inside(place)}; the other ranks were stopped"
     if number in STOP_SIGNALS:  # before the rank could take it as a wish
         return Failure(message, code_of_signal(number), may_pass=False)
     return Failure(message)
 
 
-def _inside(place: str) -> str:
+def inside(place: str) -> str:
+    """What a message says of an `Activity.place` behind what happened there."""
     return f" in {place}" if place else ""

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from shardwise.controller.exit_codes import FAILURE, code_of_signal
-from shardwise.controller.failures import Failure, Note, explain, note_failure, read_notes
+from shardwise.controller.failures import Failure, Note, explain, inside, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
 from shardwise.controller.process_group import Rank
 from shardwise.controller.roll_call import DONE, RollCall
@@ -37,10 +37,11 @@ _LEAST_SILENCE_SECONDS = 60.0
 """Code that keeps Python from running silences rank 0 too."""
 _LATER_SECONDS = 30.0
 """That rank 0 waits longer than a collective would: that tells more."""
-_LEAVE_SECONDS = 3.0
-"""What rank 0 gets to say why the job ends, before others of its host leave too."""
+_LEAVE_SECONDS = 5.0
+"""What the rank that says why the job ends gets for that, before others of its host leave too: SETTLE_SECONDS,
+_ANSWER_SECONDS and a second more."""
 _ANSWER_SECONDS = 2.5
-"""What the others get to answer rank 0: less than that, and more than they take between two looks."""
+"""What the others get to answer: more than they take between two looks."""
 
 
 class Peers:
@@ -68,7 +69,7 @@ class Peers:
 
     def note_failure(self, error: BaseException) -> int:
         """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks; rank 0
-        names the one that is gone."""
+        names the one that is gone, or any rank of its host that waited in vain."""
         note = Note.of(error, self._rank)
         self._roll.leave(note)
         is_in_vain = note.is_timeout or note.is_stalled
@@ -83,6 +84,7 @@ class Peers:
             return note_failure(error, self._rank)
         except FileExistsError:  # another one asks already, and tells what it heard
             wait_until_collected(self._folder)
+            time.sleep(_LEAVE_SECONDS)
             return FAILURE
         failure, hanging = self._explain()
         failure.print()
@@ -105,20 +107,27 @@ class Peers:
         pids = {rank: activity.pid for rank, activity in activities.items() if _is_alive(activity.pid)}
         errors = {note.rank: note.traceback or note.message for note in notes}
         reports, states = collect(self._folder, activities, pids, errors)
+        stacks = self._written(reports)
         places = {rank: activity.place for rank, activity in activities.items()}
         idle = {rank for rank, activity in activities.items() if activity.is_idle and rank not in states}
         failure = explain({}, notes, places, states, idle=idle, num_killed=0)
         spared = idle.union(note.rank for note in notes)
-        return self._with_reports(failure, reports), [pid for rank, pid in pids.items() if rank not in spared]
+        hanging = [pid for rank, pid in pids.items() if rank not in spared]
+        if 0 in activities and notes[0].is_lost_peer and not hanging:  # elsewhere the store may be out of reach
+            lost = self._roll.why_one_is_lost(seconds=_ANSWER_SECONDS)
+            if lost is not None:
+                waited = f"rank {self._rank} waited{inside(places.get(self._rank, ''))}"
+                failure = replace(lost, message=f"{lost.message}; {waited}")
+        return replace(failure, message=failure.message + stacks), hanging
 
-    def _with_reports(self, failure: Failure, reports: Mapping[int, str]) -> Failure:
+    def _written(self, reports: Mapping[int, str]) -> str:
+        """Says where they are, behind what happened."""
         if self._reports is None:
-            return failure
+            return ""
         try:
-            where = f"stacks of the ranks on {socket.gethostname()}: {write_reports(self._reports, reports)}"
+            return f"; stacks of the ranks on {socket.gethostname()}: {write_reports(self._reports, reports)}"
         except OSError as error:
-            where = f"stacks could not be written to {self._reports}: {error}"
-        return replace(failure, message=f"{failure.message}; {where}")
+            return f"; stacks could not be written to {self._reports}: {error}"
 
     def _activities(self) -> dict[int, Activity]:
         ranks = [int(path.name.removeprefix("activity-")) for path in self._folder.glob("activity-*")]

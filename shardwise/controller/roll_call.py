@@ -92,8 +92,9 @@ class RollCall:
     def _gone(self, ranks: Sequence[int]) -> Failure:
         verb, whose = ("is", "its process was") if len(ranks) == 1 else ("are", "their processes were")
         return Failure(
-            f"{self.named(ranks)} {verb} gone and left no word: {whose} killed, or the host or the network to it is "
-            "down; torchrun on that host tells the exit signal, and the same command goes on from the last checkpoint"
+            f"{self.named(ranks)} {verb} gone and left no word: {whose} killed or stopped, or the host or the network "
+            "to it is down; torchrun on that host tells the exit signal, and the same command goes on from the last "
+            "checkpoint"
         )
 
     def _place(self, rank: int) -> str:

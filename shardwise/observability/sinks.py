@@ -5,23 +5,21 @@ import errno
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from shardwise.console import warn
 from shardwise.durable import is_still_at
 from shardwise.fault_plan import fault_point
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
 METRICS = "metrics.jsonl"
 """In a run's folder."""
 MAX_WAITING_BYTES = 1 << 26
-"""Of lines that a full disk keeps from being written."""
+"""Of a log, that a full disk keeps from being written."""
 
 
 class RunLog:
@@ -47,18 +45,18 @@ class RunLog:
             last_step: of an earlier run that goes on: what was written up to it stays, what comes later is cut off.
                 None moves earlier files aside.
             keeps_lines: those that cannot be written, on a full disk say, wait in memory until they can, up to
-                MAX_WAITING_BYTES a file, with a warning; False raises.
+                MAX_WAITING_BYTES a file, with a warning, and so do TensorBoard's events; False raises.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             self._metrics, self._performance = (
-                stack.enter_context(_JsonLines(output_dir / name, last_step, keeps_lines=keeps_lines))
+                stack.enter_context(_open_lines(output_dir / name, last_step, keeps_lines=keeps_lines))
                 for name in (METRICS, "performance.jsonl")
             )
             events = output_dir / "tensorboard"
             if last_step is None:
                 move_aside(events)
-            self._tensorboard = _open_tensorboard(events, last_step) if tensorboard else None
+            self._tensorboard = _Events(events, last_step, keeps_lines=keeps_lines) if tensorboard else None
             if self._tensorboard is not None:
                 stack.callback(self._tensorboard.close)
             self._open = stack.pop_all()
@@ -81,10 +79,9 @@ class RunLog:
         """
         for lines, values in ((self._metrics, metrics), (self._performance, performance)):
             if values:
-                lines.write({"step": step, **{name: values[name] for name in sorted(values)}})
-            if self._tensorboard is not None:
-                for name, value in values.items():
-                    self._tensorboard.add_scalar(name, value, step)
+                lines.write(_as_lines({"step": step, **{name: values[name] for name in sorted(values)}}))
+        if self._tensorboard is not None and (metrics or performance):
+            self._tensorboard.add(step, {**metrics, **performance})
 
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""
@@ -102,7 +99,7 @@ class SampleLog:
     def __init__(self, output_dir: Path, *, last_step: int | None = None, keeps_lines: bool = False) -> None:
         """As those of `RunLog`."""
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = _JsonLines(output_dir / "samples.jsonl", last_step, keeps_lines=keeps_lines)
+        self._lines = _open_lines(output_dir / "samples.jsonl", last_step, keeps_lines=keeps_lines)
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +109,7 @@ class SampleLog:
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line per row, keys in the order of the row, and flushes once. Raises as `RunLog.log`."""
-        self._lines.write(*rows)
+        self._lines.write(_as_lines(*rows))
 
     def close(self) -> None:
         self._lines.close()
@@ -152,19 +149,15 @@ def _is_empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else not path.stat().st_size
 
 
-class _JsonLines:
-    """A file of JSON lines: fresh, or continued after those of `last_step`."""
+class _GrowingFile:
+    """A file that is written at its end, at once. A context manager."""
 
-    def __init__(self, path: Path, last_step: int | None, *, keeps_lines: bool) -> None:
-        if last_step is None:
-            move_aside(path)
-        elif path.exists():
-            _cut_after(path, last_step)
+    def __init__(self, path: Path, *, keeps_lines: bool) -> None:
         self._path, self._keeps_lines = path, keeps_lines
         self._file = path.open("ab", buffering=0)  # a write says how many bytes of a line a full disk has taken
         self._waiting = b""
         self._is_kept = False
-        """Whether lines wait because they could not be written."""
+        """Whether something waits because it could not be written."""
 
     def __enter__(self) -> Self:
         return self
@@ -172,8 +165,8 @@ class _JsonLines:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def write(self, *rows: Mapping[str, Any]) -> None:
-        self._waiting += "".join(to_json(row) + "\n" for row in rows).encode()
+    def write(self, data: bytes) -> None:
+        self._waiting += data
         try:
             self._flush()
         except OSError as error:
@@ -181,7 +174,7 @@ class _JsonLines:
                 raise
             if not self._is_kept:
                 self._is_kept = True
-                warn(f"{self._path} cannot be written ({error}); its lines are kept in memory until it can")
+                warn(f"{self._path} cannot be written ({error}); what comes is kept in memory until it can")
 
     def close(self) -> None:
         try:
@@ -195,6 +188,50 @@ class _JsonLines:
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._is_kept = False
+
+
+class _Events:
+    """A file of TensorBoard's for this run. TensorBoard's own writer has a thread, which a full disk ends with a
+    traceback on the screen, and then takes no events any more."""
+
+    def __init__(self, folder: Path, last_step: int | None, *, keeps_lines: bool) -> None:
+        # Runs without it should not pay for its import.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        # It reads files of one folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _GrowingFile(folder / name, keeps_lines=keeps_lines)
+        self._records = RecordWriter(self._file)
+        self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
+        self._write(file_version="brain.Event:2")
+        if last_step is not None:  # what came later is forgotten
+            self._write(step=last_step + 1, session_log=self._session(status=self._session.START))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises as `RunLog.log`."""
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=self._summary(value=scalars))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _open_lines(path: Path, last_step: int | None, *, keeps_lines: bool) -> _GrowingFile:
+    """A file of JSON lines: fresh, or continued after those of `last_step`."""
+    if last_step is None:
+        move_aside(path)
+    elif path.exists():
+        _cut_after(path, last_step)
+    return _GrowingFile(path, keeps_lines=keeps_lines)
+
+
+def _as_lines(*rows: Mapping[str, Any]) -> bytes:
+    return "".join(to_json(row) + "\n" for row in rows).encode()
 
 
 def _cut_after(path: Path, last_step: int) -> None:
@@ -236,10 +273,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _open_tensorboard(folder: Path, last_step: int | None) -> "SummaryWriter":
-    # Its import takes seconds, and runs without it should not pay them.
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=None if last_step is None else last_step + 1)

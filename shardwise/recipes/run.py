@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, TrainingConfig
+from shardwise.config import ConfigError, ExportError, TrainingConfig
 from shardwise.console import counted, warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
@@ -24,7 +24,7 @@ from shardwise.recipes.checkpointing.retention import Reported
 from shardwise.recipes.checkpointing.saver import Saver
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.stopping import Stopping
+from shardwise.recipes.stopping import Stopped, Stopping
 from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
 from shardwise.types import Metrics
 
@@ -152,8 +152,18 @@ class Run:
         if error is None or not is_lost_peer(error):  # a rank that is gone or hangs holds up its part of a save too
             with suppress(Exception):  # `steps` has raised what there was, unless something else came first
                 self._saver.wait()
-        with named_failures(self.output_dir):
-            self._open.close()
+        try:
+            with named_failures(self.output_dir):
+                self._open.close()
+        except ExportError as lost_lines:
+            if error is None or isinstance(error, Stopped):
+                raise
+            if str(lost_lines) != str(error):  # of which the run ends
+                warn(f"the last lines of logs are lost: {lost_lines}")
+        finally:
+            self._tell_newest()
+
+    def _tell_newest(self) -> None:
         if (saved := self._saver.newest) is not None and saved.folder.is_dir():
             print(f"{self._title}: saved {saved.folder}", flush=True)
 

@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from shardwise.config import ConfigError
 from shardwise.controller import peers
 from shardwise.controller.base import RankStalledError
+from shardwise.controller.failures import Note
 from shardwise.controller.peers import Peers, watched_by_peers
 from shardwise.controller.process_group import Rank
 from shardwise.controller.roll_call import RollCall
@@ -68,7 +71,10 @@ def test_the_first_that_gives_up_tells_who_hangs_and_ends_it(hanging, tmp_path, 
     assert hanging.wait(timeout=5) == -9
 
 
-def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
+def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys, monkeypatch):
+    """It gives it the time that the ranks of other hosts may take to answer."""
+    waits: list[float] = []
+    monkeypatch.setattr(peers.time, "sleep", waits.append)
     first, second = (
         Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()),
         Peers(tmp_path, Rank(2, 4, 2), None, dist.HashStore()),
@@ -77,7 +83,63 @@ def test_the_second_one_leaves_it_to_the_first(hanging, tmp_path, capsys):
     told = capsys.readouterr().err
     assert told == "error: rank 1 hangs in `train policy`: rank 0 waited in vain (Timed out waiting 9 ms)\n"
     assert second.note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
-    assert capsys.readouterr().err == ""
+    assert (waits[-1], capsys.readouterr().err) == (5.0, "")
+
+
+@pytest.fixture
+def waited_in_vain(tmp_path, monkeypatch):
+    """Two ranks of four have: those that are given, whose host is watched in tmp_path. Returns the store of all."""
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 0.0)
+    ended = subprocess.Popen(["true"])  # as if they had left: this process is not to be asked for its stacks
+    ended.wait()
+
+    def leave(ranks):
+        store = dist.HashStore()
+        for rank in range(4):
+            RollCall(store, rank, 4).enter()
+        for rank in ranks:
+            note = Note.of(RuntimeError("Timed out waiting 9 ms"), rank)
+            note.leave(tmp_path)
+            RollCall(store, rank, 4).leave(note)
+            activity = Activity(step=3, phase="train", pid=ended.pid)
+            (tmp_path / f"activity-{rank}").write_text(json.dumps(asdict(activity)))
+        return store
+
+    return leave
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_ranks_of_another_host_that_are_silent_are_named_where_none_of_this_one_hangs(
+    waited_in_vain, tmp_path, capsys, asks
+):
+    """As of one that lost its network within a collective."""
+    store, reports, host = waited_in_vain([0, 1]), tmp_path / "faults", socket.gethostname()
+    error = RuntimeError("Timed out waiting 9 ms")
+    assert Peers(tmp_path, Rank(asks, 4, asks), reports, store).note_failure(error) == 1
+    assert re.fullmatch(
+        rf"error: rank 2 on {host}, rank 3 on {host} are gone and left no word: .+ last checkpoint; rank {asks} waited "
+        rf"in step 3, train; stacks of the ranks on {host}: {reports}/1\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_what_a_rank_of_this_host_failed_for_is_told_rather_than_who_is_silent_elsewhere(
+    waited_in_vain, tmp_path, capsys
+):
+    store = waited_in_vain([0])
+    Note.of(ValueError("this pack has no tokens"), 1).leave(tmp_path)
+    assert Peers(tmp_path, Rank(0, 4, 0), None, store).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "error: rank 1 failed: this pack has no tokens"
+
+
+def test_ranks_of_another_host_than_that_of_rank_0_ask_nobody_for_the_store_may_be_out_of_reach(
+    waited_in_vain, tmp_path, capsys
+):
+    store = waited_in_vain([2, 3])
+    assert Peers(tmp_path, Rank(3, 4, 1), None, store).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "error: rank 2 failed in step 3, train: Timed out waiting 9 ms"
 
 
 def test_a_rank_that_finds_itself_hanging_is_named_with_the_stacks_of_its_host(hanging, tmp_path, capsys):
@@ -100,9 +162,9 @@ def test_an_error_that_all_ranks_share_is_told_by_rank_0_which_the_others_let_sp
     shared.is_shared = True
     monkeypatch.setattr(peers.time, "sleep", waits.append)
     assert Peers(tmp_path, Rank(1, 4, 1), None, dist.HashStore()).note_failure(shared) == 2
-    assert (waits, capsys.readouterr().err) == ([3.0], "")
+    assert (waits, capsys.readouterr().err) == ([5.0], "")
     assert Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()).note_failure(shared) == 2
-    assert (waits, capsys.readouterr().err) == ([3.0], "error: use 1, 2 or 4\n")
+    assert (waits, capsys.readouterr().err) == ([5.0], "error: use 1, 2 or 4\n")
 
 
 def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp_path, capsys):

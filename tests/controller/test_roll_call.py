@@ -49,8 +49,8 @@ def test_a_rank_that_neither_answers_nor_left_word_is_gone(roll):
     over.set()
     assert failure.code == 1
     assert failure.message == (
-        f"rank 2 on {HOST} is gone and left no word: its process was killed, or the host or the network to it is down; "
-        "torchrun on that host tells the exit signal, and the same command goes on from the last checkpoint"
+        f"rank 2 on {HOST} is gone and left no word: its process was killed or stopped, or the host or the network to "
+        "it is down; torchrun on that host tells the exit signal, and the same command goes on from the last checkpoint"
     )
 
 
@@ -87,7 +87,7 @@ def test_of_many_ranks_that_are_gone_the_first_are_named():
     failure = RollCall(dist.HashStore(), 0, 12).why_one_is_lost(seconds=0)
     assert failure.message.startswith(
         "rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8 and 3 more are gone and left no word: their "
-        "processes were killed, "
+        "processes were killed or stopped, "
     )
 
 

@@ -122,7 +122,7 @@ def test_ranks_of_two_agents_go_on_together_after_one_died(assets, tmp_path):
 @pytest.mark.full  # in make test too: tests/controller/test_roll_call.py
 @pytest.mark.parametrize(
     ("action", "reason"),
-    [("kill", "is gone and left no word: its process was killed, or "), ("raise", "failed: ")],
+    [("kill", "is gone and left no word: its process was killed or stopped, or "), ("raise", "failed: ")],
     ids=["is killed", "fails"],
 )
 def test_f01_rank_0_names_the_rank_that_ended_on_another_host(assets, tmp_path, action, reason):

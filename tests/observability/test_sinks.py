@@ -172,7 +172,31 @@ def test_f20_lines_that_a_full_disk_does_not_take_wait_and_none_is_lost_or_doubl
     assert [json.loads(line)["step"] for line in (tmp_path / "performance.jsonl").open()] == [1, 2, 3, 4]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert f"warning: {tmp_path}/metrics.jsonl cannot be written ([Errno 27] File too large); its lines are" in lines[0]
+    assert f"warning: {tmp_path}/metrics.jsonl cannot be written ([Errno 27] File too large); what comes is" in lines[0]
+
+
+def test_events_that_a_full_disk_does_not_take_wait_like_lines(tmp_path, capsys):
+    with RunLog(tmp_path, tensorboard=True, keeps_lines=True) as log:
+        log.log(1, {"train/loss": 1.0}, {"seconds/train": 0.5})
+        with room_for(100):
+            for step in range(2, 40):
+                log.log(step, {"train/loss": float(step)}, {"seconds/train": 0.5})
+        log.log(40, {"train/loss": 40.0}, {"seconds/train": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(n, n) for n in range(1, 41)]
+    told = capsys.readouterr().err
+    assert told.count("File too large") == told.count("warning: ") == 3, told
+    (events_file,) = (tmp_path / "tensorboard").iterdir()
+    assert f"warning: {events_file} cannot be written" in told
+
+
+def test_events_that_cannot_be_written_are_an_error_where_lines_are_not_kept(tmp_path):
+    with RunLog(tmp_path, tensorboard=True) as log:
+        log.log(1, {}, {"seconds/train": 0.5})
+        (events_file,) = (tmp_path / "tensorboard").iterdir()
+        with room_for(events_file.stat().st_size), pytest.raises(OSError, match="File too large"):
+            log.log(2, {}, {"s": 0.5})
 
 
 def test_lines_of_a_file_that_is_not_there_any_more_are_not_lost_in_silence(tmp_path, capsys):

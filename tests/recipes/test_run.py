@@ -323,6 +323,41 @@ def test_what_was_logged_before_an_error_stays_readable(tmp_path, run_of):
 
 
 @pytest.mark.parametrize(
+    "error", [KeyError("reward"), RuntimeError("Connection closed by peer"), Stopped("s", 143), None]
+)
+def test_logs_that_cannot_be_written_do_not_replace_what_ended_the_run(tmp_path, run_of, capsys, error):
+    expected = ExportError if error is None or isinstance(error, Stopped) else type(error)
+
+    def train():
+        with run_of(tmp_path, total_steps=3, save_every_steps=1, async_save=False, on_save_error="continue") as run:
+            for step in run.steps():
+                if step == 2:
+                    (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
+                run.report(step, {"train/loss": MetricValue.sum(1.5)}, num_tokens=1)
+                if step == 2 and error is not None:
+                    raise error
+
+    with pytest.raises(expected) as ended:
+        train()
+    told = capsys.readouterr()
+    lost = r"cannot be written: \[Errno 2\] it was removed"
+    assert re.search(lost, str(ended.value) if expected is ExportError else told.err)
+    assert told.out.endswith(f"sft: saved {tmp_path / 'checkpoints' / ('step_1' if error else 'step_3')}\n")
+
+
+def test_a_log_that_ends_the_run_is_told_once(tmp_path, run_of, capsys):
+    def train():
+        with run_of(tmp_path) as run:
+            for step in run.steps():
+                (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
+                run.report(step, {"train/loss": MetricValue.sum(1.5)}, num_tokens=1)
+
+    with pytest.raises(ExportError, match="it was removed or moved while the run wrote it"):
+        train()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("error", "waits"),
     [
         (RankSilentError("rank 1 did not answer `train` within 10 s"), False),
