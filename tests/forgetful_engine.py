@@ -17,9 +17,9 @@ class ForgetfulEngine:
         self._readiness.require()
         return self._engine.generate(requests, **options)
 
-    def logprobs(self, sequences):
+    def logprobs(self, sequences, images=None):
         self._readiness.require()
-        return self._engine.logprobs(sequences)
+        return self._engine.logprobs(sequences, images)
 
     def load_weights(self, weights):
         missing = dict(self.served_weights())

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.ranks import Ranks
 from shardwise.transfer import WeightSyncError
-from shardwise.types import Example, Metrics, MetricValue, Sample
+from shardwise.types import Example, ImageRef, Metrics, MetricValue, Sample
 
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 13
 """Of a sequence; all but the first are compared."""
+LONGEST_SEEN = 4096
+"""Tokens of a prompt with images that is looked at, which takes a forward pass of all of them on each side."""
 
 MEAN_DIFFERENCE_BOUNDS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """In nats, by compute dtype: several times what rounding makes, for the two sides add up in different orders. The mean
@@ -38,10 +41,10 @@ class WeightSync:
         Args:
             examples: where the known tokens are taken from.
             probe_every_syncs: 0 never probes.
-            image_token_id: left out of the known tokens, which are words.
+            image_token_id: of a model that sees images: is compared nowhere.
         """
         self._policy, self._ranks, self._every = policy, ranks, probe_every_syncs
-        self._sequences = probe_sequences(examples, image_token_id) if probe_every_syncs else []
+        self._known = known_prompts(examples, image_token_id) if probe_every_syncs else []
         self._last_probed: int | None = None
         self._seconds_per_byte: float | None = None
         self.shares: dict[str, float] = {}
@@ -74,7 +77,7 @@ class WeightSync:
             WeightSyncError: they differ by more than rounding.
         """
         last = self._last_probed
-        if not self._sequences or (last is not None and version // self._every == last // self._every):
+        if not self._known or (last is not None and version // self._every == last // self._every):
             return {}
         self._last_probed = version
         differences = self._differences(version)
@@ -87,21 +90,57 @@ class WeightSync:
 
     def _differences(self, version: int) -> Tensor:
         """[N] over all known tokens and all ranks with a rollout engine."""
-        scored = self._policy.score(_samples(self._sequences), temperature=1.0)
+        scored = self._policy.score([prompt.sample for prompt in self._known], temperature=1.0)
         expected = [values[1:].tolist() for values in scored]
-        compare = partial(compare_logprobs, version, self._sequences, expected, dtype=self._policy.layout.param_dtype)
-        found = self._ranks.rollouts.call("rollout_logprobs", self._sequences)
+        compare = partial(compare_logprobs, version, self._known, expected, dtype=self._policy.layout.param_dtype)
+        sequences, image_refs = zip(*((prompt.token_ids, prompt.image_refs) for prompt in self._known), strict=True)
+        found = self._ranks.rollouts.call("rollout_logprobs", list(sequences), list(image_refs))
         ranks = self._ranks.rollouts.ranks
         return torch.cat([compare(logprobs, rank=rank) for rank, logprobs in zip(ranks, found, strict=True)])
 
 
-def probe_sequences(examples: Sequence[Example], image_token_id: int | None = None) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class KnownPrompt:
+    """Tokens of which trainer and rollout engine have to find the same."""
+
+    uid: str
+    token_ids: list[int]
+    places: list[int]
+    """Of those that are compared, from 1 on."""
+    position_ids: Tensor | None = None
+    """[3, L] int64, as those of an Example."""
+    image_refs: list[ImageRef] = field(default_factory=list)
+
+    @property
+    def sample(self) -> Sample:
+        """For the trainer."""
+        return Sample(
+            uid=self.uid,
+            token_ids=torch.tensor(self.token_ids),
+            loss_mask=torch.isin(torch.arange(len(self.token_ids)), torch.tensor(self.places)),
+            position_ids=self.position_ids,
+            image_refs=self.image_refs,
+        )
+
+
+def known_prompts(examples: Sequence[Example], image_token_id: int | None = None) -> list[KnownPrompt]:
     """The beginnings of a few prompts, without their images. Where none is longer than a word, words said twice: only
-    the second has a logprob."""
+    the second has a logprob. And the shortest prompt with images, whole: the places behind the first one are compared,
+    but for those of images."""
     words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
     beginnings = [tokens[:PROBE_TOKENS] for tokens in words if tokens]
     scored = [tokens for tokens in beginnings if len(tokens) > 1]
-    return (scored or [tokens * 2 for tokens in beginnings])[:PROBE_SEQUENCES]
+    sequences = (scored or [tokens * 2 for tokens in beginnings])[:PROBE_SEQUENCES]
+    known = [KnownPrompt(f"probe {n}", tokens, list(range(1, len(tokens)))) for n, tokens in enumerate(sequences)]
+    seen = [example for example in examples if example.image_refs and len(example.prompt_ids) <= LONGEST_SEEN]
+    if seen and image_token_id is not None:
+        shortest = min(seen, key=lambda example: len(example.prompt_ids))
+        tokens = shortest.prompt_ids
+        behind = range(tokens.index(image_token_id) + 1, len(tokens))
+        places = [place for place in behind if tokens[place] != image_token_id]
+        if places:
+            known.append(KnownPrompt("probe image", tokens, places, shortest.position_ids, shortest.image_refs))
+    return known
 
 
 def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]]) -> None:
@@ -118,14 +157,14 @@ def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]]) 
 
 def compare_logprobs(
     version: int,
-    sequences: Sequence[Sequence[int]],
+    known: Sequence[KnownPrompt],
     expected: Sequence[Sequence[float]],
     found: Sequence[Sequence[float]],
     *,
     dtype: str,
     rank: int,
 ) -> Tensor:
-    """[N] differences in nats over all sequences.
+    """[N] differences in nats over all places that are compared.
 
     Args:
         expected, found: of every token after the first, by the trainer and by the rollout engine of `rank`.
@@ -133,25 +172,21 @@ def compare_logprobs(
     Raises:
         WeightSyncError: their mean is above the bound of the dtype; names the token with the largest.
     """
-    tokens = [(s, place) for s, sequence in enumerate(sequences) for place in range(1, len(sequence))]
-    trainer, rollout = (torch.tensor([x for row in rows for x in row]) for rows in (expected, found))
+    tokens = [(number, place) for number, prompt in enumerate(known) for place in prompt.places]
+    trainer, rollout = (
+        torch.tensor([rows[number][place - 1] for number, place in tokens]) for rows in (expected, found)
+    )
     differences = (trainer - rollout).abs().nan_to_num(nan=torch.inf)
     mean, bound = float(differences.mean()), MEAN_DIFFERENCE_BOUNDS[dtype]
     if mean > bound:
         worst = int(differences.argmax())
-        sequence, place = tokens[worst]
+        number, place = tokens[worst]
+        seen = ", which has images" if known[number].image_refs else ""
         raise WeightSyncError(
-            f"weight sync {version}: the rollout engine of rank {rank} gives token {sequences[sequence][place]} "
-            f"(place {place} of known prompt {sequence}) a logprob of {rollout[worst]:.4f}, the trainer "
+            f"weight sync {version}: the rollout engine of rank {rank} gives token {known[number].token_ids[place]} "
+            f"(place {place} of known prompt {number}{seen}) a logprob of {rollout[worst]:.4f}, the trainer "
             f"{trainer[worst]:.4f}; over {len(tokens)} known tokens they differ by {mean:.4f} on average, more than "
             f"the {bound} of {dtype}. Every weight has arrived, so the two compute different things with them: a "
             "tensor taken for another or transposed, another attention, rope scaling, logit transform or dtype"
         )
     return differences
-
-
-def _samples(sequences: Sequence[Sequence[int]]) -> list[Sample]:
-    return [
-        Sample(uid=f"probe {i}", token_ids=torch.tensor(tokens), loss_mask=torch.arange(len(tokens)) > 0)
-        for i, tokens in enumerate(sequences)
-    ]

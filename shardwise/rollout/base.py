@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 from shardwise.ops import ModuleTrace
-from shardwise.types import Completion, GenerateRequest, WeightReceiver
+from shardwise.types import Completion, GenerateRequest, Images, WeightReceiver
 
 
 class RolloutEngine(WeightReceiver, Protocol):
@@ -31,11 +31,16 @@ class RolloutEngine(WeightReceiver, Protocol):
             RuntimeError: weights were loaded and never committed.
         """
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats.
 
+        Args:
+            images: of each sequence, whose tokens are in it.
         Raises:
-            DataError: a sequence that no engine could score; see RequestLimits. RuntimeError: as `generate`.
+            DataError: a sequence that no engine could score; see RequestLimits. ConfigError, ModelError, RuntimeError:
+                as `generate`.
         """
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:

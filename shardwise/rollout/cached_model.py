@@ -62,9 +62,9 @@ class CachedModel:
         self.cache_size = self._measured()
         """Of what a sequence is decoded from."""
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Of one whole sequence, tokens [1, L] -> [1, L, D]. Raises as `hidden_states`."""
-        return self._read(tokens)[0]
+    def read(self, tokens: Tensor, images: Images | None = None) -> Tensor:
+        """Of one whole sequence, tokens [L] on the host -> [L, D]. Raises as `hidden_states`."""
+        return self._read(tokens, images)[0]
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, cache: KVCache, images: Sequence[Images] = ()
@@ -124,16 +124,18 @@ class CachedModel:
         assert self._decode is not None, "stop strings need an engine that was given `decode`"
         return brings_stop(token_ids, stop, self._decode)
 
-    def _read(self, tokens: Tensor) -> tuple[Tensor, KVCache]:
-        """tokens [1, L] of one sequence -> [1, L, D], and what is cached of it. Raises as `hidden_states`."""
-        length = tokens.shape[1]
+    def _read(self, tokens: Tensor, images: Images | None = None) -> tuple[Tensor, KVCache]:
+        """tokens [L] of one sequence -> [L, D], and what is cached of it. Raises as `hidden_states`."""
+        length = len(tokens)
         cache = KVCache(num_rows=1, capacity_tokens=length, device=self.device)
         cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self.device), [length])
-        positions = torch.arange(length, device=self.device)[None]
-        return self.hidden_states(tokens, positions, cache), cache
+        positions, shown = torch.arange(length, device=self.device)[None], [] if images is None else [images]
+        if self.sight is not None and shown:
+            positions, _ = self.sight.places([tokens], shown)
+        return self.hidden_states(tokens.to(self.device)[None], positions, cache, shown)[0], cache
 
     @torch.inference_mode()
     def _measured(self) -> CacheSize:
         """The cache size, measured by running one token: families differ in the number and sizes of cached heads."""
-        _, cache = self._read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        _, cache = self._read(torch.zeros(1, dtype=torch.int64))
         return cache.size

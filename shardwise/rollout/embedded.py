@@ -42,8 +42,11 @@ from shardwise.rollout.kv_cache import (
 )
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.stop_strings import Decode
-from shardwise.rollout.vision import image_spans
-from shardwise.types import Completion, GenerateRequest
+from shardwise.rollout.vision import image_spans, known_prompts
+from shardwise.types import Completion, GenerateRequest, Images
+
+_SCORED_AT_A_TIME = 256
+"""Places of a sequence whose logits are in memory together."""
 
 
 class EmbeddedEngine:
@@ -193,19 +196,23 @@ class EmbeddedEngine:
         return results
 
     @torch.inference_mode()
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> list[list[float]]:
         """See RolloutEngine.logprobs. One sequence at a time: what a probe asks for is little."""
         self._require_version()
         self._limits.require_scorable(sequences)
         projection, results = self._cached.projection(), []
-        for sequence in sequences:
-            tokens = torch.tensor([sequence], device=self._cached.device)
-            scored = (
-                self._cached.logits(self._cached.read(tokens)[0, :-1], projection)
-                .log_softmax(-1)
-                .gather(-1, tokens[0, 1:, None])
-            )
-            results.append(scored[:, 0].tolist())
+        for prompt in known_prompts(sequences, images):
+            image_spans(prompt, self._model)
+            tokens = torch.tensor(prompt.prompt_ids)
+            hidden = self._cached.read(tokens, prompt.images)[:-1].split(_SCORED_AT_A_TIME)
+            targets = tokens[1:].to(self._cached.device).split(_SCORED_AT_A_TIME)
+            scored = [
+                self._cached.logits(rows, projection).log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+                for rows, wanted in zip(hidden, targets, strict=True)
+            ]
+            results.append(torch.cat(scored).tolist())
         return results
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:

@@ -26,8 +26,9 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
+from shardwise.rollout.vision import known_prompts
 from shardwise.scratch import scratch_folder
-from shardwise.types import Completion, GenerateRequest
+from shardwise.types import Completion, GenerateRequest, Images
 
 _BUCKET_BYTES = 1 << 30
 """Of weights that are held in this process before they are written."""
@@ -137,10 +138,14 @@ class SglangEngine:
                 on_finished(place)
         return found
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         self._readiness.require()
         self._limits.require_scorable(sequences)
+        for prompt in known_prompts(sequences, images):
+            _require_possible(prompt)
         scoring = {"max_new_tokens": 0, "temperature": 0.0}
         answers = self._run(sequences, [scoring] * len(sequences), logprob_start_len=0)
         return [self._logprobs_of(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]

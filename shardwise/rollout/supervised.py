@@ -13,7 +13,7 @@ from shardwise.console import tell
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.process import EngineProcess, ProcessLost, RequestsLost
 from shardwise.rollout.shared_weights import Form, SharedWeights, unpacked
-from shardwise.types import Completion, GenerateRequest
+from shardwise.types import Completion, GenerateRequest, Images
 
 _FIT = ""
 
@@ -84,10 +84,14 @@ class SupervisedEngine:
                 on_finished(place)
         return found
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> list[list[float]]:
         """See RolloutEngine.logprobs. Raises as `generate`."""
         self._require_weights()
-        scores: list[list[float]] = self._ask("logprobs", [list(sequence) for sequence in sequences])
+        scores: list[list[float]] = self._ask(
+            "logprobs", [list(sequence) for sequence in sequences], None if images is None else list(images)
+        )
         return scores
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:

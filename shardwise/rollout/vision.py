@@ -13,6 +13,17 @@ from shardwise.families import backbone, takes_images, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
+def known_prompts(sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None) -> list[GenerateRequest]:
+    """What `RolloutEngine.logprobs` is asked for, as requests."""
+    shown = [None] * len(sequences) if images is None else images
+    return [
+        GenerateRequest(
+            uid=f"known prompt {number}", prompt_ids=list(sequence), max_tokens=1, temperature=0.0, images=own
+        )
+        for number, (sequence, own) in enumerate(zip(sequences, shown, strict=True))
+    ]
+
+
 def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[int, int]]:
     """Where the tokens of each image begin in the prompt, and how many they are.
 

@@ -27,10 +27,11 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
+from shardwise.rollout.vision import known_prompts
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
 from shardwise.rollout.vllm_weights import VllmAdapter, itself, lora_arguments
-from shardwise.types import Completion, FinishReason, GenerateRequest
+from shardwise.types import Completion, FinishReason, GenerateRequest, Images
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -188,10 +189,11 @@ class VllmEngine:
         outputs = iter(self._run(prompts, params, on_output=count, is_interrupted=is_interrupted))
         return [[self._completion(r, next(outputs)) for _ in range(r.num_completions)] for r in requests]
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> list[list[float]]:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         from vllm import SamplingParams
-        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._readiness.require()
@@ -203,7 +205,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompts = [tokens_input(list(sequence)) for sequence in sequences]
+        prompts = [engine_input(prompt, self._skeleton) for prompt in known_prompts(sequences, images)]
         scores = []
         for sequence, output in zip(sequences, self._run(prompts, [scoring] * len(prompts)), strict=True):
             assert output.prompt_logprobs is not None

@@ -267,12 +267,15 @@ def test_a_policy_that_sees_images_is_sampled_as_it_is_trained(shell, tmp_path, 
         *["rollout.engine.args.kv_cache_memory_bytes=33554432", "rollout.engine.args.limit_mm_per_prompt.video=0"],
         *[f"reward.functions={tmp_path / 'rules.py'}:compute_score", f"trainer.output_dir={tmp_path / 'run'}"],
         *["trainer.total_steps=4", "trainer.learning_rate=3e-3", "trainer.warmup_steps=0"],
+        "rollout.probe_every_syncs=1",
         timeout=400,
     )
     assert done.code == 0, done.err
     rows = metrics_of(tmp_path / "run")
     assert len(rows) == 4
     assert all(row["rollout/logprob_abs_diff_max"] < 5e-5 for row in rows)
+    assert all(row["sync/probe_max_difference"] < 5e-5 for row in rows if "sync/probe_max_difference" in row)
+    assert any("sync/probe_max_difference" in row for row in rows)
     trained, first = (
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / "run" / "checkpoints" / "step_4" / "hf", tmp_path / "model")

@@ -1,14 +1,14 @@
 """What a recipe asks of every weight sync: equal receipts on all ranks, and equal logprobs of known tokens."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.sync import WeightSync, compare_logprobs, probe_sequences
+from shardwise.recipes.sync import LONGEST_SEEN, KnownPrompt, WeightSync, compare_logprobs, known_prompts
 from shardwise.transfer import WeightSyncError
+from shardwise.types import Example, ImageRef
 
 RECEIPT = {
     "version": 3,
@@ -19,7 +19,15 @@ RECEIPT = {
     "seconds_of_proof": 0.005,
 }
 PROMPTS = [[5], [6, 7, 8], list(range(20)), [9, 9]]
-EXAMPLES = [SimpleNamespace(prompt_ids=prompt) for prompt in PROMPTS]
+IMAGE = 6
+SEEN = ImageRef(name="a picture", path="a.png", grid=[1, 2, 4])
+
+
+def example(prompt_ids, **options) -> Example:
+    return Example(uid="row", prompt_ids=prompt_ids, prompt="", data_source="", ground_truth="", **options)
+
+
+EXAMPLES = [example(prompt) for prompt in PROMPTS]
 
 
 def trainer_logprobs(_rank, batches, *_):
@@ -28,7 +36,8 @@ def trainer_logprobs(_rank, batches, *_):
 
 
 def build(fake_group, remote, *, every=4, receipt=lambda rank, version: RECEIPT, rollout=-1.0):
-    def rollout_logprobs(_rank, sequences):
+    def rollout_logprobs(_rank, sequences, image_refs):
+        assert len(image_refs) == len(sequences)
         return [[rollout] * (len(sequence) - 1) for sequence in sequences]
 
     group = fake_group(
@@ -43,14 +52,34 @@ def build(fake_group, remote, *, every=4, receipt=lambda rank, version: RECEIPT,
     return sync, group
 
 
+def sequences_of(examples, image_token_id=None) -> list[list[int]]:
+    return [prompt.token_ids for prompt in known_prompts(examples, image_token_id)]
+
+
 def test_known_tokens_are_the_beginnings_of_the_first_prompts_that_score_any():
-    assert probe_sequences(EXAMPLES) == [[6, 7, 8], list(range(13))]
-    assert probe_sequences(EXAMPLES, image_token_id=6) == [[7, 8], [*range(6), *range(7, 14)]]
+    assert sequences_of(EXAMPLES) == [[6, 7, 8], list(range(13))]
+    assert sequences_of(EXAMPLES, IMAGE) == [[7, 8], [*range(6), *range(7, 14)]]
+    assert [prompt.places for prompt in known_prompts(EXAMPLES)] == [[1, 2], list(range(1, 13))]
+
+
+def test_of_prompts_with_images_the_shortest_is_compared_behind_the_first_one():
+    positions = torch.arange(21).view(3, 7)
+    rows = [
+        example([1, 2, IMAGE, IMAGE, 3, 4, 5, 7], image_refs=[SEEN]),
+        example([1, IMAGE, IMAGE, 3, IMAGE, IMAGE, 4], image_refs=[SEEN, SEEN], position_ids=positions),
+        example([IMAGE] * 2 + [9] * LONGEST_SEEN, image_refs=[SEEN]),
+    ]
+    *_, known = known_prompts(rows, IMAGE)
+    assert (known.token_ids, known.places, known.image_refs) == (rows[1].prompt_ids, [3, 6], [SEEN, SEEN])
+    sample = known.sample
+    assert sample.loss_mask.tolist() == [False, False, False, True, False, False, True]
+    assert (sample.image_refs, sample.position_ids) == ([SEEN, SEEN], positions)
+    assert len(known_prompts(rows[2:], IMAGE)) == 1, "too long to look at"
+    assert len(known_prompts([example([1, IMAGE, IMAGE], image_refs=[SEEN])], IMAGE)) == 1, "nothing stands behind it"
 
 
 def test_prompts_of_one_word_are_no_reason_not_to_look():
-    words = [SimpleNamespace(prompt_ids=prompt) for prompt in ([5], [4, 6], [])]
-    assert probe_sequences(words, image_token_id=6) == [[5, 5], [4, 4]]
+    assert sequences_of([example(prompt) for prompt in ([5], [4, IMAGE], [])], IMAGE) == [[5, 5], [4, 4]]
 
 
 def test_a_sync_asks_every_rank_and_says_what_it_moved(fake_group, remote):
@@ -91,7 +120,8 @@ def test_f39_the_first_sync_and_every_nth_are_probed_at_temperature_1(fake_group
         calls = group.calls[num_calls:]
         if calls:
             done.append(version)
-            (score, _, role, _, temperature), (method, sequences) = calls
+            (score, _, role, _, temperature), (method, sequences, image_refs) = calls
+            assert image_refs == [[], []]
             assert (score, role, temperature, method) == ("score", "policy", 1.0, "rollout_logprobs")
             assert sequences == [[6, 7, 8], list(range(13))]
         if metrics:
@@ -131,7 +161,7 @@ def test_the_token_that_differs_most_is_named_with_both_values():
     with pytest.raises(WeightSyncError) as caught:
         compare_logprobs(
             9,
-            [[5, 6], [7, 8, 9]],
+            [KnownPrompt("a", [5, 6], [1]), KnownPrompt("b", [7, 8, 9], [1, 2])],
             [[-1.0], [-2.0, -3.0]],
             [[-1.0], [-2.1, -4.25]],
             dtype="float32",

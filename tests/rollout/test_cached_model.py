@@ -37,7 +37,7 @@ def open_model(model_folders):
 def test_tokens_one_by_one_have_the_hidden_states_of_the_whole_sequence(open_model, model_folders, name):
     cached = open_model(name)
     expected = AutoModelForCausalLM.from_pretrained(model_folders[name], dtype=torch.float64).eval()(TOKENS).logits
-    whole = cached.read(TOKENS)
+    whole = cached.read(TOKENS[0])[None]
     cache = KVCache(num_rows=1, capacity_tokens=TOKENS.shape[1], device=CPU)
     cache.begin_prefill(torch.tensor([0]), [3])
     parts = [cached.hidden_states(TOKENS[:, :3], torch.arange(3)[None], cache)]

@@ -124,6 +124,16 @@ def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, sam
         assert sum(num_seen) == 4  # prompts that have images
 
 
+def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, folder, samples):
+    found = open_engine(folder).logprobs([s.token_ids.tolist() for s in samples], [s.images for s in samples])
+    for sample, logprobs in zip(samples, found, strict=True):
+        everything = replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0)
+        with torch.no_grad():
+            expected = reference_logprobs(model, everything)[1:]
+        words = sample.token_ids[1:] != IMAGE
+        torch.testing.assert_close(torch.tensor(logprobs)[words], expected[words], atol=5e-5, rtol=0)
+
+
 def test_a_completion_goes_on_where_it_was_interrupted(folder, samples):
     engine = open_engine(folder)
     asked = [asking(sample, temperature=1.0) for sample in samples]

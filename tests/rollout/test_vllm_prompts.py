@@ -108,6 +108,18 @@ def test_other_pixels_at_the_same_tokens_give_other_logprobs(model, samples, eng
 
 @needs_vllm
 @needs_torchvision
+def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, samples, engine):
+    found = engine.logprobs([s.token_ids.tolist() for s in samples], [s.images for s in samples])
+    for sample, logprobs in zip(samples, found, strict=True):
+        everything = replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0)
+        with torch.no_grad():
+            expected = reference_logprobs(model, everything)[1:]
+        words = sample.token_ids[1:] != IMAGE
+        torch.testing.assert_close(torch.tensor(logprobs)[words], expected[words], atol=2e-5, rtol=0)
+
+
+@needs_vllm
+@needs_torchvision
 def test_what_was_sampled_before_an_interruption_goes_on_behind_the_images(model, samples, engine):
     sample = samples[0]
     ((whole,),) = engine.generate([asking(sample, temperature=0.0)])

@@ -58,7 +58,16 @@ from shardwise.transfer import (
     sync_local,
     take_pieces,
 )
-from shardwise.types import Completion, Denominators, GenerateRequest, Metrics, TokenBatch, WeightSender
+from shardwise.types import (
+    Completion,
+    Denominators,
+    GenerateRequest,
+    ImageRef,
+    Images,
+    Metrics,
+    TokenBatch,
+    WeightSender,
+)
 
 POLICY = "policy"
 """The role of the engine whose weights the rollout engine serves."""
@@ -306,16 +315,25 @@ class Worker:
         """With its images read."""
         if not request.image_refs:
             return request
-        assert self._rollout_reader is not None, f"{request.uid}: nothing here reads images"
-        return replace(request, images=self._rollout_reader.read(request.image_refs), image_refs=[])
+        return replace(request, images=self._rollout_images(request.image_refs), image_refs=[])
+
+    def _rollout_images(self, image_refs: list[ImageRef]) -> Images | None:
+        if not image_refs:
+            return None
+        assert self._rollout_reader is not None, f"{image_refs[0].name}: nothing here reads images"
+        return self._rollout_reader.read(image_refs)
 
     def take_restarts(self) -> int:
         """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
         return self._rollout_engine.take_restarts() if isinstance(self._rollout_engine, SupervisedEngine) else 0
 
-    def rollout_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """What the rollout engine gives the tokens after the first of each sequence, at temperature 1."""
-        return self._awake_rollout().logprobs(sequences)
+    def rollout_logprobs(self, sequences: list[list[int]], image_refs: list[list[ImageRef]]) -> list[list[float]]:
+        """What the rollout engine gives the tokens after the first of each sequence, at temperature 1.
+
+        Args:
+            image_refs: the images of each.
+        """
+        return self._awake_rollout().logprobs(sequences, [self._rollout_images(refs) for refs in image_refs])
 
     def sync_weights(self, version: int) -> dict[str, Any]:
         """Brings the policy's weights into the rollout engine, verified. Returns the SyncReceipt."""

@@ -268,7 +268,7 @@ def test_f39_the_probe_finds_rounding_after_a_sync_and_a_difference_before_it(fa
     def mean_difference() -> float:
         packed = pack(samples, num_shards=1, max_tokens=40)
         trainer = unpack(packed, [worker.score(packed.shards[0], "policy", True, 1.0)])
-        rollout = worker.rollout_logprobs(sequences)
+        rollout = worker.rollout_logprobs(sequences, [[]] * len(sequences))
         pairs = zip(trainer, rollout, strict=True)
         return float(torch.cat([(values[1:] - torch.tensor(row)).abs() for values, row in pairs]).mean())
 
@@ -316,7 +316,9 @@ def test_weights_that_sleeping_dropped_are_brought_again_before_anything_is_samp
     assert largest_difference(worker, samples) < 1e-4  # the trainer works, and the engine sleeps
     sequences = [sample.token_ids.tolist() for sample in samples]
     for _ in range(2):
-        assert worker.rollout_logprobs(sequences) == kept.rollout_logprobs(sequences)
+        assert worker.rollout_logprobs(sequences, [[]] * len(sequences)) == kept.rollout_logprobs(
+            sequences, [[]] * len(sequences)
+        )
         worker.save("policy", ModelConfig(path=str(tmp_path)).model_dump_json(), str(tmp_path / "saved"))
         trainer_logprobs(worker, samples, "reference")
         assert worker.generate(REQUESTS) == kept.generate(REQUESTS)
