@@ -12,6 +12,8 @@ from shardwise.config.temperature import Temperature
 
 VLLM_LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
+VLLM_LARGEST_TEMPERATURE = 2
+"""vLLM refuses higher ones."""
 LARGEST_TOP_K = 2**31 - 1
 """SGLang keeps it in 32 bits."""
 
@@ -54,6 +56,11 @@ class SamplingConfig(Config):
             raise ValueError(
                 f"temperature={self.temperature:g}: engine=vllm would sample at {VLLM_LEAST_TEMPERATURE:g} without a "
                 f"word; use at least that, or engine=embedded"
+            )
+        if self.temperature > VLLM_LARGEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature:g}: engine=vllm samples at {VLLM_LARGEST_TEMPERATURE} at most; use "
+                "that, or engine=embedded"
             )
         restricting = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
         given = [name for name, restricts in (restricting | {"bad_token_ids": bool(self.bad_token_ids)}).items()

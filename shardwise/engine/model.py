@@ -191,7 +191,8 @@ def build_unloaded(
     and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
     if config.experts_implementation is None:
-        avoid_unaligned(hf_model, getattr(torch, config.param_dtype))
+        dtypes = {config.param_dtype, *(own.param_dtype for own in config.module_precision if own.param_dtype)}
+        avoid_unaligned(hf_model, min((getattr(torch, name) for name in dtypes), key=lambda dtype: dtype.itemsize))
     if pad_token_id is not None:
         hf_model.config.get_text_config().pad_token_id = pad_token_id
     ulysses = None

@@ -50,6 +50,15 @@ class OpenedModel:
         can_show = isinstance(rollout.engine, EmbeddedRollout | VllmRollout) and rollout.environment is None
         return self.vision if can_show else None
 
+    def require_media_banned(self, rollout: SamplingConfig) -> None:
+        """Raises ConfigError: the engine may draw tokens of images, for which there is none to train on."""
+        if isinstance(rollout.engine, VllmRollout) and rollout.temperature != 1 and self.media_token_ids:
+            raise ConfigError(
+                f"rollout.temperature={rollout.temperature:g} with engine=vllm and a model that sees images: vLLM "
+                "gives logprobs of the policy there only if it may draw every token, those of images too; set "
+                "rollout.temperature=1, or use rollout.engine=embedded"
+            )
+
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
         """Of completions that end turns as the chat template does, and go on."""
         if (end := self.turn_end_id) is not None and end not in rollout.stop_token_ids:

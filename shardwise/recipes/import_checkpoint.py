@@ -89,11 +89,12 @@ def import_checkpoint(
     else:
         states = _states(found, meta, weights, run)
         step = _step(found.folder, default=states.num_updates)
-        masters = RuntimeWeights(meta, weights.weights.finite_in(torch.float32))
         finite = ShardedTensors(found.folder, states.tensors).finite_in(torch.float32)
         with _leaving_nothing(Path(target)), new_checkpoint(Path(target), step) as checkpoint:
             write(checkpoint / "hf")
-            replace(states, tensors=finite.tensors).write(checkpoint / STATE / POLICY, masters)
+            replace(states, tensors=finite.tensors).write(
+                checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights)
+            )
             write_run(checkpoint, run, step=step, parts=None, files={})
             write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step, all_finite=True)
         hf = step_folder(Path(target), step) / "hf"

@@ -96,6 +96,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     model = open_model(config.model)
     model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     require_tool_tags(config.rollout.environment, model.tokenizer)
+    model.require_media_banned(config.rollout)
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)
     examples, held_out = _read_data(config, model)

@@ -6,7 +6,7 @@ vLLM is imported when an engine is built, so that this file can be read without 
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -75,6 +75,8 @@ class VllmEngine:
         self._has_raw_logprobs = has_raw_logprobs
         self._has_workers = has_workers
         self._adapter = adapter
+        self._num_asked = 0
+        """Of vLLM so far, which numbers its requests."""
         self._limits = replace(
             RequestLimits.of(skeleton.config),
             context_tokens=llm.model_config.max_model_len,
@@ -139,6 +141,11 @@ class VllmEngine:
             needs_tokenizer=has_stop_strings or is_composite,
         )
         own |= image_arguments(folder, skeleton)
+        if attach_adapter is not None and takes_images(skeleton):
+            raise ConfigError(
+                "rollout.sync_adapter_only=true: vLLM would leave adapters of the vision tower out; set it to false, "
+                "which syncs merged weights, or use rollout.engine=embedded"
+            )
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
             own |= {name: OwnArgument(value, "engine.lora") for name, value in lora_arguments(skeleton).items()}
@@ -356,16 +363,19 @@ class VllmEngine:
         adapter = None if self._adapter is None else self._adapter.request
         engine = self._llm.llm_engine
         outputs: list[RequestOutput] = []
+        first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
         try:
-            for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(str(place), prompt, own, lora_request=adapter)
+            for number, (prompt, own) in enumerate(zip(prompts, params, strict=True), first):
+                engine.add_request(str(number), prompt, own, lora_request=adapter)
             while engine.has_unfinished_requests() and not is_interrupted():
                 for output in engine.step():
                     if output.finished:
                         outputs.append(output)
-                        on_output(int(output.request_id))
+                        on_output(int(output.request_id) - first)
             outputs += self._abort()
         except Exception as error:
+            with suppress(Exception):  # it may be what has failed
+                self._abort()
             raise TrainingError(f"the vLLM engine of {_rank_name()} failed while generating: {said(error)}") from error
         return sorted(outputs, key=lambda output: int(output.request_id))
 
@@ -382,6 +392,12 @@ class VllmEngine:
         return outputs
 
     def _require_possible(self, request: GenerateRequest) -> None:
+        limits = self._llm.model_config.multimodal_config
+        if request.images is not None and limits is not None and limits.get_limit_per_prompt("image") == 0:
+            raise ConfigError(
+                f"{request.uid} has images, and rollout.engine.args.limit_mm_per_prompt has image=0; raise it, or "
+                "leave it out"
+            )
         if self._has_raw_logprobs:
             if request.temperature not in (0, 1):
                 raise ConfigError(

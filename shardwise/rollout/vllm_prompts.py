@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _KIND = "image"
 """vLLM's name of what a prompt has beside words."""
-_INTERLEAVED = "mrope_interleaved"
+_OF_ROPE = {"mrope_section": "[...]", "mrope_interleaved": "true"}
+"""What vLLM takes from config.json alone, and transformers has a value for where it is not there."""
 
 
 def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgument]:
@@ -35,15 +36,16 @@ def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgume
     if not takes_images(model):
         return {}
     config = model.config.get_text_config()
-    interleaves = _INTERLEAVED in getattr(config, "ignore_keys_at_rope_validation", ())  # whatever they are set to
-    if interleaves and not config.rope_parameters.get(_INTERLEAVED):
-        raise ModelError(
-            f"{folder}: vLLM would place the tokens of images otherwise than {type(model).__name__}, which interleaves "
-            f'positions; add "{_INTERLEAVED}": true to rope_parameters in its config.json'
-        )
+    known = getattr(config, "ignore_keys_at_rope_validation", ())
+    for key, value in _OF_ROPE.items():
+        if key in known and not config.rope_parameters.get(key):
+            raise ModelError(
+                f"{folder}: vLLM would place the tokens of images otherwise than {type(model).__name__}, which has a "
+                f'default of its own; add "{key}": {value} to rope_parameters in its config.json'
+            )
     return {
-        "mm_device_do_normalize": OwnArgument(False),
-        "mm_processor_cache_gb": OwnArgument(0),
+        "mm_device_do_normalize": OwnArgument(False),  # pixels come as numbers that the tower reads
+        "mm_processor_cache_gb": OwnArgument(0),  # of a processor that has nothing to do
     }
 
 

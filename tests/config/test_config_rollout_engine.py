@@ -83,6 +83,7 @@ def test_an_override_chooses_the_engine():
         ({"engine": "sglang", "bad_token_ids": [5]}, "bad_token_ids with engine=sglang: it can give no logprobs"),
         ({"engine": "sglang", "min_p": 0.1}, r"min_p=0\.1 with engine=sglang: it cannot draw so"),
         ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
+        ({"engine": "vllm", "temperature": 2.5}, "engine=vllm samples at 2 at most"),
         ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
         ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),
         ({"engine": "vllm", "temperature": 1.2, "bad_token_ids": [5]}, "bad_token_ids with temperature=1.2"),

@@ -441,6 +441,9 @@ def test_experts_whose_rows_grouped_mm_cannot_read_are_refused_with_what_can(run
     with pytest.raises(RankError, match=message):
         run_ranks(build_with, 1, folder, options | {"experts_implementation": "grouped_mm"})
     (whole,) = run_ranks(train_once, 1, folder, {})
+    below = {"module_precision": [{"module": "model.layers.*.mlp", "param_dtype": dtype}]}
+    (of_modules,) = run_ranks(train_once, 1, folder, below)
+    assert of_modules == pytest.approx(whole, rel=2e-2)
     for implementation in ("eager", "batched_mm", None):
         (loss,) = run_ranks(train_once, 1, folder, options | {"experts_implementation": implementation})
         assert loss == pytest.approx(whole, rel=1e-2)

@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+from tiny_models import tiny_vision_model
 from transformers import AutoTokenizer, GenerationConfig
 
 from shardwise.config import ConfigError, ModelConfig, ModelError, SamplingConfig, SFTConfig
@@ -101,6 +102,19 @@ def test_a_config_that_is_wrong_is_named_before_a_tokenizer_is_missed(folder, ke
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"model/config\.json is not a model config: "):
         open_folder(folder)
+
+
+def test_sampling_that_would_draw_tokens_of_images_is_refused(folder):
+    sampling = SamplingConfig(engine="vllm", temperature=0.7)
+    open_folder(folder).require_media_banned(sampling)
+    config = json.loads((folder / "config.json").read_text())
+    seeing = tiny_vision_model("qwen3_vl", vocab_size=config["vocab_size"]).config
+    seeing.save_pretrained(folder)
+    sees = open_folder(folder)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.7 with engine=vllm and a model that sees images"):
+        sees.require_media_banned(sampling)
+    sees.require_media_banned(SamplingConfig(engine="vllm"))
+    sees.require_media_banned(SamplingConfig(temperature=0.7))
 
 
 def test_spare_rows_of_the_embedding_are_fine(folder):

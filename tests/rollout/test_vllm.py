@@ -123,6 +123,27 @@ def test_a_failure_of_vllm_names_the_engine(engine, monkeypatch):
 
 
 @needs_vllm
+def test_requests_before_one_that_vllm_refuses_answer_nobody(folder, monkeypatch):
+    engine = open_engine(folder)
+    wanted = [
+        request(uid="a", prompt_ids=[5, 6], temperature=0.0),
+        request(uid="b", prompt_ids=[9, 7], temperature=0.0),
+    ]
+    (expected,) = engine.generate(wanted[1:])
+    add = engine._llm.llm_engine.add_request
+
+    def add_first(number, *arguments, **options):
+        if int(number) == 2:
+            raise RuntimeError("too large")
+        return add(number, *arguments, **options)
+
+    monkeypatch.setattr(engine._llm.llm_engine, "add_request", add_first)
+    with pytest.raises(TrainingError, match="too large"):
+        engine.generate(wanted)
+    assert engine.generate(wanted[1:]) == [expected]
+
+
+@needs_vllm
 def test_what_goes_on_is_drawn_from_another_seed_than_what_it_follows(folder, engine):
     """vLLM's generators begin with a request: with one seed the rest would be drawn as the beginning was. Behind one
     token and behind two that are the same the next has one distribution p, and a share of sum p^2 of independent draws
@@ -145,6 +166,7 @@ class Recorder:
 
     class model_config:
         max_model_len = 64
+        multimodal_config = None
 
     resets = True
 

@@ -1,6 +1,7 @@
 """Prompts with images in vLLM, against transformers. It needs torchvision, which only `make test-vllm` has."""
 
 import importlib.util
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 from vision_samples import reference_logprobs, vision_sample
-from vllm_engines import ARGS, needs_vllm, open_engine
+from vllm_engines import ARGS, CPU, needs_vllm, open_engine
 
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError, ModelError, VllmRollout
+from shardwise.rollout import VllmEngine
 from shardwise.types import GenerateRequest, Sample
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -130,17 +132,21 @@ def test_what_was_sampled_before_an_interruption_goes_on_behind_the_images(model
 
 @needs_vllm
 @needs_torchvision
-def test_new_weights_of_the_tower_reach_images_that_were_seen_before(model, samples, engine):
+def test_new_weights_reach_images_that_were_seen_before(model, samples, engine):
     asked = [asking(sample, temperature=0.0) for sample in samples]
     before = engine.generate(asked)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name in dict(engine.served_weights())}
-    changed = {name: 1.5 * tensor if "visual" in name else tensor for name, tensor in weights.items()}
-    engine.load_weights(changed.items())
+    served, changed = dict(engine.served_weights()), deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            parameter.mul_(1.5 if "visual" in name else 0.9)
+    weights, others = (
+        {name: tensor for name, tensor in one.state_dict().items() if name in served} for one in (model, changed)
+    )
+    engine.load_weights(others.items())
     engine.commit_weights(1)
     try:
-        after = engine.generate(asked)
-        for sample, (first,), (second,) in zip(samples, before, after, strict=True):
-            assert (first.logprobs == second.logprobs) == (sample.images is None)
+        for sample, (completion,) in zip(samples, engine.generate(asked), strict=True):
+            assert_own_logprobs(changed, sample, completion)
     finally:
         engine.load_weights(weights.items())
         engine.commit_weights(0)
@@ -176,10 +182,28 @@ def test_prompts_and_images_that_do_not_fit_are_refused_and_the_next_one_is_answ
 
 @needs_vllm
 @needs_torchvision
-def test_positions_that_vllm_would_not_interleave_are_refused(tmp_path):
-    folder = tiny_folder_that_sees(tiny_vision_model("qwen3_vl", **HEADS), tmp_path)
-    with pytest.raises(ModelError, match=r'add "mrope_interleaved": true to rope_parameters in its config\.json'):
-        open_engine(folder)
+@pytest.mark.parametrize("missing", ["mrope_section", "mrope_interleaved"])
+def test_positions_that_vllm_would_take_for_others_are_refused(tmp_path, missing):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    model = tiny_vision_model("qwen3_vl", rope_parameters=rope, **HEADS)
+    del model.config.text_config.rope_parameters[missing]
+    with pytest.raises(ModelError, match=rf'add "{missing}": .* to rope_parameters in its config\.json'):
+        open_engine(tiny_folder_that_sees(model, tmp_path))
+
+
+@needs_vllm
+@needs_torchvision
+def test_images_for_which_no_memory_was_reserved_and_adapters_alone_are_refused(folder, samples):
+    without = open_engine(folder, args={"limit_mm_per_prompt": {"image": 0, "video": 0}})
+    assert without.generate([asking(samples[1])])
+    with pytest.raises(
+        ConfigError, match=r"row 0 has images, and rollout\.engine\.args\.limit_mm_per_prompt has image=0"
+    ):
+        without.generate([asking(samples[0])])
+    with pytest.raises(ConfigError, match=r"sync_adapter_only=true: vLLM would leave adapters of the vision tower out"):
+        VllmEngine.from_folder(
+            folder, VllmRollout(), dtype=torch.float32, max_rows=4, device=CPU, attach_adapter=lambda model: {}
+        )
 
 
 @needs_vllm

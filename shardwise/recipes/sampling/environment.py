@@ -197,9 +197,9 @@ def _problem_of_method(found: Callable[..., Any], name: str, arguments: tuple[st
         return f"has no method {name}"
     if kind_of_callable(method) == "generator":
         return f"has a method {name} that is a generator"
-    is_bound = not inspect.isfunction(method) or isinstance(inspect.getattr_static(found, name), staticmethod)
+    is_plain = method is inspect.getattr_static(found, name) and hasattr(type(method), "__get__")  # else it is bound
     try:
-        inspect.signature(method).bind(*arguments if is_bound else ("self", *arguments))
+        inspect.signature(method).bind(*(("self", *arguments) if is_plain else arguments))
     except TypeError as error:
         return f"has a method {name} that cannot be called with {', '.join(arguments) or 'nothing'}: {error}"
     except ValueError:

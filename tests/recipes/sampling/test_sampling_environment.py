@@ -67,6 +67,13 @@ class Static(Whole):
     def close(cls): ...
 
 
+class Remembering(Whole):
+    @functools.cache  # noqa: B019
+    def reward(self): ...
+
+    step = functools.partial(print, end="")
+
+
 class Lazy(Whole):
     async def step(self, response):
         yield response
@@ -99,6 +106,10 @@ def test_an_environment_is_found_with_and_without_parameters():
         made = load_environment(CustomEnvironment(path=f"{__file__}:Whole", parameters=parameters))()
         assert type(made).__name__ == "Whole"
         assert made.chances == parameters.get("chances", 1)
+
+
+def test_methods_of_an_environment_may_be_wrapped():
+    assert load_environment(CustomEnvironment(path=f"{__file__}:Remembering"))().reward() is None
 
 
 def test_methods_of_an_environment_may_need_no_instance():
