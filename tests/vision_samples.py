@@ -1,12 +1,13 @@
 """Samples with images for the tiny models of tiny_models.py, and what transformers says about them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from tiny_models import IMAGE, VISION_END, VISION_START
 from torch import Tensor
 
-from shardwise.types import Denominators, Images, Metrics, Sample, TokenBatch, TokenOutputs
+from shardwise.types import Denominators, GenerateRequest, Images, Metrics, Sample, TokenBatch, TokenOutputs
 
 NUM_VALUES = 3 * 2 * 4 * 4
 """Of a patch."""
@@ -63,6 +64,20 @@ def reference_logprobs(model, sample: Sample) -> Tensor:
     scores = reference_logits(model, sample)[:-1].log_softmax(-1)
     logprobs = scores.gather(1, sample.token_ids[1:, None])[:, 0]
     return torch.cat([logprobs.new_zeros(1), logprobs]) * sample.loss_mask
+
+
+def request_of(sample: Sample, **options) -> GenerateRequest:
+    """For completions of it."""
+    return GenerateRequest(uid=sample.uid, prompt_ids=sample.token_ids.tolist(), images=sample.images, **options)
+
+
+@torch.no_grad()
+def assert_scores_of(model, samples: Sequence[Sample], found: Sequence[Sequence[float]], *, atol: float) -> None:
+    """Whether they are the policy's logprobs of every word after the first."""
+    for sample, logprobs in zip(samples, found, strict=True):
+        everything = replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0)
+        expected, words = reference_logprobs(model, everything)[1:], sample.token_ids[1:] != IMAGE
+        torch.testing.assert_close(torch.tensor(logprobs)[words], expected[words], atol=atol, rtol=0)
 
 
 def negative_logprob(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:

@@ -2,20 +2,22 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny_models import IMAGE, VIDEO, tiny_vision_model
 from transformers import GenerationConfig
-from vision_samples import reference_logprobs, vision_sample
+from vision_samples import assert_scores_of, reference_logprobs, request_of, vision_sample
 
 from shardwise.config import ModelError
 from shardwise.rollout import EmbeddedEngine
-from shardwise.types import GenerateRequest, Sample
+from shardwise.types import Sample
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 9
+asking = partial(request_of, max_tokens=MAX_TOKENS, temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -40,15 +42,6 @@ def samples(model):
 def open_engine(folder, max_rows=16, **options):
     device = torch.device("cpu")
     return EmbeddedEngine.from_folder(folder, dtype=torch.float32, max_rows=max_rows, device=device, **options)
-
-
-def asking(sample: Sample, **options) -> GenerateRequest:
-    return GenerateRequest(
-        uid=sample.uid,
-        prompt_ids=sample.token_ids.tolist(),
-        images=sample.images,
-        **{"max_tokens": MAX_TOKENS, "temperature": 0.0, **options},
-    )
 
 
 @torch.no_grad()
@@ -126,12 +119,7 @@ def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, sam
 
 def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, folder, samples):
     found = open_engine(folder).logprobs([s.token_ids.tolist() for s in samples], [s.images for s in samples])
-    for sample, logprobs in zip(samples, found, strict=True):
-        everything = replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0)
-        with torch.no_grad():
-            expected = reference_logprobs(model, everything)[1:]
-        words = sample.token_ids[1:] != IMAGE
-        torch.testing.assert_close(torch.tensor(logprobs)[words], expected[words], atol=5e-5, rtol=0)
+    assert_scores_of(model, samples, found, atol=5e-5)
 
 
 def test_a_completion_goes_on_where_it_was_interrupted(folder, samples):

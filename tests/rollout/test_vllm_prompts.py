@@ -3,6 +3,7 @@
 import importlib.util
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,18 +11,19 @@ from tiny_models import IMAGE, VIDEO, VISION_END, VISION_START, tiny_vision_mode
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
-from vision_samples import reference_logprobs, vision_sample
+from vision_samples import assert_scores_of, reference_logprobs, request_of, vision_sample
 from vllm_engines import ARGS, CPU, needs_vllm, open_engine
 
 from shardwise.config import ConfigError, ModelError, VllmRollout
 from shardwise.rollout import VllmEngine
-from shardwise.types import GenerateRequest, Sample
+from shardwise.types import Sample
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 SIZES = {"qwen2_5_vl": {"num_attention_heads": 1, "num_key_value_heads": 1}, "qwen3_vl": HEADS}
 """Heads wide enough for vLLM's kernels on a CPU."""
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 8
+asking = partial(request_of, max_tokens=MAX_TOKENS, temperature=1.0)
 needs_torchvision = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
 )
@@ -66,15 +68,6 @@ def engine(folder):
     return open_engine(folder, args={"limit_mm_per_prompt": {"image": 3, "video": 0}})
 
 
-def asking(sample: Sample, **options) -> GenerateRequest:
-    return GenerateRequest(
-        uid=sample.uid,
-        prompt_ids=sample.token_ids.tolist(),
-        images=sample.images,
-        **{"max_tokens": MAX_TOKENS, "temperature": 1.0, **options},
-    )
-
-
 @torch.no_grad()
 def assert_own_logprobs(model, sample: Sample, completion, atol=2e-5) -> None:
     tokens = torch.cat([sample.token_ids, torch.tensor(completion.token_ids)])
@@ -112,12 +105,7 @@ def test_other_pixels_at_the_same_tokens_give_other_logprobs(model, samples, eng
 @needs_torchvision
 def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, samples, engine):
     found = engine.logprobs([s.token_ids.tolist() for s in samples], [s.images for s in samples])
-    for sample, logprobs in zip(samples, found, strict=True):
-        everything = replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0)
-        with torch.no_grad():
-            expected = reference_logprobs(model, everything)[1:]
-        words = sample.token_ids[1:] != IMAGE
-        torch.testing.assert_close(torch.tensor(logprobs)[words], expected[words], atol=2e-5, rtol=0)
+    assert_scores_of(model, samples, found, atol=2e-5)
 
 
 @needs_vllm
