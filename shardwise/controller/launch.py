@@ -214,6 +214,7 @@ def _run(
         code = ranks.codes().get(0)
         if code in STOPPED or (code == 0 and asked):
             ranks.wait_for_all(_LEAVE_SECONDS)
+            time.sleep(_POLL_SECONDS)  # a signal to all processes may have ended them before a thread tells `asked`
         if ranks.have_succeeded:
             return _End(0)
         if not asked or any(not note.is_lost_peer for note in read_notes(ranks.folder)):
