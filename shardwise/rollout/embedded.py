@@ -42,7 +42,7 @@ from shardwise.rollout.kv_cache import (
 )
 from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.stop_strings import Decode
-from shardwise.rollout.vision import image_spans, known_prompts
+from shardwise.rollout.vision import image_spans, requests_to_score
 from shardwise.types import Completion, GenerateRequest, Images
 
 _SCORED_AT_A_TIME = 256
@@ -203,7 +203,7 @@ class EmbeddedEngine:
         self._require_version()
         self._limits.require_scorable(sequences)
         projection, results = self._cached.projection(), []
-        for prompt in known_prompts(sequences, images):
+        for prompt in requests_to_score(sequences, images):
             image_spans(prompt, self._model)
             tokens = torch.tensor(prompt.prompt_ids)
             hidden = self._cached.read(tokens, prompt.images)[:-1].split(_SCORED_AT_A_TIME)

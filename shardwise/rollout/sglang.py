@@ -26,7 +26,7 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
-from shardwise.rollout.vision import known_prompts
+from shardwise.rollout.vision import requests_to_score
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest, Images
 
@@ -144,7 +144,7 @@ class SglangEngine:
         """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
         self._readiness.require()
         self._limits.require_scorable(sequences)
-        for prompt in known_prompts(sequences, images):
+        for prompt in requests_to_score(sequences, images):
             _require_possible(prompt)
         scoring = {"max_new_tokens": 0, "temperature": 0.0}
         answers = self._run(sequences, [scoring] * len(sequences), logprob_start_len=0)

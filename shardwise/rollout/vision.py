@@ -13,13 +13,13 @@ from shardwise.families import backbone, takes_images, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
-def known_prompts(sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None) -> list[GenerateRequest]:
+def requests_to_score(
+    sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None
+) -> list[GenerateRequest]:
     """What `RolloutEngine.logprobs` is asked for, as requests."""
     shown = [None] * len(sequences) if images is None else images
     return [
-        GenerateRequest(
-            uid=f"known prompt {number}", prompt_ids=list(sequence), max_tokens=1, temperature=0.0, images=own
-        )
+        GenerateRequest(uid=f"sequence {number}", prompt_ids=list(sequence), max_tokens=1, temperature=0.0, images=own)
         for number, (sequence, own) in enumerate(zip(sequences, shown, strict=True))
     ]
 

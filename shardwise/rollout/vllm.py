@@ -27,7 +27,7 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
-from shardwise.rollout.vision import known_prompts
+from shardwise.rollout.vision import requests_to_score
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
 from shardwise.rollout.vllm_weights import VllmAdapter, itself, lora_arguments
@@ -212,7 +212,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompts = [engine_input(prompt, self._skeleton) for prompt in known_prompts(sequences, images)]
+        prompts = [engine_input(prompt, self._skeleton) for prompt in requests_to_score(sequences, images)]
         scores = []
         for sequence, output in zip(sequences, self._run(prompts, [scoring] * len(prompts)), strict=True):
             assert output.prompt_logprobs is not None
