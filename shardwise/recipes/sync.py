@@ -125,8 +125,8 @@ class KnownPrompt:
 
 def known_prompts(examples: Sequence[Example], image_token_id: int | None = None) -> list[KnownPrompt]:
     """The beginnings of a few prompts, without their images. Where none is longer than a word, words said twice: only
-    the second has a logprob. And the shortest prompt with images, whole: the places behind the first one are compared,
-    but for those of images."""
+    the second has a logprob. And the shortest prompt with images, whole: the first words behind its first image are
+    compared."""
     words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
     beginnings = [tokens[:PROBE_TOKENS] for tokens in words if tokens]
     scored = [tokens for tokens in beginnings if len(tokens) > 1]
@@ -137,7 +137,7 @@ def known_prompts(examples: Sequence[Example], image_token_id: int | None = None
         shortest = min(seen, key=lambda example: len(example.prompt_ids))
         tokens = shortest.prompt_ids
         behind = range(tokens.index(image_token_id) + 1, len(tokens))
-        places = [place for place in behind if tokens[place] != image_token_id]
+        places = [place for place in behind if tokens[place] != image_token_id][:PROBE_TOKENS]
         if places:
             known.append(KnownPrompt("probe image", tokens, places, shortest.position_ids, shortest.image_refs))
     return known

@@ -74,6 +74,8 @@ def test_of_prompts_with_images_the_shortest_is_compared_behind_the_first_one():
     sample = known.sample
     assert sample.loss_mask.tolist() == [False, False, False, True, False, False, True]
     assert (sample.image_refs, sample.position_ids) == ([SEEN, SEEN], positions)
+    *_, long = known_prompts([example([IMAGE, *[9] * 100], image_refs=[SEEN])], IMAGE)
+    assert long.places == list(range(1, 14))
     assert len(known_prompts(rows[2:], IMAGE)) == 1, "too long to look at"
     assert len(known_prompts([example([1, IMAGE, IMAGE], image_refs=[SEEN])], IMAGE)) == 1, "nothing stands behind it"
 
