@@ -190,7 +190,7 @@ def build_unloaded(
     """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it. Holds no collectives,
     and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
-    if config.experts_implementation is None:
+    if config.experts_implementation is None:  # before it is known which module computes in which of these
         dtypes = {config.param_dtype, *(own.param_dtype for own in config.module_precision if own.param_dtype)}
         avoid_unaligned(hf_model, min((getattr(torch, name) for name in dtypes), key=lambda dtype: dtype.itemsize))
     if pad_token_id is not None:

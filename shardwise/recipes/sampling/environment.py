@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -199,9 +200,8 @@ def _problem_of_method(found: Callable[..., Any], name: str, arguments: tuple[st
         return f"has a method {name} that is a generator"
     is_plain = method is inspect.getattr_static(found, name) and hasattr(type(method), "__get__")  # else it is bound
     try:
-        inspect.signature(method).bind(*(("self", *arguments) if is_plain else arguments))
+        with suppress(ValueError):  # one of C has no signature
+            inspect.signature(method).bind(*(("self", *arguments) if is_plain else arguments))
     except TypeError as error:
         return f"has a method {name} that cannot be called with {', '.join(arguments) or 'nothing'}: {error}"
-    except ValueError:
-        pass  # one of C without a signature
     return None
