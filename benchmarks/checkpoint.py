@@ -119,7 +119,7 @@ class Bench(Worker):
         """As `load_state`, without hashes."""
         optimizer = self._engines[role].engine._optimizer
         assert optimizer is not None
-        load_state(optimizer, Path(folder), verify=False)
+        load_state(optimizer, Path(folder), into_empty=True, verify=False)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         optimizer = self._engines["policy"].engine._optimizer
@@ -193,7 +193,7 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
             for kind in ("", "_cold"):
                 fresh = build_engine(
                     group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
-                )  # as in a run that resumes: its optimizer has no states yet
+                )  # as in a run that resumes: without weights and states
                 if kind:
                     _drop_from_page_cache(Path(state))
                 timed(name + kind, group.call, loads[name], fresh.role, state)
@@ -233,6 +233,7 @@ def run_rank(folder: Path, scratch: Path, *, rounds: int, threads: int) -> None:
         policy = build_engine(
             group, "policy", ModelConfig(path=str(folder)), layout, optimizer=OptimizerConfig(), total_steps=10
         )
+        policy.load_initial_weights()
         tokens = torch.arange(NUM_SCORED) % 250 + 5
         samples = [
             Sample(uid=str(n), token_ids=tokens, loss_mask=torch.arange(NUM_SCORED) > 0) for n in range(group.size)

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from shardwise.config import FrozenEngineConfig
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import ParallelDims, TrainEngine
-from shardwise.engine.model import build_sharded
+from shardwise.engine.model import ShardedModel, build_sharded
 
 
 def resident_kib(field: str) -> int:
@@ -64,10 +64,15 @@ def run_ours(folder: Path, target: Path) -> dict[str, Any]:
         config, device = FrozenEngineConfig(param_dtype="bfloat16"), torch.device("cpu")
         dims = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1)
         mesh = dims.build(device.type)
-        sharded, load = measured(lambda: build_sharded(folder, config, mesh, device=device))
+
+        def build_and_load() -> tuple[ShardedModel, int]:
+            sharded, initial = build_sharded(folder, config, mesh, device=device)
+            return sharded, initial.load()
+
+        (sharded, num_bytes), load = measured(build_and_load)
         engine = TrainEngine(sharded, None, config=config, device=device, seed=0)
         _, export = measured(lambda: engine.export_hf(target, tokenizer))
-    return {"load": load | {"bytes_read": engine.num_bytes_read}, "export": export}
+    return {"load": load | {"bytes_read": num_bytes}, "export": export}
 
 
 def run_theirs(folder: Path, target: Path) -> dict[str, Any]:

@@ -18,15 +18,21 @@ OVERFLOW = 1
 """The step whose loss is too large for float16, and for it alone."""
 
 
-def build(folder, engine, optimizer, seed=3) -> TrainEngine:
-    return TrainEngine.build(
+def build(folder, engine, optimizer, seed=3, *, with_trained=True) -> TrainEngine:
+    """Without trained weights these are NaN: nothing may come of them."""
+    built = TrainEngine.build(
         Path(folder),
         EngineConfig(**engine),
         device=torch.device("cpu"),
         optimizer=OptimizerConfig(**{"learning_rate": 3e-3, "weight_decay": 0.1} | optimizer),
         total_steps=BEFORE + AFTER,
         seed=seed,
+        with_trained=with_trained,
     )
+    if not with_trained:
+        for parameter in built._optimizer.parameters:
+            parameter.data.fill_(torch.nan)
+    return built
 
 
 def steps(engine, numbers, ulysses_size=1):
@@ -67,7 +73,7 @@ def uninterrupted(folder, state, engine, optimizer):
 
 
 def resumed(folder, state, engine, optimizer):
-    fresh = build(folder, engine, optimizer, seed=3)
+    fresh = build(folder, engine, optimizer, with_trained=False)
     fresh.state.load(Path(state))
     loaded = state_of(fresh)
     return loaded, steps(fresh, range(BEFORE, BEFORE + AFTER), engine.get("ulysses_size", 1)), state_of(fresh)

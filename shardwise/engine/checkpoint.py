@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import call
 from pathlib import Path
@@ -126,13 +126,14 @@ class StagedState:
 
 
 @torch.no_grad()
-def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True) -> None:
+def load_state(optimizer: ShardedOptimizer, folder: Path, *, into_empty: bool = False, verify: bool = True) -> None:
     """Collective. Takes over what `save_state` wrote on any number of ranks; each rank reads its own shards.
 
-    Every file is verified, and every name, shape and dtype compared, before a weight is changed. Where every rank reads
-    whole shards into an optimizer that has no states, they are read once: into new memory, with a hash on the way.
+    Every file is verified, and every name, shape and dtype compared, before a weight is changed. Where there are none
+    yet and every rank reads whole shards, they are read once, with a hash on the way.
 
     Args:
+        into_empty: the masters have memory, and nothing in it; and nothing of use after an error.
         verify: whether hashes are compared; without them it can be measured what they cost.
     Raises:
         DamagedError: on every rank: a file is missing or damaged; names it, and the tensor. ModelError: likewise: a
@@ -145,23 +146,21 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, verify: bool = True
         tensors = optimizer.named_tensors()
         compared = _with_states(tensors) & _with_states(index.specs)
         _require_same(folder, tensors, index, lambda name: name.startswith(MASTER) or _parameter(name) in compared)
+    if verify and not into_empty:
+        _verify_files(index, folder)
     is_new = not optimizer.has_states
     if not is_new:
-        if verify:
-            _verify_files(index, folder)
         optimizer.drop_states()  # also those of parameters that had none when this was saved
     optimizer.create_states(_with_states(index.specs))
     try:
         with raised_on_every_rank(ModelError):
             tensors = optimizer.named_tensors()
             _require_same(folder, tensors, index)
-            planned = _planned_reads(tensors, index)
-        reads = _staged(planned, index, folder) if verify and is_new else planned
+            reads = _planned_reads(tensors, index)
+        if verify and into_empty and not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
+            _verify_files(index, folder)
         with raised_on_every_rank(ModelError, DamagedError):
-            _for_each(reads, folder, partial(_read, index, verify=verify))
-        for read, plan in zip(reads, planned, strict=True):
-            if read is not plan:
-                plan.target.copy_(read.target)
+            _for_each(reads, index, folder, partial(_read, index, verify=verify))
     except ModelError:
         if is_new:
             optimizer.drop_states()
@@ -263,22 +262,6 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]
     return reads
 
 
-def _staged(reads: list[_Read], index: StateIndex, folder: Path) -> list[_Read]:
-    """Collective. Where all ranks read whole parts, these are verified as they are read, and masters wait in memory
-    that gradients will take. Elsewhere the files are verified. Raises DamagedError, ModelError."""
-    if not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
-        _verify_files(index, folder)
-        return reads
-    with raised_on_every_rank(ModelError, DamagedError):
-        for name in dict.fromkeys(read.file for read in reads):
-            index.open(folder / name).close()
-    return [replace(read, target=_new(read.target)) if read.name.startswith(MASTER) else read for read in reads]
-
-
-def _new(target: Tensor) -> Tensor:
-    return torch.empty_like(target, memory_format=torch.contiguous_format)
-
-
 def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:
     """With a hash where the part is whole: what is read is what was verified. Raises DamagedError: it is not."""
     if not (verify and read.is_of_whole_part):
@@ -289,13 +272,15 @@ def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bo
     index.files[read.file].require_hash(file.path, read.name, digest.hexdigest())
 
 
-def _for_each(reads: Sequence[_Read], folder: Path, work: Callable[[_Read, SafetensorsReader], object]) -> None:
+def _for_each(
+    reads: Sequence[_Read], index: StateIndex, folder: Path, work: Callable[[_Read, SafetensorsReader], object]
+) -> None:
     """With the file that it reads, file by file, in a few threads: at least two, so that one may wait for the disk."""
     by_file: defaultdict[str, list[_Read]] = defaultdict(list)
     for read in reads:
         by_file[read.file].append(read)
     with ThreadPoolExecutor(min(MAX_THREADS, max(2, torch.get_num_threads()))) as threads:
         for name, own in by_file.items():
-            with closing(SafetensorsReader(folder / name)) as file:
+            with closing(index.open(folder / name)) as file:
                 calls = [on_current_stream(partial(work, read, file), read.target.device) for read in own]
                 list(threads.map(call, calls))

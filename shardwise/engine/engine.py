@@ -26,6 +26,7 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
+from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
@@ -72,7 +73,12 @@ class TrainEngine:
         config: EngineConfig | FrozenEngineConfig,
         device: torch.device,
         seed: int,
+        initial: InitialWeights | None = None,
     ) -> None:
+        """
+        Args:
+            initial: what the trained weights are read from if no `state` is loaded into them; None: they are there.
+        """
         self._model = sharded.model
         self._model.eval()  # no pass over the same tokens may differ from another: dropout, router noise
         self._units = sharded.units
@@ -98,9 +104,9 @@ class TrainEngine:
         self._copies = Copies()
         self._export_buffers = StagingBuffers(self._copies)
         self._export_plan: ExportPlan | None = None
-        self._state = None if optimizer is None else EngineState(sharded.model, optimizer, self._copies)
-        self.num_bytes_read = sharded.num_bytes_read
-        """Bytes of weights that this rank read from disk."""
+        self._state = None if optimizer is None else EngineState(sharded.model, optimizer, self._copies, initial)
+        self.num_bytes_read = 0
+        """Bytes of weights that this rank read from the model folder."""
         self.num_parameters = num_parameters(self._model)
         self.num_trained_parameters = num_trained_parameters(self._model)
 
@@ -117,6 +123,7 @@ class TrainEngine:
         pad_token_id: int | None = None,
         seed: int = 0,
         require_finite: bool = True,
+        with_trained: bool = True,
     ) -> Self:
         """Builds the engine from a model folder on an initialized process group.
 
@@ -127,6 +134,8 @@ class TrainEngine:
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
             seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
             require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
+            with_trained: False reads frozen weights alone; before anything is computed, the trained ones come from
+                `load_initial_weights` or from `state`.
         Raises:
             ConfigError: on every rank: an option does not fit the world size or the model. ModelError: on every rank:
                 the folder cannot be loaded.
@@ -137,7 +146,7 @@ class TrainEngine:
                 "engines are fsdp2_train, frozen ones fsdp2_infer"
             )
         dims = ParallelDims.of(config, world_size=dist.get_world_size())
-        sharded = build_sharded(
+        sharded, initial = build_sharded(
             folder,
             config,
             dims.build(device.type),
@@ -157,9 +166,15 @@ class TrainEngine:
                     loss_scaling=isinstance(config, EngineConfig) and config.has_float16_gradients,
                     seed=seed,
                 )
-        engine = cls(sharded, sharded_optimizer, config=config, device=device, seed=seed)
+        left_out = None if with_trained else initial
+        engine = cls(sharded, sharded_optimizer, config=config, device=device, seed=seed, initial=left_out)
+        engine.num_bytes_read = initial.load() if with_trained else initial.load_untrained()
         engine._probe(config)
         return engine
+
+    def load_initial_weights(self) -> None:
+        """Reads what `build` left out. Raises ModelError as it does."""
+        self.num_bytes_read += self.state.load_initial_weights()
 
     @torch.no_grad()
     def forward(
@@ -179,6 +194,7 @@ class TrainEngine:
             with_adapters: False is the model as it was before its adapters: the reference policy.
             teacher_outputs: of a teacher, one for each micro-batch; the divergence from it is among the outputs.
         """
+        self._require_weights()
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
         with nullcontext() if with_adapters else self._adapters_off():
             outputs = [self._forward(batch, about) for batch, about in zip(batches, wanted, strict=True)]
@@ -266,6 +282,7 @@ class TrainEngine:
             TrainingError: an earlier call ended with an error; what FSDP holds of its gradients would join these.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
+        self._require_weights()
         if self._is_accumulating:
             raise TrainingError(
                 "an earlier forward_backward of this engine ended with an error, and what it left of gradients would "
@@ -378,6 +395,7 @@ class TrainEngine:
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;
         adapters are merged."""
+        self._require_weights()
         return full_weights(self._model.hf_model, dtype)
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -451,8 +469,13 @@ class TrainEngine:
         self._root.set_requires_gradient_sync(self._reduces_each or is_last)
         self._root.set_requires_all_reduce(is_last)
 
+    def _require_weights(self) -> None:
+        assert self._state is None or self._state.has_weights, "no trained weight has been loaded"
+
+    @torch.no_grad()
     def _probe(self, config: EngineConfig | FrozenEngineConfig) -> None:
-        """Runs two tokens through the model, so that an option it cannot compute with fails here, before training."""
+        """Runs two tokens through the model, whatever its weights are, so that an option it cannot compute with fails
+        here, before training."""
         batch = TokenBatch(
             input_ids=torch.zeros(2, dtype=torch.int64),
             position_ids=torch.arange(2),
@@ -462,7 +485,8 @@ class TrainEngine:
         )
         try:
             with self._expert_loads.probing():
-                self.forward([batch])
+                self._forward(batch, Wanted())
+                self._reshard()
         except UnreadableRouter as error:
             raise ModelError(with_release(str(error))) from None
         except (torch.OutOfMemoryError, dist.DistError):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardwise.engine.heads import LogprobHead
+from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model import ScoringModel
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.runtime_state import has_adapters
+from shardwise.engine.runtime_state import has_adapters, trained_names
 from shardwise.engine.staging import Copies, StagingBuffers
-from shardwise.ops import plain_name
 
 if TYPE_CHECKING:
     from shardwise.engine.checkpoint import StagedState
@@ -25,16 +25,32 @@ class EngineState:
 
     # The packages of `checkpoint` are needed by nothing else in the engine, so they are imported where it is used.
 
-    def __init__(self, model: ScoringModel, optimizer: ShardedOptimizer, copies: Copies) -> None:
+    def __init__(
+        self, model: ScoringModel, optimizer: ShardedOptimizer, copies: Copies, initial: InitialWeights | None = None
+    ) -> None:
         """
         Args:
             copies: what may still be on its way from the device; nothing is loaded before it has arrived.
+            initial: what the trained weights may be read from, where the model has none yet.
         """
         self._model = model
         self._optimizer = optimizer
         self._copies = copies
+        self._initial = initial
         self._buffers = StagingBuffers(copies)
         self._plan: StatePlan | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the trained weights have been loaded."""
+        return self._initial is None
+
+    def load_initial_weights(self) -> int:
+        """Takes over those of the model folder, and of a new adapter. Returns the bytes that this rank read."""
+        assert self._initial is not None, "they are there already"
+        num_bytes = self._initial.load_trained()
+        self._initial = None
+        return num_bytes
 
     def numbers(self) -> dict[str, Any]:
         """What is not tensors (step counts, loss scale), JSON-serialisable."""
@@ -62,7 +78,8 @@ class EngineState:
         from shardwise.engine.checkpoint import load_state
 
         self._copies.wait()
-        load_state(self._optimizer, folder)
+        load_state(self._optimizer, folder, into_empty=not self.has_weights)
+        self._initial = None
 
     def load_weights_alone(self, folder: Path, state: Path) -> None:
         """Takes over weights, with the optimizer states of a new engine. Frozen weights stay as they are.
@@ -82,10 +99,9 @@ class EngineState:
 
             load_adapter(model, folder / "adapter")
         else:
-            parameters = model.named_parameters(remove_duplicate=False)
-            trained = {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
             fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
-            load_weights(model, folder / "hf", fresh=fresh, only=trained)
+            load_weights(model, folder / "hf", fresh=fresh, only=trained_names(model))
+        self._initial = None
         self._optimizer.drop_states()
         self._optimizer.load_numbers(numbers)
 

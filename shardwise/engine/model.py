@@ -1,6 +1,6 @@
 """From a model folder to a sharded model. The order of the steps in `build_unloaded` is the documentation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.config import ConfigError, EngineConfig, LayoutConfig, LoraConfig, ModelError
+from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
@@ -27,7 +27,7 @@ from shardwise.engine.heads import (
     make_head,
     value_projection_name,
 )
-from shardwise.engine.loading import load_weights
+from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
 from shardwise.engine.model_classes import kind_of, model_from_config, sees_images
@@ -122,8 +122,6 @@ class ShardedModel:
     backend: AttentionBackend
     expert_loads: ExpertLoads
     replay: RouterReplay
-    num_bytes_read: int
-    """Bytes of weights that this rank read from disk."""
 
 
 def build_sharded(
@@ -136,16 +134,17 @@ def build_sharded(
     pad_token_id: int | None = None,
     seed: int = 0,
     require_finite: bool = True,
-) -> ShardedModel:
-    """Builds, shards and loads a model, trained if the config is an EngineConfig, else frozen.
+) -> tuple[ShardedModel, InitialWeights]:
+    """Builds and shards a model, trained if the config is an EngineConfig, else frozen. Its parameters have memory, and
+    nothing in it before the weights that come with it are loaded.
 
     Args:
         pad_token_id: what the sequences that a reward model scores are padded with; None: as config.json says.
         seed: of a new adapter.
         require_finite: False also loads weights and adapters that hold NaN or infinities.
     Raises:
-        ModelError: on every rank: not a model of this kind, or the weights do not fit the config. ConfigError: on every
-            rank: an option that does not fit the model or the layout, or needs a package that is missing.
+        ModelError: on every rank: not a model of this kind. ConfigError: on every rank: an option that does not fit the
+            model or the layout, or needs a package that is missing.
     """
     with raised_on_every_rank(ModelError, ConfigError):
         sharded = build_unloaded(folder, config, mesh, device=device, head_name=head_name, pad_token_id=pad_token_id)
@@ -153,29 +152,15 @@ def build_sharded(
     fresh = fresh_head(hf_model, head_name)
     if fresh is not None and not isinstance(config, EngineConfig):
         fresh = {}  # a frozen head would stay as random as it starts
-    num_bytes = load_weights(hf_model, folder, fresh=fresh, require_finite=require_finite)
-    if isinstance(config, EngineConfig) and config.lora is not None:
-        num_bytes += _fill_adapters(hf_model, config.lora, folder, fresh, seed, require_finite=require_finite)
-    return replace(sharded, num_bytes_read=num_bytes)
-
-
-def _fill_adapters(
-    model: PreTrainedModel,
-    config: LoraConfig,
-    base: Path,
-    fresh: dict[str, Tensor] | None,
-    seed: int,
-    *,
-    require_finite: bool,
-) -> int:
-    """Returns the bytes this rank read of the base's folder."""
-    from shardwise.engine.adapters import init_adapters, load_adapter
-
-    if config.adapter_path is not None:
-        load_adapter(model, Path(config.adapter_path), require_finite=require_finite)
-        return 0
-    init_adapters(model, seed)
-    return load_weights(model, base, fresh=fresh, require_finite=require_finite, copies=True)
+    initial = InitialWeights(
+        model=hf_model,
+        folder=folder,
+        fresh=fresh,
+        lora=config.lora if isinstance(config, EngineConfig) else None,
+        seed=seed,
+        require_finite=require_finite,
+    )
+    return sharded, initial
 
 
 def build_unloaded(
@@ -187,8 +172,7 @@ def build_unloaded(
     head_name: HeadName = "logprobs",
     pad_token_id: int | None = None,
 ) -> ShardedModel:
-    """As `build_sharded`, from config.json alone: the parameters have memory, and nothing in it. Holds no collectives,
-    and raises on this rank only."""
+    """The model alone. Holds no collectives, and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
     if config.experts_implementation is None:  # before it is known which module computes in which of these
         dtypes = {config.param_dtype, *(own.param_dtype for own in config.module_precision if own.param_dtype)}
@@ -233,7 +217,7 @@ def build_unloaded(
     sharded = units.shard(model, hf_model, model.head, mesh)
     guard_experts(hf_model)
     materialize(model, device, params_on_host=config.offload_policy)
-    return ShardedModel(model, sharded, backend, expert_loads, replay, num_bytes_read=0)
+    return ShardedModel(model, sharded, backend, expert_loads, replay)
 
 
 def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: EngineMesh, head_name: HeadName) -> None:

@@ -41,6 +41,13 @@ def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return MergedState(model)
 
 
+def trained_names(model: PreTrainedModel) -> set[str]:
+    """Of its trained parameters, tied ones under each of their names; those of adapters under names that are in no
+    `runtime_state`."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
+
+
 def has_adapters(model: PreTrainedModel) -> bool:
     """peft leaves its configuration on the models it changes."""
     return hasattr(model, "peft_config")

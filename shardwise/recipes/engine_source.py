@@ -37,6 +37,7 @@ class EngineSource(BaseModel):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         require_finite: bool = True,
+        with_trained: bool = True,
     ) -> TrainEngine:
         """As `TrainEngine.build`."""
         engine = TrainEngine.build(
@@ -49,6 +50,7 @@ class EngineSource(BaseModel):
             pad_token_id=self.pad_token_id,
             seed=self.seed,
             require_finite=require_finite,
+            with_trained=with_trained,
         )
         if self.turn_end_id is not None:
             engine.end_completions_at(self.turn_end_id)

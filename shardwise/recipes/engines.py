@@ -43,7 +43,9 @@ class RemoteEngine:
     num_parameters: int
     num_trained_parameters: int
     num_bytes_read: int
-    """Bytes of weights that the rank with the most of them read from disk."""
+    """Bytes of weights that the rank with the most of them read from the model folder."""
+    has_weights: bool = True
+    """Whether the trained ones are loaded, if it is trained."""
     bundle: str = ""
     """The folder of what replays an optimizer step if it is skipped now; "" keeps nothing."""
 
@@ -120,9 +122,16 @@ class RemoteEngine:
         """Likewise what `save` would write into the folder `state`."""
         self.group.call("stage_state", self.role, subfolder)
 
+    def load_initial_weights(self) -> None:
+        """Reads the trained weights from its model folder, unless they are loaded already. Raises ModelError."""
+        if not self.has_weights:
+            self.num_bytes_read = max(self.group.call("load_initial_weights", self.role))
+            self.has_weights = True
+
     def load_state(self, folder: str) -> str | None:
         """Goes on from what was written there, on any layout. Returns what is damaged there; None where nothing is."""
         damage: str | None = self.group.call("load_state", self.role, folder)[0]
+        self.has_weights |= damage is None
         return damage
 
     def load_weights_alone(self, folder: str, state: str) -> None:
@@ -132,6 +141,7 @@ class RemoteEngine:
             state: what it wrote there, of which only the numbers beside the tensors are read.
         """
         self.group.call("load_weights_alone", self.role, folder, state)
+        self.has_weights = True
 
     def _pack(self, samples: Sequence[Sample], *, keep_together: int, teacher: Self | None = None) -> PackedStep:
         """One shard for each rank, or for each group of ranks that share their sequences. A teacher works on the same
@@ -160,7 +170,8 @@ def build_engine(
     pad_token_id: int | None = None,
     turn_end_id: int | None = None,
 ) -> RemoteEngine:
-    """Builds an engine on every rank.
+    """Builds an engine on every rank. One that is trained has no trained weights yet: where a run resumes, they are
+    those of a checkpoint, and those of the model folder are not read.
 
     Args:
         optimizer: of a trained engine (an EngineConfig), None for a frozen one.
@@ -183,7 +194,7 @@ def build_engine(
         seed=seed,
         temperature=temperature,
     )
-    trained = () if optimizer is None else (optimizer.model_dump_json(), total_steps)
+    trained = () if optimizer is None else (optimizer.model_dump_json(), total_steps, False)
     built = group.call("build_engine", role, source.model_dump_json(), *trained)
     num_parameters, num_trained, _ = built[0]
     return RemoteEngine(
@@ -194,6 +205,7 @@ def build_engine(
         num_parameters=num_parameters,
         num_trained_parameters=num_trained,
         num_bytes_read=max(num_bytes for *_, num_bytes in built),
+        has_weights=optimizer is None,
     )
 
 

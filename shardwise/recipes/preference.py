@@ -80,7 +80,11 @@ class Reference:
 
     def score_before_training(self, samples: Sequence[Sample]) -> list[Sample]:
         """Adds ref_logprobs if they are all taken before the first step."""
-        return self._score(samples) if self._config.reference_logprobs == "before_training" else list(samples)
+        if self._config.reference_logprobs != "before_training":
+            return list(samples)
+        if self._scorer is not None:
+            self._scorer.load_initial_weights()
+        return self._score(samples)
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Adds ref_logprobs if they are taken in every step."""

@@ -85,7 +85,8 @@ class Run:
         self._stopping = Stopping(self._trainer)
         self._step_start = 0.0
         self._reported = Reported()
-        self._loaded = {"load/bytes_read": sum(engine.num_bytes_read for engine in (*engines.values(), *frozen))}
+        self._frozen = frozen
+        self._loaded: dict[str, float] = {}
         """For the first row of performance.jsonl that is written."""
         self._loader = Loader(engines)
         self._saver = Saver(
@@ -124,12 +125,17 @@ class Run:
     def __enter__(self) -> Self:
         self._open = ExitStack()
         if self._is_finished:
+            self._load_initial_weights()
             print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
             return self
         with ExitStack() as stack:
             self._lock = stack.enter_context(writer_lock(self.output_dir))
             self._start = find_start(self._config, files=self._files, reader=self._loader)
             self._restore()
+            self._load_initial_weights()
+            self._loaded = {
+                "load/bytes_read": sum(engine.num_bytes_read for engine in (*self._engines.values(), *self._frozen))
+            }
             self._warn_of_lost_checkpoints()
             self._prepare_folder()
             log = RunLog(
@@ -242,6 +248,11 @@ class Run:
             for name, part in self._parts.items():
                 part.load_state_dict(self._start.parts[name])
         self._loader.load_weights_alone(self._start.checkpoint, self._start.lost_states)
+
+    def _load_initial_weights(self) -> None:
+        """Of the engines that no checkpoint has brought any."""
+        for engine in self._engines.values():
+            engine.load_initial_weights()
 
     def _warn_of_lost_checkpoints(self) -> None:
         """A disk that is not mounted looks like a folder without checkpoints."""

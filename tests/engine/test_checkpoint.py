@@ -109,10 +109,17 @@ def kept(run_ranks, tmp_path_factory):
 
 def refused(folder, states, engines, num_steps=0):
     """The errors of loading each state into an engine, after steps of its own; none may have changed a tensor, nor left
-    optimizer states where there were none."""
+    optimizer states where there were none. None: an engine without weights, which has none after it either."""
     errors = []
     for state, (engine, optimizer) in zip(states, engines, strict=True):
-        own = build(folder, engine, optimizer)
+        own = build(folder, engine, optimizer, with_trained=num_steps is not None)
+        if num_steps is None:
+            with pytest.raises(ModelError) as error:
+                own.state.load(Path(state))
+            assert not own._optimizer.has_states
+            assert not own.state.has_weights
+            errors.append(str(error.value))
+            continue
         steps(own, range(num_steps))
         before, numbers = state_of(own)
         with pytest.raises(ModelError) as error:
@@ -153,7 +160,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_steps"), [(2, 0), (2, 1), (3, 0)], ids=["hashed on the way", "used before", "resharded"]
+    ("world_size", "num_steps"),
+    [(2, None), (3, None), (2, 0), (2, 1)],
+    ids=["hashed on the way", "resharded", "before its first step", "used before"],
 )
 def test_a_damaged_file_is_named_on_every_rank_before_anything_is_loaded(
     run_ranks, kept, tmp_path, world_size, num_steps
@@ -170,10 +179,9 @@ def test_a_damaged_file_is_named_on_every_rank_before_anything_is_loaded(
     assert any(f"{key}/" in bit for key in ("master", "exp_avg", "exp_avg_sq", "step")), "the tensor is named"
 
 
-def bytes_read(folder, state, num_steps):
-    """Of tensors, by this rank, in loading a state into an engine after steps of its own."""
-    own, sizes, preadv = build(folder, {}, {}), [], os.preadv
-    steps(own, range(num_steps))
+def bytes_read(folder, state, with_trained):
+    """Of tensors, by this rank, in loading a state into an engine."""
+    own, sizes, preadv = build(folder, {}, {}, with_trained=with_trained), [], os.preadv
 
     def counting(file, buffers, offset):
         sizes.append(len(buffers[0]) if offset > 0 else 0)  # headers are read from the first byte on
@@ -188,14 +196,14 @@ def bytes_read(folder, state, num_steps):
 
 
 def test_a_state_is_read_once_where_ranks_read_whole_shards(run_ranks, kept):
-    """Twice where an engine has states, which a damaged file must not change. Step counters are of every rank."""
+    """Twice where an engine has weights, which a damaged file must not change. Step counters are of every rank."""
     folder, state = kept
     tensors = [item for file in sorted(state.glob("*.safetensors")) for item in load_file(file).items()]
     counters = sum(tensor.nbytes for name, tensor in tensors if name.startswith("step/"))
     shards = sum(tensor.nbytes for _, tensor in tensors) - counters
-    new, used = (run_ranks(bytes_read, 2, str(folder), str(state), num_steps) for num_steps in (0, 1))
-    assert sum(new) == shards + 2 * counters
-    assert sum(used) == 2 * shards + 3 * counters
+    empty, filled = (run_ranks(bytes_read, 2, str(folder), str(state), with_trained) for with_trained in (False, True))
+    assert sum(empty) == shards + 2 * counters
+    assert sum(filled) == 2 * shards + 3 * counters
 
 
 def loaded_after_another(folder, states, engine, optimizer):

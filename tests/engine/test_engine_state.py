@@ -58,7 +58,7 @@ def without_states(folder, out, engine, optimizer):
     (Path(out) / "state" / f"rank_{dist.get_rank()}.safetensors").unlink(missing_ok=True)  # a replica has none
     for torch_optimizer in trained._optimizer.optimizers:
         torch_optimizer.state.clear()
-    fresh = build(folder, engine, optimizer)
+    fresh = build(folder, engine, optimizer, with_trained=False)
     fresh.state.load_weights_alone(Path(out), Path(out) / "state")
     rest = range(BEFORE, BEFORE + AFTER)
     return state_of(trained), state_of(fresh), steps(trained, rest), steps(fresh, rest)

@@ -57,7 +57,7 @@ def test_materialized_buffers_equal_those_of_from_pretrained(folder, monkeypatch
 
 def describe(folder, config):
     mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=config.fsdp_size, ulysses_size=1).build("cpu")
-    sharded = build_sharded(Path(folder), config, mesh, device=CPU)
+    sharded, _ = build_sharded(Path(folder), config, mesh, device=CPU)
     model = sharded.model
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     assert sharded.units == [*(model.get_submodule(name) for name in units[1:]), model]

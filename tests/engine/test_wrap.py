@@ -174,7 +174,7 @@ def parameters_of_units(folder, options):
     """Of every unit, in the order it is returned: the names of the parameters it gathers."""
     config = EngineConfig(**options)
     mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1).build("cpu")
-    sharded = build_sharded(Path(folder), config, mesh, device=CPU)
+    sharded, _ = build_sharded(Path(folder), config, mesh, device=CPU)
     name_of = {id(parameter): name for name, parameter in sharded.model.hf_model.named_parameters()}
     return [[name_of[id(parameter)] for parameter in owned_parameters(unit)] for unit in sharded.units]
 

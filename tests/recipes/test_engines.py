@@ -101,9 +101,29 @@ def test_build_engine_sends_plain_data_and_keeps_what_the_ranks_say(fake_group, 
     source = EngineSource.model_validate_json(sent)
     assert source.layout == (layout.frozen() if frozen else layout)
     assert (source.model.path, source.head, source.seed, source.temperature) == ("there", "token_values", 4, 0.25)
-    assert trained == ([] if frozen else [optimizer.model_dump_json(), 9])
+    assert trained == ([] if frozen else [optimizer.model_dump_json(), 9, False])
+    assert engine.has_weights == frozen
     assert (engine.num_parameters, engine.num_trained_parameters, engine.num_bytes_read) == (50, 20, 120)
     assert (engine.role, engine.group, engine.model.path) == ("critic", group, "there")
+
+
+def test_trained_weights_are_read_once_unless_a_checkpoint_has_brought_them(fake_group, remote):
+    answers = {"load_initial_weights": lambda rank, _: 100 + rank, "load_state": lambda _, role, folder: folder or None}
+    first, *others = (remote(fake_group(2, **answers)) for _ in range(3))
+    for engine in (first, *others):
+        engine.has_weights = False
+        assert engine.load_state("damaged") == "damaged"
+        assert not engine.has_weights
+    for _ in range(2):
+        first.load_initial_weights()
+    assert first.num_bytes_read == 101
+    assert first.group.methods == ["load_state", "load_initial_weights"]
+    others[0].load_state("")
+    others[1].load_weights_alone("step_1", "state")
+    for engine in others:
+        engine.load_initial_weights()
+        assert "load_initial_weights" not in engine.group.methods
+        assert engine.num_bytes_read == 100
 
 
 def test_losses_and_saving_are_asked_for_by_role(fake_group, remote):

@@ -53,8 +53,8 @@ def score(rank, batches, role, with_adapters):
 
 @pytest.fixture
 def policy(fake_group, remote):
-    group = fake_group(2, score=score, build_engine=lambda rank, *_: (9, 0, 50 + rank))
-    return remote(group)
+    answers = {"build_engine": lambda rank, *_: (9, 0, 50 + rank), "load_initial_weights": lambda *_: 60}
+    return remote(fake_group(2, score=score, **answers))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,13 @@ def test_reference_logprobs_come_from_where_the_mode_says_and_when(policy, pairs
     built = [call for call in policy.group.calls if call[0] == "build_engine"]
     assert [engine.role for engine in reference.engines] == (["reference"] if mode == "engine" else [])
     assert len(built) == len(reference.engines)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_a_policy_that_is_asked_before_training_has_its_initial_weights_then(policy, pairs, mode):
+    policy.has_weights = False
+    Reference(policy, config(**MODES[mode])).score_before_training(pairs)
+    assert policy.has_weights == (mode == "before_training")
 
 
 def test_logprobs_taken_before_training_stay_when_the_policy_has_moved(policy, pairs):

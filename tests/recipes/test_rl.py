@@ -55,7 +55,8 @@ def engines_of(group):
     found = {}
     for role, sent, *trained in calls:
         source = json.loads(sent)
-        optimizer, total_steps = trained or (None, 1)
+        optimizer, total_steps, with_trained = trained or (None, 1, True)
+        assert with_trained == (optimizer is None), "trained weights may be those of a checkpoint"
         found[role] = (
             source["model"]["path"],
             source["layout"],

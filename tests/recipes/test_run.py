@@ -230,6 +230,31 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path, fake_group, ru
     assert f"sft: resumes from {checkpoints / 'step_2'}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("trainer", "initial"), [({"resume": "never"}, True), ({"resume": "auto"}, False)])
+def test_trained_weights_are_those_of_the_model_folder_or_of_the_checkpoint(
+    tmp_path, fake_group, run_of, trainer, initial
+):
+    run_to(run_of(tmp_path, save_every_steps=1), 2)
+    group = fake_group(1, load_initial_weights=lambda *_: 250)
+    run = run_of(tmp_path, group, **trainer)
+    run._engines[""].has_weights = False
+    with run:
+        run.report(run.first_step, {"train/loss": MetricValue.sum(1.0)}, num_tokens=1)
+    assert ("load_initial_weights", "policy") in group.calls if initial else "load_initial_weights" not in group.methods
+    assert ("load_state" in group.methods) != initial
+    assert lines(tmp_path / "performance.jsonl")[-1]["load/bytes_read"] == (250 if initial else 100)
+
+
+def test_a_run_that_has_nothing_to_do_has_the_weights_of_its_model_folder(tmp_path, fake_group, run_of):
+    run_to(run_of(tmp_path, total_steps=2), 2)
+    group = fake_group(1, load_initial_weights=lambda *_: 250)
+    run = run_of(tmp_path, group, total_steps=2)
+    run._engines[""].has_weights = False
+    with run:
+        assert list(run.steps()) == []
+    assert group.calls == [("load_initial_weights", "policy")]
+
+
 def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_path, fake_group, run_of):
     def full(*arguments):
         if "step_4" in arguments[-1]:

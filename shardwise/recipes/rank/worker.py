@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,30 +183,35 @@ class Worker:
         source: str,
         optimizer: str = "",
         total_steps: int = 1,
+        with_trained: bool = True,
     ) -> tuple[int, ...]:
         """Builds what an EngineSource says.
 
         Args:
             optimizer: an OptimizerConfig, of a trained engine alone.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            with_trained: as for `TrainEngine.build`.
         Returns:
             Its parameters, those of them that are trained, and the bytes of weights that this rank read.
         """
         self._clear_device()
         opened = EngineSource.model_validate_json(source)
-        try:
+        with _naming(role):
             built = opened.build(
                 self._device,
                 optimizer=OptimizerConfig.model_validate_json(optimizer) if optimizer else None,
                 total_steps=total_steps,
+                with_trained=with_trained,
             )
-        except UserError as error:
-            if role in OF_MAIN_SECTION:
-                raise
-            error.args = (f"the {role}, which has the options of `engine` unless it is given its own: {error}",)
-            raise
         self._engines[role] = HostedEngine(built, opened, ImageReader.load(Path(opened.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
+
+    def load_initial_weights(self, role: str) -> int:
+        """See `TrainEngine.load_initial_weights`. Returns the bytes of weights that this rank has read."""
+        engine = self._take_device(role, "params").engine
+        with _naming(role):
+            engine.load_initial_weights()
+        return engine.num_bytes_read
 
     def build_rollout(
         self, model: str, rollout: str, param_dtype: str, lora: str = "", shares_memory: bool = False
@@ -551,3 +557,14 @@ class Worker:
                 hosted.engine.offload(*leaving)
         if "optimizer" not in parts and not isinstance(self._rollout_engine, EmbeddedEngine | None):
             release_cached_blocks()
+
+
+@contextmanager
+def _naming(role: str) -> Iterator[None]:
+    """Inside it errors name the engine of this role, where its options may be those of `engine`."""
+    try:
+        yield
+    except UserError as error:
+        if role not in OF_MAIN_SECTION:
+            error.args = (f"the {role}, which has the options of `engine` unless it is given its own: {error}",)
+        raise
