@@ -246,8 +246,8 @@ def _end_alone(whose: str, silence_seconds: float) -> None:
     """Ends this process, whose main thread waits for another rank."""
     Failure(
         f"{whose} has given no sign of life for {silence_seconds:.0f} s (engine.collective_timeout_seconds, at least "
-        f"{_LEAST_SILENCE_SECONDS:.0f}): the host or the network to it is down, or the process is stopped; the same "
-        "command goes on from the last checkpoint"
+        f"{_LEAST_SILENCE_SECONDS:.0f}): the host or the network to it is down, or the process was killed or is "
+        "stopped; the same command goes on from the last checkpoint"
     ).print()
     sys.stderr.flush()
     os._exit(FAILURE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.config import TrainerConfig
-from shardwise.console import tell
+from shardwise.console import tell, warn
 from shardwise.controller.exit_codes import TIME_IS_UP, code_of_signal
 from shardwise.controller.launch import is_launched, seconds_since_start
 from shardwise.controller.signals import SecondSignal, stop_signals
@@ -42,6 +42,8 @@ class Stopping:
         self._second = SecondSignal()
         self._grace: threading.Timer | None = None
         self._longest_step_seconds = 0.0
+        self._num_steps = 0
+        self._is_warned = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -54,8 +56,17 @@ class Stopping:
         self._open.close()
 
     def count_step(self, seconds: float) -> None:
-        """Tells how long a step took."""
+        """Tells how long a step took. Warns once where none but the first, which may compile, fits into the grace."""
         self._longest_step_seconds = max(self._longest_step_seconds, seconds)
+        self._num_steps += 1
+        grace = self._trainer.stop_grace_seconds
+        if self._num_steps > 1 and seconds > grace and not self._is_warned:
+            self._is_warned = True
+            warn(
+                f"this step took {seconds:.0f} s, and trainer.stop_grace_seconds={grace:g}: a signal may leave too "
+                "little time to finish one and to save, and then what came after the last checkpoint is lost. Set it "
+                "to what your scheduler leaves before it kills, or save more often (trainer.save_every_steps)"
+            )
 
     def is_due(self, *, save_seconds: float | None) -> bool:
         """Whether the run has to stop before its next step.

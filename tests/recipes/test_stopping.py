@@ -45,6 +45,17 @@ def test_f11_time_is_up_when_the_longest_step_and_the_last_save_no_longer_fit_in
     )
 
 
+@pytest.mark.parametrize(("seconds", "told"), [([40, 29, 30], 0), ([1, 40, 2, 50], 1), ([40, 40, 40], 1)])
+def test_steps_longer_than_the_grace_are_told_once_but_for_the_first(seconds, told, capsys):
+    stopping = Stopping(TrainerConfig(stop_grace_seconds=30))
+    for one in seconds:
+        stopping.count_step(one)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == told
+    for warning in warnings:
+        assert "this step took 40 s, and trainer.stop_grace_seconds=30" in warning
+
+
 def test_without_a_limit_time_is_never_up(at):
     stopping = Stopping(TrainerConfig())
     stopping.count_step(1e9)
