@@ -203,7 +203,7 @@ def export_onto_a_full_disk(folder, out):
         module.SafetensorsWriter = SafetensorsWriter
 
 
-def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_folder(run_ranks, tmp_path):
+def test_f20_a_rank_that_cannot_write_fails_all_and_leaves_the_old_folder(run_ranks, tmp_path):
     source, out = tiny_folder("llama", tmp_path / "source"), tmp_path / "out"
     out.mkdir()
     (out / "old.txt").write_text("the last good export")

@@ -20,6 +20,7 @@ from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.rank.worker import Worker
+from shardwise.recipes.replay import replay
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Example, GenerateRequest, RolloutGroup, Sample, TokenBatch
 
@@ -97,17 +98,19 @@ def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):
     assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].image_refs]
 
 
-def skipped(folder: str, step, bundle: str) -> None:
-    """A step that a NaN in the language model spoils, with each pack on both ranks."""
-    worker = build(folder, engine=EngineConfig(ulysses_size=2))
-    parameters_of(worker)["model.language_model.norm.weight"].data.to_local()[0] = torch.nan
-    worker.train(step.shards[0], step.denominators, "policy", "", bundle)
+def skipped(folder: str, step, bundle: str, weight: str, engine) -> None:
+    """A step that a NaN in a weight spoils."""
+    worker = build(folder, engine=EngineConfig(**engine))
+    parameters_of(worker)[weight].data.to_local().view(-1)[0] = torch.nan
+    shard = dist.get_rank() // engine.get("ulysses_size", 1)
+    worker.train(step.shards[shard], step.denominators, "policy", "", bundle)
 
 
 def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, tmp_path):
     samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     step = pack(samples, num_shards=1, max_tokens=256)
-    run_ranks(skipped, 2, str(folder), step, str(tmp_path / "step_1"))
+    weight = "model.language_model.norm.weight"
+    run_ranks(skipped, 2, str(folder), step, str(tmp_path / "step_1"), weight, {"ulysses_size": 2})
     (written,) = run_ranks(read_bundle, 1, str(tmp_path / "step_1"))
     (batch,) = step.shards[0]
     expected = ImageReader.load(folder).read(batch.image_refs)
@@ -118,6 +121,32 @@ def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, t
 def read_bundle(path: str) -> TokenBatch:
     (found,) = Bundle.read(path).micro_batches()
     return found.tokens
+
+
+LORA = {"rank": 2, "target_modules": ["q_proj", "linear_fc1"]}
+BUNDLES = {
+    "two ranks": (2, 2, "model.visual.blocks.1.mlp.linear_fc1.weight", {}),
+    "shared packs": (2, 1, "model.visual.merger.linear_fc2.bias", {"ulysses_size": 2}),
+    "adapters": (1, 1, "model.visual.blocks.1.mlp.linear_fc1.lora_B.default.weight", {"lora": LORA}),
+}
+"""Ranks, shards, what is NaN, and the engine."""
+
+
+@pytest.mark.parametrize("kind", BUNDLES)
+def test_a_step_with_images_is_replayed_on_one_process(run_ranks, folder, tmp_path, kind):
+    """The fault is where pixels are looked at: without them, or with others in their place, it would be elsewhere."""
+    num_ranks, num_shards, weight, engine = BUNDLES[kind]
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    step, path = pack(samples, num_shards=num_shards, max_tokens=40), str(tmp_path / "step_1")
+    run_ranks(skipped, num_ranks, str(folder), step, path, weight, engine)
+    ((is_reproduced, module),) = run_ranks(replayed, 1, path)
+    assert is_reproduced
+    assert module.startswith(weight.partition(".lora_B")[0].rpartition(".linear")[0])
+
+
+def replayed(path: str) -> tuple[bool, str]:
+    (_, fault), *_ = Bundle.read(path).step.faults
+    return replay(path, torch.device("cpu")), fault.module
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("process", marks=pytest.mark.full)])
