@@ -4,7 +4,7 @@ its page docs/models.md. Arguments: the families to prove anew, the others keep 
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +32,18 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
         "",
         f"Made by `make models` with transformers {release}, from `shardwise/families/proven.json`: the",
         "record that engines read before they load a model. Of every family a tiny random model is compared with plain",
-        f"transformers. {len(proven)} families are proven; of those below them every engine says why it refuses them.",
+        "transformers, all in float32 on a CPU: that the same is computed, not how another dtype or device rounds it.",
+        f"{len(proven)} families are proven; of those below them every engine says why it refuses them.",
         "",
         "Whatever is not proven here is an error that names what is, unless `engine.allow_unproven=true` (training) or",
         "`rollout.engine.allow_unproven=true` (the embedded engine) asks for it. With another release of transformers",
         "a run warns, an error names both, and `make models` proves the families anew.",
         "",
         "Families with a vision tower read text here; [vision.md](vision.md) says what is proven of them with images.",
+        f"Whole checkpoints of {_listed(_wrappers(proven))} are not supported: beside the language",
+        "model, which is proven by its own name with `_text`, they have a vision tower. Of `llama4` and `qwen3_5_moe`",
+        "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes the language model alone.",
+        "",
         f"A dash stands where a family {NO_EXPERTS}.",
         "",
         *(f"- **{check}**: {words}" for check, words in MEANING.items()),
@@ -54,6 +59,17 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
     lines += ["", "## Refused families", "", "| family | reason |", "|---|---|"]
     lines += [f"| `{family}` | {row['packing']} |" for family, row in sorted(record.items()) if family not in proven]
     return "\n".join(lines) + "\n"
+
+
+def _wrappers(proven: Collection[str]) -> list[str]:
+    """Families whose language model is proven alone."""
+    bare = (family.removesuffix("_text") for family in proven if family.endswith("_text"))
+    return sorted(family for family in bare if family not in proven)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = (f"`{name}`" for name in names)
+    return f"{', '.join(others)} or {last}"
 
 
 MEANING = {

@@ -116,4 +116,7 @@ def test_reward_models_and_critics_are_not_taken_for_language_models(tmp_path, n
 def test_the_tokens_of_images_and_videos_are_those_that_the_config_names(tmp_path):
     assert media_token_ids(Qwen3Config()) == []
     tiny_vision_model("qwen3_vl").config.save_pretrained(tmp_path)
-    assert media_token_ids(read_model_config(tmp_path)) == [IMAGE, VIDEO]
+    config = read_model_config(tmp_path)
+    assert media_token_ids(config) == [IMAGE, VIDEO]
+    config.text_config.vocab_size = VIDEO  # the last token is the one before
+    assert media_token_ids(config) == [IMAGE]

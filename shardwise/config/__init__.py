@@ -73,7 +73,14 @@ from shardwise.config.recipes import (
     TeacherConfig,
     TrainingConfig,
 )
-from shardwise.config.resume import changes_of_state, changes_that_matter, is_among, require_known_keys, without_places
+from shardwise.config.resume import (
+    allows_other_rows,
+    changes_of_state,
+    changes_that_matter,
+    is_among,
+    require_known_keys,
+    without_places,
+)
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from shardwise.config.rl import LARGEST_TOP_K, RolloutConfig, SamplingConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig

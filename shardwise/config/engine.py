@@ -146,9 +146,10 @@ class LayoutConfig(ComputeConfig):
     """How fused experts are computed; null leaves the choice to transformers, or is eager where grouped_mm cannot read
     their rows. Only for mixture-of-experts models."""
     apply_expert_patch: bool = False
-    """Call experts that no token of a rank chose with no tokens, so that collectives stay in step. Models whose experts
-    are modules of their own need it. Fused experts, which all mixtures of experts of transformers 5 but
-    encoder-decoders have, need nothing: there the key is accepted and changes nothing."""
+    """Call experts that no token of a rank chose with no tokens, so that collectives stay in step. Experts that are
+    modules and FSDP units of their own (wrap_policy.moe_experts, module_precision) need it. For others, and for fused
+    ones, which all mixtures of experts of transformers 5 but encoder-decoders have, it is accepted and changes
+    nothing."""
     apply_tiled_mlp: bool = False
     """Compute every MLP in slices of the sequence and again in backward: its inner activations exist for one slice."""
     tiled_num_shards: Annotated[int, Field(ge=2)] | None = None
@@ -224,7 +225,8 @@ class EngineConfig(LayoutConfig):
     """In reinforcement learning the optimizer states leave the device while this engine is not trained: while others
     work, while it scores, while its weights are synced."""
     freeze_module_prefix: OneOrMore = Field(default_factory=list)
-    """Modules, by the beginning of their name (`model.embed_tokens`, or several in a list), that are not trained."""
+    """Modules, by the beginning of their name (`model.embed_tokens`, or several in a list), that are not trained. With
+    lora, which freezes the whole base, those that get no adapter (`model.visual`)."""
     freeze_router: bool = False
     """The routers of a mixture of experts are not trained."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -262,11 +264,6 @@ class EngineConfig(LayoutConfig):
             raise ValueError(
                 "activation_offload=true moves the inputs of checkpointed layers, and "
                 "activation_checkpointing=none has none; set it to full or selective"
-            )
-        if self.lora is not None and self.freeze_module_prefix:
-            raise ValueError(
-                f"freeze_module_prefix={self.freeze_module_prefix} has no effect with lora, which freezes the whole "
-                "base; remove it"
             )
         if self.lora is not None and self.freeze_router:
             raise ValueError(

@@ -51,6 +51,8 @@ _TRAINED = {"engine": "trainer.optimizer", "critic.engine": "critic.optimizer.op
 """Engines with a training state, and what names their optimizer."""
 _ALIKE = frozenset(("adamw", "adamw_cpu"))
 """Optimizers whose states are the same."""
+_ROW_KEYS = ("data", "model", "loss", "rollout.environment")
+"""Groups that decide which rows are trained on: what is read, how long it becomes, what is left out."""
 LENGTH_KEYS = frozenset(("trainer.total_steps", "trainer.num_epochs"))
 """May change too where no learning rate depends on how long the run is."""
 
@@ -87,6 +89,11 @@ def changes_of_state(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 def is_among(key: str, names: Sequence[str]) -> bool:
     """Whether a key, with places in lists, is one of the names or within a group of that name; these have none."""
     return any(_is_within(without_places(key), name) for name in names)
+
+
+def allows_other_rows(allowed: Sequence[str]) -> bool:
+    """Whether trainer.resume_allow names something that decides which rows are trained on."""
+    return any(_is_within(name, key) or _is_within(key, name) for name in allowed for key in _ROW_KEYS)
 
 
 def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:

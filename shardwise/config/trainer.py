@@ -68,14 +68,15 @@ class TrainerConfig(OptimizerConfig):
     resume: PathText = "auto"
     """auto resumes from the newest checkpoint in output_dir, if there is one. never starts anew and moves aside what is
     there. Or the path of a checkpoint (`checkpoints/step_N`), or of a run's folder, to resume from; once the run has
-    saved one that began there, the same command resumes from its newest."""
+    saved one that began there, the same command, or one with a copy of it, resumes from the run's newest."""
     resume_fallback: Literal["previous", "weights", "fail"] = "previous"
     """What resume=auto does where the newest checkpoint is damaged: resumes from the newest one before it that is
     whole, or fails. weights: where all that is damaged are shards of training states (state/*/rank_R.safetensors),
     engines that lost some resume from their trained weights in hf/ (rounded to engine.param_dtype) or adapter/ with
     optimizer states that begin anew; else as previous. A path that is named fails, unless its weights are enough."""
     resume_allow: list[str] = Field(default_factory=list)
-    """Keys that may differ from those of the run that is resumed, although they change what is trained."""
+    """Keys that may differ from those of the run that is resumed, although they change what is trained. With those that
+    decide on the training rows, such as `data`, there may be more rows or fewer."""
     max_time_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Save and stop before the job has run so long, with exit code 75: in time for the longest step so far and the last
     save. Counts from the start of the command; under torchrun, which may not restart it, from that of rank 0. null: no

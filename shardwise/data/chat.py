@@ -124,6 +124,7 @@ def render_response_sample(
     system_prompt: str | None,
     origin: str,
     tools: Sequence[ToolSchema] = (),
+    media_token_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
     """A prompt and the response to learn: the prompt is not trained, the response and its end-of-sequence token are.
 
@@ -134,10 +135,18 @@ def render_response_sample(
     if apply_chat_template:
         messages = prompt_messages(prompt, system_prompt, origin)
         answer = {"role": "assistant", "content": response}
-        return render_conversation(tokenizer, [*messages, answer], origin, trained_from=len(messages), tools=tools)
+        return render_conversation(
+            tokenizer,
+            [*messages, answer],
+            origin,
+            trained_from=len(messages),
+            tools=tools,
+            media_token_ids=media_token_ids,
+        )
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
     response_ids = [*_encode_inside(tokenizer, response), tokenizer.eos_token_id]
-    return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
+    token_ids = _only_words(tokenizer, prompt_ids + response_ids, media_token_ids, origin)
+    return token_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
 def render_observation(
@@ -237,6 +246,7 @@ def render_conversation(
     system_prompt: str | None = None,
     trained_from: int = 0,
     tools: Sequence[ToolSchema] = (),
+    media_token_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
     """A conversation with loss on the assistant's turns.
 
@@ -250,11 +260,13 @@ def render_conversation(
         system_prompt: put before messages that have no system message.
         trained_from: assistant turns before this message, counted with the system prompt, are context.
         tools: what the chat template tells the model that it may call.
+        media_token_ids: that stand for parts of images and videos where there are none.
     Returns:
         token ids [L] and loss mask [L].
     Raises:
-        DataError: bad messages, no chat template, one that leaves out a turn's tool calls, or one that changes the text
-            of earlier turns as later ones arrive, so that no mask over them would be right.
+        DataError: bad messages, a text that spells one of `media_token_ids`, no chat template, one that leaves out a
+            turn's tool calls, or one that changes the text of earlier turns as later ones arrive, so that no mask over
+            them would be right.
     """
     messages = with_system_prompt(checked_messages(messages, origin), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
@@ -278,7 +290,7 @@ def render_conversation(
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
         num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer)
         loss_mask += [True] * num_trained + [False] * (len(token_ids) - len(prompt_ids) - num_trained)
-    return token_ids, loss_mask
+    return _only_words(tokenizer, token_ids, media_token_ids, origin), loss_mask
 
 
 def prompt_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:

@@ -84,7 +84,7 @@ class ImageReader:
             folder: that relative paths start from.
             name: of the image, for errors.
         Raises:
-            DataError: it is missing, damaged, too large, or has more than 8 bits a channel.
+            DataError: it is missing, damaged, empty, too large, or has more than 8 bits a channel.
         """
         from PIL.Image import Image
 
@@ -165,14 +165,17 @@ def _told(path: Path, key: str | None) -> Any:
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_TRANSPARENT = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
+"""Those with transparency that PNG does not have, and what keeps it."""
 
 
 def _stored(image: "Image", name: str) -> bytes:
-    """A file of it that loses nothing the model sees. Raises DataError: as `_size`."""
+    """A file of it that loses nothing the model sees. Raises DataError: as `_size` and `_load`."""
     _size(image, name)
+    _load(image, name)
     file = io.BytesIO()
     upright = _upright(image, name)
-    lossless = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
+    lossless = upright if upright.mode in _PNG_MODES else upright.convert(_TRANSPARENT.get(upright.mode, "RGB"))
     lossless.save(file, "PNG")
     return file.getvalue()
 
@@ -196,6 +199,8 @@ def _opened(source: str | bytes, name: str) -> "Image":
 def _size(image: "Image", name: str) -> tuple[int, int]:
     """Width and height as it is looked at."""
     width, height = image.size
+    if not width * height:
+        raise DataError(f"{name} has {width} x {height} pixels, and nothing to see; replace it or remove the row")
     if width * height > MAX_PIXELS:
         raise DataError(
             f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read; scale it down"
@@ -234,8 +239,13 @@ def _decoded(image_ref: ImageRef) -> "Image":
     source = image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()
     assert source is not None
     with _opened(source, image_ref.name) as image:
-        try:
-            image.load()
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{image_ref.name} is damaged: {error}; replace it or remove the row") from None
+        _load(image, image_ref.name)
         return _upright(image, image_ref.name)
+
+
+def _load(image: "Image", name: str) -> None:
+    """Decodes it in place. Raises DataError: it breaks off, or is damaged otherwise."""
+    try:
+        image.load()
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{name} is damaged: {error}; replace it or remove the row") from None

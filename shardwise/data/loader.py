@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.config import DataError
+from shardwise.console import warn
 
 
 @dataclass(slots=True)
@@ -60,15 +61,27 @@ class RowOrder:
         return self._rows[offset]
 
 
-def require_as_many_rows(saved: Any, here: Any) -> None:
-    """Raises DataError unless a run that is resumed has as many, of every source: others come in another
-    order."""
-    if saved != here:
+def compare_rows(saved: Any, here: Any, *, may_differ: bool) -> None:
+    """A run that is resumed has as many, of every source, or they come in another order: then a warning says so.
+
+    Args:
+        may_differ: trainer.resume_allow says so.
+    Raises:
+        DataError: there are more or fewer, which may not be.
+    """
+    if saved == here:
+        return
+    told = f"the run that is resumed had {saved} training rows, now there are {here}"
+    if not may_differ:
         raise DataError(
-            f"the run that is resumed had {saved} training rows, now there are {here}, which come in another order; "
-            "bring back its data, or begin a run with its weights (model.path=PATH of the hf/ in its checkpoint, with "
+            f"{told}, which come in another order; bring back its data, allow others with trainer.resume_allow="
+            "[data.train_files], or begin a run with its weights (model.path=PATH of the hf/ in its checkpoint, with "
             "another trainer.output_dir)"
         )
+    warn(
+        f"{told}: it goes on in their order, behind as many as it has taken, so in the epoch under way some may come "
+        "again and others not at all; where trainer.num_epochs gives its length, these rows count"
+    )
 
 
 def _permutation(num_rows: int, seed: int, epoch: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.config import ConfigError, PromptDataConfig
-from shardwise.data.loader import RowOrder, require_as_many_rows
+from shardwise.data.loader import RowOrder, compare_rows
 
 
 class PromptStream:
@@ -16,14 +16,18 @@ class PromptStream:
     Example: sources ["a", "b", "b"] with weights {"a": 1, "b": 3}, 4 rows at a time: one of a, three of b
     """
 
-    def __init__(self, sources: Sequence[str], config: PromptDataConfig, *, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[str], config: PromptDataConfig, *, seed: int, rows_may_differ: bool = False
+    ) -> None:
         """Starts before the first row.
 
         Args:
             sources: the data source of every row.
+            rows_may_differ: from those of the run that is resumed.
         Raises:
             ConfigError: data.mixture names a source that no row has.
         """
+        self.rows_may_differ = rows_may_differ
         self._mixture = config.mixture
         self._difficulty = config.difficulty
         names = sorted(set(sources)) if config.mixture else [""]
@@ -66,16 +70,19 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the stream that gave the state was.
+        """Goes on where the stream that gave the state was. In other rows, behind as many of each source as that one
+        has taken, knowing of none how difficult it is.
 
         Raises:
-            DataError: that stream had other rows.
+            DataError: that stream had other rows, which may not be.
         """
         num_rows = {name: len(rows) for name, rows in self._rows.items()}
-        require_as_many_rows(*(counts.get("", counts) for counts in (state["num_rows"], num_rows)))
-        self.position = dict(state["position"])
-        self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}
-        self._stage, self._taken = state["stage"], Counter(state["taken"])
+        before, now = (counts.get("", counts) for counts in (state["num_rows"], num_rows))
+        compare_rows(before, now, may_differ=self.rows_may_differ)
+        self.position |= {name: taken for name, taken in state["position"].items() if name in num_rows}
+        if before == now:
+            self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}
+            self._stage, self._taken = state["stage"], Counter(state["taken"])
 
     def _source(self, step: int) -> str:
         """The source that is furthest behind its share of this stage's rows."""

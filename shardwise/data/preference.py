@@ -1,7 +1,7 @@
 """Data files to what preference and reward-model training consume: pairs of answers, or answers with a label."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 
 
 def preference_pairs(
-    config: PreferenceDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+    config: PreferenceDataConfig,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_rows: int | None,
+    media_token_ids: Collection[int] = (),
 ) -> Loaded[Sample]:
     """Reads rows with a chosen and a rejected answer to the same messages.
 
@@ -42,6 +47,8 @@ def preference_pairs(
     the last turn alone where they differ in nothing else. A pair is over `config.max_sequence_tokens` if one side is;
     truncate cuts both sides at it. Pairs whose sides are the same, or become it by cutting, teach nothing: dropped.
 
+    Args:
+        media_token_ids: that stand for parts of images and videos, which no row may spell.
     Returns:
         Samples in the order chosen, rejected, chosen, rejected, ...: two neighbours are a pair, which
         `pack(..., keep_together=2)` keeps so. `reward` is the pair's margin on the chosen side (0 without a margin
@@ -55,7 +62,7 @@ def preference_pairs(
     num_kept = num_identical = num_truncated = 0
     for row in rows:
         margin = _margin(config, row)
-        sides = _render_pair(config, row, tokenizer)
+        sides = _render_pair(config, row, tokenizer, media_token_ids)
         fitted = None if sides is None else fit(config, row, sides)
         if fitted is None:
             num_identical += sides is None
@@ -80,13 +87,20 @@ def preference_pairs(
 
 
 def labelled_samples(
-    config: PreferenceDataConfig, files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, max_rows: int | None
+    config: PreferenceDataConfig,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_rows: int | None,
+    media_token_ids: Collection[int] = (),
 ) -> Loaded[Sample]:
     """Reads rows with one answer and whether it is desirable, for KTO.
 
     Of a conversation the assistant's last turn is trained. A sequence over `config.max_sequence_tokens` follows
     `config.on_overlong`; truncate cuts its end off, and drops it where nothing to train is left.
 
+    Args:
+        media_token_ids: as in `preference_pairs`.
     Returns:
         Samples whose `reward` is +1 (desirable) or -1; num_desirable of them are.
     Raises:
@@ -97,7 +111,7 @@ def labelled_samples(
     num_truncated = 0
     for row in rows:
         reward = 1.0 if _label(config, row) else -1.0
-        rendered = _render_answer(config, row, tokenizer)
+        rendered = _render_answer(config, row, tokenizer, media_token_ids)
         fitted = fit(config, row, [rendered])
         if fitted is None:
             continue
@@ -163,36 +177,61 @@ def _read_rows(config: PreferenceDataConfig, files: Sequence[str], *, max_rows: 
     return rows
 
 
-def _render_pair(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Rendered] | None:
+def _render_pair(
+    config: PreferenceDataConfig,
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    media_token_ids: Collection[int],
+) -> list[Rendered] | None:
     """Chosen and rejected; None where they are the same."""
     columns = (config.chosen_column, config.rejected_column)
     if not config.apply_chat_template:
-        return [_render_plain(config, row, column, tokenizer) for column in columns]
+        return [_render_plain(config, row, column, tokenizer, media_token_ids) for column in columns]
     chosen, rejected = (_conversation(config, row, column) for column in columns)
     if chosen == rejected:
         return None
     start = _parting(config, row, chosen, rejected)
     tools = tool_schemas(config, row)
     return [
-        render_conversation(tokenizer, side, row.origin, trained_from=start, tools=tools) for side in (chosen, rejected)
+        render_conversation(
+            tokenizer, side, row.origin, trained_from=start, tools=tools, media_token_ids=media_token_ids
+        )
+        for side in (chosen, rejected)
     ]
 
 
-def _render_answer(config: PreferenceDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+def _render_answer(
+    config: PreferenceDataConfig,
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    media_token_ids: Collection[int],
+) -> Rendered:
     if not config.apply_chat_template:
-        return _render_plain(config, row, config.response_column, tokenizer)
+        return _render_plain(config, row, config.response_column, tokenizer, media_token_ids)
     messages = _conversation(config, row, config.response_column)
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     tools = tool_schemas(config, row)
-    return render_conversation(tokenizer, messages, row.origin, trained_from=last, tools=tools)
+    return render_conversation(
+        tokenizer, messages, row.origin, trained_from=last, tools=tools, media_token_ids=media_token_ids
+    )
 
 
 def _render_plain(
-    config: PreferenceDataConfig, row: Row, column: str, tokenizer: "PreTrainedTokenizerBase"
+    config: PreferenceDataConfig,
+    row: Row,
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    media_token_ids: Collection[int],
 ) -> Rendered:
     prompt, answer = _plain_parts(config, row, column)
     return render_response_sample(
-        tokenizer, prompt, answer, apply_chat_template=False, system_prompt=None, origin=row.origin
+        tokenizer,
+        prompt,
+        answer,
+        apply_chat_template=False,
+        system_prompt=None,
+        origin=row.origin,
+        media_token_ids=media_token_ids,
     )
 
 

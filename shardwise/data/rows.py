@@ -58,6 +58,7 @@ def supervised_samples(
     *,
     max_rows: int | None,
     vision: Vision | None = None,
+    media_token_ids: Collection[int] = (),
 ) -> Loaded[Sample]:
     """Reads rows with an answer to learn: conversations, or a prompt and a response.
 
@@ -66,14 +67,16 @@ def supervised_samples(
 
     Args:
         vision: of a model that sees images; None refuses rows that have any.
+        media_token_ids: that no row may spell, but for what `vision` writes for images.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
+    unshown = _unshown(media_token_ids, vision)
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
-        rendered, seen = _tokenize_supervised(config, row, tokenizer, vision)
+        rendered, seen = _tokenize_supervised(config, row, tokenizer, vision, unshown)
         fitted = fit(config, row, [rendered])
         if fitted is None:
             continue
@@ -109,14 +112,14 @@ def prompt_examples(
 
     Args:
         vision: of a model that sees images, where they can be shown; None refuses rows that have any.
-        media_token_ids: that no row may spell where there is no `vision`.
+        media_token_ids: that no row may spell, but for what `vision` writes for images.
         tools: by name what a row may offer the model; without any the column that chooses from them is not read.
         is_judged: whether there is a reward, which needs a ground truth.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    limit = config.max_prompt_tokens
+    limit, unshown = config.max_prompt_tokens, _unshown(media_token_ids, vision)
     examples: list[Example] = []
     num_truncated = 0
     for row in rows:
@@ -129,7 +132,7 @@ def prompt_examples(
             system_prompt=config.system_prompt,
             origin=row.origin,
             tools=[tools[name] for name in offered],
-            media_token_ids=media_token_ids if vision is None else (),
+            media_token_ids=unshown,
         )
         words = prompt_ids
         if vision is not None:
@@ -223,13 +226,22 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
     return prompt
 
 
+def _unshown(media_token_ids: Collection[int], vision: Vision | None) -> list[int]:
+    """Those that stand for nothing that a row can show."""
+    return [token_id for token_id in media_token_ids if vision is None or token_id != vision.image_token_id]
+
+
 def _tokenize_supervised(
-    config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", vision: Vision | None
+    config: SupervisedDataConfig,
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    unshown: Collection[int],
 ) -> tuple[Rendered, list[ImageRef]]:
     """The sequence of a row, and its images; their tokens are in it."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
     row, image_refs = _with_image_words(config, row, column, vision)
-    rendered = _render_supervised(config, row, tokenizer)
+    rendered = _render_supervised(config, row, tokenizer, unshown)
     if vision is not None:
         rendered = vision.expand(*rendered, image_refs, row.origin)
     return rendered, image_refs
@@ -260,11 +272,17 @@ def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> s
     )
 
 
-def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+def _render_supervised(
+    config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", unshown: Collection[int]
+) -> Rendered:
     if _has_conversation(config, row):
-        messages = get_column(row, config.messages_column)
         return render_conversation(
-            tokenizer, messages, row.origin, system_prompt=config.system_prompt, tools=tool_schemas(config, row)
+            tokenizer,
+            get_column(row, config.messages_column),
+            row.origin,
+            system_prompt=config.system_prompt,
+            tools=tool_schemas(config, row),
+            media_token_ids=unshown,
         )
     return render_response_sample(
         tokenizer,
@@ -273,6 +291,7 @@ def _render_supervised(config: SupervisedDataConfig, row: Row, tokenizer: "PreTr
         system_prompt=config.system_prompt,
         origin=row.origin,
         tools=tool_schemas(config, row) if config.apply_chat_template else (),
+        media_token_ids=unshown,
     )
 
 

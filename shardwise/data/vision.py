@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,15 +91,23 @@ class Vision:
         """The sequence with as many tokens for each image as it takes, none of which is trained.
 
         Raises:
-            DataError: a message writes the image token itself.
+            DataError: a message writes the image token itself, or nothing stands between two images: `position_ids`
+                would take them for one.
         """
-        found = tokens.count(self._image_token_id)
-        if found != len(image_refs):
+        places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
+        if len(places) != len(image_refs):
             token = self._tokenizer.decode([self._image_token_id])
             raise DataError(
-                f"{origin}: the text has {found} times {token!r} for {len(image_refs)} images, so a message writes it "
-                f"itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
+                f"{origin}: the text has {len(places)} times {token!r} for {len(image_refs)} images, so a message "
+                f"writes it itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
             )
+        for number, (place, following) in enumerate(pairwise(places), start=1):
+            if following == place + 1:
+                raise DataError(
+                    f"{origin}: nothing stands between image {number} and image {number + 1}, which the model cannot "
+                    "tell apart then; set model.chat_template=FILE to a template that writes a mark around every "
+                    "image, or put words between them"
+                )
         counts = map(self._reader.num_tokens, image_refs)
         expanded: list[int] = []
         mask: list[bool] = []

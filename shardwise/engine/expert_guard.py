@@ -1,114 +1,148 @@
-"""Experts that are modules of their own are all called, in one order, on every rank, whatever its tokens chose.
+"""Experts that are modules and FSDP units of their own are all called, in one order, on every rank, whatever its tokens
+chose.
 
-Fused experts need nothing: an expert without tokens has a gradient of zeros. A separate one is not called where no
-token chose it. Its FSDP unit is then not gathered on this rank, or its layer's unit reduces fewer gradients than on
-others, and collectives of different experts meet: a hang, or numbers of another expert.
+Fused experts need nothing, nor do separate ones in the unit of their layer: without tokens they have a gradient of
+zeros, the former from their kernel, the latter from FSDP (wrap.py). A unit that no token chose is not called, so it is
+not gathered on this rank, and collectives of different experts meet: a hang, or numbers of another expert.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.freeze import require_routers
-from shardwise.engine.names import CONTAINERS
+from shardwise.engine.names import CONTAINERS, has_parameters, is_within
+from shardwise.engine.wrap import Units
 from shardwise.families import EXPERTS
-from shardwise.ops import plain_name
 
 KEY = "engine.apply_expert_patch"
+_NUMBERED = re.compile(r"(.*?)\d+")
 
 
-def separate_experts(model: nn.Module) -> dict[str, list[str]]:
-    """Path of each block -> those of its experts, by their place: the members of a list or dict called experts."""
-    found = {}
-    for path, module in model.named_modules():
-        block, _, name = path.rpartition(".")
-        if name == EXPERTS and isinstance(module, CONTAINERS):
-            found[block] = [f"{path}.{member}" for member, _ in module.named_children()]
-    return found
+def expert_guards(model: PreTrainedModel, units: Units, *, is_patched: bool) -> "list[ExpertGuard]":
+    """Of every block whose separate experts are units. Before anything is wrapped.
 
-
-def check_experts(model: Any, *, is_patched: bool) -> None:
-    """
     Args:
-        model: a PreTrainedModel.
         is_patched: engine.apply_expert_patch.
     Raises:
         ConfigError: the key is set for a model without experts, or not set for one whose experts need it.
-        ModelError: separate experts need more than hidden states, so that they cannot be called with no tokens.
+        ModelError: such experts need more than hidden states, so that they cannot be called with no tokens.
     """
-    separate = separate_experts(model)
-    for experts in separate.values():
-        for path in experts:
-            _require_callable(path, model.get_submodule(path))
+    separate = _separate_experts(model, units)
     if is_patched and not separate:
         require_routers(model, f"{KEY}=true")
-    if separate and not is_patched:
-        block, experts = next(iter(separate.items()))
+    guards = [
+        ExpertGuard(block, model.get_submodule(block), experts)
+        for block, experts in separate
+        if any(is_within(unit, path) for unit in units.inner for path in experts)
+    ]
+    if guards and not is_patched:
         raise ConfigError(
-            f"{block} of {type(model).__name__} has {len(experts)} experts that are modules of their own. A rank would "
-            f"call only those that its tokens chose, and its collectives would not meet those of other ranks; set "
-            f"{KEY}=true, which calls the others with no tokens"
+            f"{guards[0].path} of {type(model).__name__} has {guards[0].num_experts} experts that are modules and FSDP "
+            "units of their own (engine.wrap_policy.moe_experts or engine.module_precision). A rank would gather only "
+            f"those that its tokens chose, and its collectives would not meet those of other ranks; set {KEY}=true, "
+            "which calls the others with no tokens, or make no units of them"
         )
+    return guards
 
 
-def _require_callable(path: str, expert: nn.Module) -> None:
-    signature = inspect.signature(expert.forward)
-    try:
-        signature.bind(torch.empty(0))
-    except TypeError:
-        raise ModelError(
-            f"{path} is a {type(expert).__name__}, whose forward takes {signature}; of experts that are modules of "
-            "their own only those that need nothing but hidden states [tokens, hidden] are supported, for one that no "
-            "token chose is called with none; give other arguments defaults, or use them in the block"
-        ) from None
+def _separate_experts(model: PreTrainedModel, units: Units) -> list[tuple[str, dict[str, nn.Module]]]:
+    """(path of a block, its experts by path, in their order), of every block inside a layer.
+
+    Experts are the members of a list or dict called experts. Under any other name, or as numbered attributes, they are
+    modules of one class that are chosen: moe_experts names their class, or the block has a matrix with a row for each.
+    """
+    found = []
+    for layer in units.layers:
+        for path, module in model.get_submodule(layer).named_modules(prefix=layer):
+            is_container = isinstance(module, CONTAINERS)
+            block = path.rpartition(".")[0] if is_container else path
+            for group in _groups(module):
+                experts = {f"{path}.{name}": member for name, member in group.items()}
+                is_named = is_container and path.rpartition(".")[2] == EXPERTS
+                is_unit = any(expert in units.experts for expert in experts)
+                if is_named or (_are_alike(group) and (is_unit or _is_chosen(model.get_submodule(block), group))):
+                    found.append((block, experts))
+    return found
 
 
-def guard_experts(model: nn.Module) -> None:
-    """Puts hooks on separate experts and the blocks around them; none on fused ones. After sharding: FSDP gathers an
-    expert in a hook that would otherwise run before those that call the experts in front of it."""
-    for path, experts in separate_experts(model).items():
-        guard = _Block(plain_name(path), [model.get_submodule(expert) for expert in experts])
-        guard.attach(model.get_submodule(path))
+def _groups(module: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """The members of a list or dict; of another module the children whose names differ by a number alone."""
+    children = dict(module.named_children())
+    if isinstance(module, CONTAINERS):
+        yield children
+        return
+    stems = {name: match[1] for name in children if (match := _NUMBERED.fullmatch(name))}
+    for stem in dict.fromkeys(stems.values()):
+        yield {name: children[name] for name in stems if stems[name] == stem}
 
 
-class _Block:
-    """Calls the experts that its block leaves out, with no tokens, where they stand among the others."""
+def _are_alike(group: Mapping[str, nn.Module]) -> bool:
+    members = list(group.values())
+    return len(members) > 1 and len({type(one) for one in members}) == 1 and all(map(has_parameters, members))
 
-    def __init__(self, path: str, experts: Sequence[nn.Module]) -> None:
-        self._path = path
-        self._experts = experts
+
+def _is_chosen(block: nn.Module, group: Mapping[str, nn.Module]) -> bool:
+    """Whether something beside the members, which have parts of their own, gives each of them a number."""
+    own = {id(parameter) for member in group.values() for parameter in member.parameters()}
+    others = [parameter for parameter in block.parameters() if id(parameter) not in own and parameter.dim() == 2]
+    have_parts = all(next(member.children(), None) is not None for member in group.values())
+    return have_parts and any(len(group) in parameter.shape for parameter in others)
+
+
+class ExpertGuard:
+    """Calls the experts that their block leaves out, with no tokens, where they stand among the others."""
+
+    def __init__(self, path: str, block: nn.Module, experts: Mapping[str, nn.Module]) -> None:
+        """Raises ModelError: an expert cannot be called with hidden states alone."""
+        self.path = path
+        self._block = block
+        self._paths, self._experts = list(experts), list(experts.values())
         self._next = 0
         self._no_tokens = torch.empty(0)
         self._is_spare_call = False
         self._spare: list[Tensor] = []
+        for at, expert in experts.items():
+            _require_callable(at, expert)
 
-    def attach(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._begin, with_kwargs=True)
+    @property
+    def num_experts(self) -> int:
+        return len(self._experts)
+
+    def attach(self) -> None:
+        """Puts hooks on experts and block. After sharding: FSDP gathers an expert in a hook that would otherwise run
+        before those that call the experts in front of it."""
+        self._block.register_forward_pre_hook(self._begin, with_kwargs=True)
         for place, expert in enumerate(self._experts):
             expert.register_forward_pre_hook(partial(self._before, place), prepend=True)
-        block.register_forward_hook(self._end)
+        self._block.register_forward_hook(self._end, prepend=True)  # a block may be a layer, which is a unit
 
+    @torch.compiler.disable
     def _begin(self, _block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         hidden: Tensor = args[0] if args else next(iter(kwargs.values()))
         self._no_tokens = hidden.flatten(0, -2)[:0]
         self._next, self._spare = 0, []
 
+    @torch.compiler.disable
     def _before(self, place: int, _expert: nn.Module, _args: Any) -> None:
         if self._is_spare_call:
             return
         if place < self._next:
             raise ModelError(
-                f"{KEY}=true: {self._path} calls its expert {place} after its expert {self._next - 1}; only blocks "
+                f"{KEY}=true: {self.path} calls its expert {place} after its expert {self._next - 1}; only blocks "
                 "that call their experts in order, each once, are supported"
             )
         self._call_spare_ones(until=place)
         self._next = place + 1
 
+    @torch.compiler.disable
     def _end(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         """Adds 0, so that the backward pass goes through every expert too."""
         self._call_spare_ones(until=len(self._experts))
@@ -123,7 +157,31 @@ class _Block:
     def _call_spare_ones(self, *, until: int) -> None:
         self._is_spare_call = True
         try:
-            self._spare += [expert(self._no_tokens) for expert in self._experts[self._next : until]]
+            self._spare += [self._call_with_no_tokens(place) for place in range(self._next, until)]
         finally:
             self._is_spare_call = False
         self._next = until
+
+    def _call_with_no_tokens(self, place: int) -> Tensor:
+        output = self._experts[place](self._no_tokens)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(first, Tensor):
+            raise ModelError(
+                f"{KEY}=true: {self._paths[place]} ({type(self._experts[place]).__name__}) gives "
+                f"{type(output).__name__}; only experts that give their hidden states [tokens, hidden], alone or as "
+                "the first of a tuple, are supported"
+            )
+        return first
+
+
+def _require_callable(path: str, expert: nn.Module) -> None:
+    signature = inspect.signature(expert.forward)
+    try:
+        signature.bind(torch.empty(0))
+    except TypeError:
+        raise ModelError(
+            f"{path} is a {type(expert).__name__}, whose forward takes {signature}; of experts that are modules and "
+            "FSDP units of their own only those that need nothing but hidden states [tokens, hidden] are supported, "
+            "for one that no token chose is called with none; give other arguments defaults, use them in the block, or "
+            "make no units of them"
+        ) from None

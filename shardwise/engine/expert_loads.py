@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.console import warn
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses
-from shardwise.families import Router
+from shardwise.families import Router, UnreadableRouter
 from shardwise.types import Metrics, MetricValue, TokenBatch
 from shardwise.uploads import to_device
 
@@ -55,6 +56,7 @@ class ExpertLoads:
         self._ulysses = ulysses
         self._pass: _Pass | None = None
         self._is_probing = False
+        self._unreadable: UnreadableRouter | None = None
         self._loads: dict[int, Tensor] = {}
         self._aux_losses: dict[int, Tensor] = {}
         for place, router in enumerate(routers):
@@ -63,16 +65,24 @@ class ExpertLoads:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Inside it a forward pass shows whether all routers can be read; nothing is counted.
+        """Inside it a forward pass shows whether all routers can be read; nothing is counted. Where one cannot, and
+        nobody asked for what would be read, nothing is counted later either, and rank 0 says so.
 
         Raises:
-            UnreadableRouter: one cannot.
+            UnreadableRouter: one cannot, and there is a loss, or more than the summary is wanted.
         """
         self._is_probing = True
         try:
             yield
         finally:
             self._is_probing = False
+        if self._unreadable is None:
+            return
+        if self._aux_loss_coef > 0 or self._detail != "summary":
+            raise self._unreadable
+        self._routers = []
+        if dist.get_rank() == 0:
+            warn(f"{self._unreadable}; there will be no metrics train/router/ of the load of experts")
 
     @contextmanager
     def watching(
@@ -159,14 +169,21 @@ class ExpertLoads:
                 found |= {f"load/{path}/{expert}": count / total for expert, count in enumerate(counts)}
         return {f"train/router/{name}": MetricValue.mean(value * seen, float(seen)) for name, value in found.items()}
 
+    def _probe(self, router: Router, output: Any) -> None:
+        try:
+            router.read(output)
+        except UnreadableRouter as error:
+            self._unreadable = self._unreadable or error
+
     def _hook(self, place: int, router: Router) -> Callable[[nn.Module, Any, Any], Any]:
         @torch.compiler.disable
         def after_router(_module: nn.Module, _args: Any, output: Any) -> Any:
             if self._pass is None and not self._is_probing:
                 return None
-            logits, experts = router.read(output)
             if self._pass is None:
+                self._probe(router, output)
                 return None
+            logits, experts = router.read(output)
             rows = self._pass.next_rows(place, len(logits))
             if self._pass.is_counting:
                 self._pass.count(place, rows, logits.detach(), experts)

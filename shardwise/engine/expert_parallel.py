@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from shardwise.config import ConfigError
 from shardwise.engine.exchange import send_rows
-from shardwise.engine.expert_guard import separate_experts
 from shardwise.engine.mesh import any_of, divisors
+from shardwise.engine.names import CONTAINERS
 from shardwise.families import EXPERTS
 from shardwise.ops import name_without_copies
 
@@ -31,12 +31,12 @@ def spread_paths(model: nn.Module, ep_size: int) -> list[str]:
         ConfigError: the model has none, or not in a form that tokens can be sent to, or their number does not divide.
     """
     key = f"engine.ep_size={ep_size}"
-    if separate_experts(model):
+    found = {path: module for path, module in model.named_modules() if path.rpartition(".")[2] == EXPERTS}
+    if any(isinstance(module, CONTAINERS) for module in found.values()):
         raise ConfigError(
             f"{key}: the experts of {type(model).__name__} are modules of their own, and only fused ones can be shared "
             "between ranks; set it to 1"
         )
-    found = {path: module for path, module in model.named_modules() if path.rpartition(".")[2] == EXPERTS}
     if not found:
         raise ConfigError(f"{key} has no effect on {type(model).__name__}, which has no experts; set it to 1")
     for path, module in found.items():

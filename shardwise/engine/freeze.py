@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError
@@ -18,15 +19,7 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
         ConfigError: a prefix matches nothing, there is no router, or nothing is left to train.
     """
     for prefix in prefixes:
-        matched = [parameter for name, parameter in model.named_parameters() if is_within(name, prefix.rstrip("."))]
-        if not matched and (tied := tied_elsewhere(model, prefix.rstrip("."))):
-            raise ConfigError(f"engine.freeze_module_prefix: {tied}")
-        if not matched:
-            raise ConfigError(
-                f"engine.freeze_module_prefix: {prefix!r} names no module or parameter of {type(model).__name__}; "
-                f"{closest_modules(model, prefix)}"
-            )
-        for parameter in matched:
+        for parameter in named_by_prefix(model, prefix):
             parameter.requires_grad_(False)
     for router in require_routers(model, "engine.freeze_router=true") if routers else ():
         for module in router.modules:
@@ -35,6 +28,20 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
         raise ConfigError(
             f"engine.freeze_module_prefix={list(prefixes)} freezes the whole model; nothing would be trained"
         )
+
+
+def named_by_prefix(model: PreTrainedModel, prefix: str) -> list[nn.Parameter]:
+    """The parameters that one of engine.freeze_module_prefix means; ConfigError: there are none."""
+    module = prefix.rstrip(".")
+    matched = [parameter for name, parameter in model.named_parameters() if is_within(name, module)]
+    if not matched and (tied := tied_elsewhere(model, module)):
+        raise ConfigError(f"engine.freeze_module_prefix: {tied}")
+    if not matched:
+        raise ConfigError(
+            f"engine.freeze_module_prefix: {prefix!r} names no module or parameter of {type(model).__name__}; "
+            f"{closest_modules(model, prefix)}"
+        )
+    return matched
 
 
 def require_routers(model: PreTrainedModel, setting: str) -> list[Router]:

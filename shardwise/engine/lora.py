@@ -4,7 +4,7 @@ peft puts the adapters into the module tree before the model is sharded, so an a
 layer and is sharded like it. What is drawn, merged, read and written is in adapters.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
+from shardwise.engine.freeze import named_by_prefix
 from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
 from shardwise.engine.quantized import quantize_layers
@@ -42,7 +43,9 @@ TASK_TYPES: Mapping[HeadName, str] = {
 """By which peft knows the class of the base model that an adapter file belongs to."""
 
 
-def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "logprobs") -> None:
+def inject_lora(
+    model: PreTrainedModel, config: LoraConfig, head: HeadName = "logprobs", *, left_out: Sequence[str] = ()
+) -> None:
     """Puts adapters into a model on the meta device, before it is sharded. Nothing else is trained afterwards.
 
     The base then is kept in the compute dtype and the adapters are masters, like any frozen and trained parameters.
@@ -55,14 +58,18 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, head: HeadName = "lo
     Fused experts [E, ...] are not called by name, so peft adds their adapters to the weights in every forward pass,
     around the module that holds them: one wrapper for each adapted parameter, one inside the other.
 
+    Args:
+        left_out: engine.freeze_module_prefix; what it names, or lies below it, gets no adapter.
     Raises:
         ConfigError: a name matches no module, a module that is not a linear layer, a parameter that is not of fused
-            experts, or a weight tied to another.
+            experts, or a weight tied to another; a prefix of `left_out` names nothing, changes nothing, leaves nothing
+            or holds what is trained whole.
     """
     saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
     quantized = [] if config.quantize_base is None else _called_linear_layers(model, saved)
     experts = _target_parameters(model, config.target_parameters, saved)
     targets = _target_modules(model, config.target_modules, saved) if config.target_modules or not experts else []
+    targets, experts = _without(model, left_out, targets, experts, saved)
     peft_config = PeftLoraConfig(
         task_type=TASK_TYPES[head],
         r=config.rank,
@@ -184,6 +191,35 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
             f"modules_to_save={saved}; its linear layers end in: {endings}"
         )
     return targets
+
+
+def _without(
+    model: PreTrainedModel, prefixes: Sequence[str], targets: list[str], experts: list[str], saved: list[str]
+) -> tuple[list[str], list[str]]:
+    """Targets and experts, full names, without those that are, or lie below, one of the prefixes."""
+    for prefix in prefixes:
+        named_by_prefix(model, prefix)
+        module = prefix.rstrip(".")
+        if whole := [name for name in saved if is_within(name, module) or is_within(module, name)]:
+            raise ConfigError(
+                f"engine.freeze_module_prefix: {prefix!r} and {whole[0]}, which is trained whole "
+                "(engine.lora.modules_to_save, or a value head), share parameters; name others in one of the two"
+            )
+        if not any(is_within(name, module) for name in (*targets, *experts)):
+            raise ConfigError(
+                f"engine.freeze_module_prefix: {prefix!r} has no effect with engine.lora, which freezes the whole base "
+                "and puts no adapter into it; remove it"
+            )
+    kept, kept_experts = (
+        [name for name in names if not any(is_within(name, prefix.rstrip(".")) for prefix in prefixes)]
+        for names in (targets, experts)
+    )
+    if not kept and not kept_experts:
+        raise ConfigError(
+            f"engine.freeze_module_prefix={list(prefixes)} leaves no layer of {type(model).__name__} to adapt of those "
+            f"that engine.lora names, such as {(targets or experts)[0]}; freeze fewer modules"
+        )
+    return kept, kept_experts
 
 
 def _target_parameters(model: PreTrainedModel, given: list[str], saved: list[str]) -> list[str]:

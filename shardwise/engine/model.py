@@ -14,7 +14,7 @@ from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
-from shardwise.engine.expert_guard import check_experts, guard_experts
+from shardwise.engine.expert_guard import expert_guards
 from shardwise.engine.expert_loads import ExpertLoads
 from shardwise.engine.expert_parallel import require_shareable, spread_experts, spread_paths
 from shardwise.engine.freeze import freeze, require_routers
@@ -30,7 +30,7 @@ from shardwise.engine.heads import (
 from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
-from shardwise.engine.model_classes import kind_of, model_from_config, sees_images
+from shardwise.engine.model_classes import kind_of, language_model_of, model_from_config, sees_images
 from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.precision import Precision
 from shardwise.engine.router_replay import RouterReplay
@@ -38,7 +38,7 @@ from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads
 from shardwise.engine.vision import VisionTower
-from shardwise.engine.wrap import Units
+from shardwise.engine.wrap import MIN_TORCH, REDUCES_UNUSED, Units
 from shardwise.families import (
     UNREGISTERED_ATTENTION,
     attention_layers,
@@ -54,6 +54,7 @@ from shardwise.families import (
     unsupported_reason,
     vision_path,
     vision_reason,
+    wrapper_reason,
 )
 from shardwise.model_config import blaming_config, read_model_config, require_generates
 
@@ -189,13 +190,12 @@ def build_unloaded(
     backend = AttentionBackend(config.attention_implementation, ulysses)
     _choose_trained(hf_model, config, head_name)
     require_shareable(hf_model, shared, mesh.dims.ep)
-    if not config.allow_unproven:  # last of all: what cannot be says so itself
-        _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)
+    _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)  # what cannot be says so before
     expert_loads, replay = _watch_routers(hf_model, config, ulysses)
-    check_experts(hf_model, is_patched=config.apply_expert_patch)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
     units = Units(hf_model, config, precision, shared)  # paths as they are before anything is wrapped
+    guards = expert_guards(hf_model, units, is_patched=config.apply_expert_patch)
     mixers = sequence_mixers(hf_model)
     units.require_whole(list(mixers), "packing")
     pack_mixers(hf_model, mixers)
@@ -215,7 +215,8 @@ def build_unloaded(
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))
     sharded = units.shard(model, hf_model, model.head, mesh)
-    guard_experts(hf_model)
+    for guard in guards:
+        guard.attach()
     materialize(model, device, params_on_host=config.offload_policy)
     return ShardedModel(model, sharded, backend, expert_loads, replay)
 
@@ -238,8 +239,17 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
             "lora_experts": lora is not None and bool(lora.target_parameters),
             "qlora": lora is not None and lora.quantize_base is not None,
         }
-    if reason := unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven"):
+    reason = unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven")
+    if reason is None:
+        return
+    if not config.allow_unproven:
         raise ConfigError(f"{folder}: {reason}")
+    if isinstance(config, EngineConfig) and mesh.fsdp.size() > 1 and not REDUCES_UNUSED:
+        raise ConfigError(
+            f"{folder}: engine.allow_unproven=true trains on several ranks from torch {MIN_TORCH} on, and this is "
+            f"{torch.__version__}: gradients would be wrong wherever ranks reach other parameters of the model, as "
+            "experts that are modules of their own; install a newer torch, or train on one rank"
+        )
 
 
 def _refuse_split_states(folder: Path, model: PreTrainedModel, ulysses_size: int) -> None:
@@ -258,7 +268,7 @@ def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: Hea
     elif config.lora is not None:
         from shardwise.engine.lora import inject_lora  # importing peft takes seconds
 
-        inject_lora(model, config.lora, head_name)
+        inject_lora(model, config.lora, head_name, left_out=config.freeze_module_prefix)
     else:
         freeze(model, config.freeze_module_prefix, routers=config.freeze_router)
 
@@ -294,6 +304,8 @@ def build_on_meta(
     config = read_model_config(folder, **options)
     if not has_value_head:
         require_generates(folder, config)
+        if reason := wrapper_reason(config, language_model_of(config)):
+            raise ModelError(f"{folder}: {reason}")
     _check_groups_of_heads(folder, config)
     with blaming_config(folder, kind_of(head_name)), torch.device("meta"):
         try:

@@ -48,7 +48,7 @@ def kind_of(head: HeadName) -> str:
 
 def sees_images(config: PreTrainedConfig) -> bool:
     """Whether the family's language model is one of those that take images."""
-    return _language_model(config) is AutoModelForImageTextToText
+    return language_model_of(config) is AutoModelForImageTextToText
 
 
 def model_from_config(config: PreTrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:
@@ -63,7 +63,7 @@ def model_from_config(config: PreTrainedConfig, head: HeadName, **options: Any) 
     made = None if head == "logprobs" else _made_class(config, head)
     if made is not None:
         return made._from_config(config, **options)
-    auto = _language_model(config) if head == "logprobs" else AUTO_CLASSES[head]
+    auto = language_model_of(config) if head == "logprobs" else AUTO_CLASSES[head]
     model: PreTrainedModel = auto.from_config(config, **options)
     return model
 
@@ -109,18 +109,19 @@ def language_model_rules(model: PreTrainedModel) -> list[WeightTransform]:
     which it may start, where that goes by the name of the class (Qwen2.5-VL)."""
     if not auto_map(model):
         return []
-    language_model = _language_model(model.config)._model_mapping[type(model.config)]
+    language_model = language_model_of(model.config)._model_mapping[type(model.config)]
     return get_checkpoint_conversion_mapping(language_model.__name__) or []
 
 
-def _language_model(config: PreTrainedConfig) -> Any:
+def language_model_of(config: PreTrainedConfig) -> Any:
+    """The auto class that builds the family's language model."""
     return language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
 
 def _made_class(config: PreTrainedConfig, head: str) -> type[PreTrainedModel] | None:
     """As transformers writes its own: the generic head, then the base of all classes of the family. None where
     transformers has a class, and for a family without a language model."""
-    headed, language_models = AUTO_CLASSES[head]._model_mapping, _language_model(config)._model_mapping
+    headed, language_models = AUTO_CLASSES[head]._model_mapping, language_model_of(config)._model_mapping
     if type(config) in headed and headed[type(config)].__module__.startswith("transformers."):
         return None
     if type(config) not in language_models:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config import ModelError
-from shardwise.families import Router
+from shardwise.families import Router, UnreadableRouter
 from shardwise.types import Metrics, MetricValue
 
 
@@ -115,7 +115,10 @@ class RouterReplay:
         """[2] float64: of the experts [t, k] that the router chooses by itself how many are not replayed, and of how
         many. It is asked for that: once it prefers the groups of the replayed ones, nothing tells what it would have
         chosen."""
-        own = router.read(module.forward(*args))[1]
+        try:
+            own = router.read(module.forward(*args))[1]
+        except UnreadableRouter as error:
+            raise ModelError(f"rollout.router_replay=true: {error}; set it to false for this model") from None
         is_given = experts[:, :1] >= 0
         is_same = (own[:, :, None] == experts[:, None, :]).any(-1)
         return torch.stack([(is_given & ~is_same).sum(), is_given.expand_as(experts).sum()]).double()

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
@@ -15,6 +17,11 @@ from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, 
 from shardwise.engine.precision import Precision
 from shardwise.families import decoder_layers, vision_path
 from shardwise.ops import plain_name
+
+MIN_TORCH = "2.13"
+REDUCES_UNUSED = torch.__version__ >= TorchVersion(MIN_TORCH)
+"""A trained parameter that a rank's tokens did not reach is reduced as zeros. FSDP of releases before leaves it out, so
+that where ranks reach different ones the numbers of one are added to those of another."""
 
 
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
@@ -77,6 +84,7 @@ class Units:
         """
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
+        """Their paths."""
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
         for path in named:
@@ -86,7 +94,10 @@ class Units:
                     f"engine.wrap_policy.moe_experts: {path} is an FSDP unit already, as a layer; name a class inside "
                     f"it: {inside}"
                 )
-        self._experts = [*named, *(path for path in spread_experts if path not in named)]
+        self.experts = [*named, *(path for path in spread_experts if path not in named)]
+        """The paths of what moe_experts names, and of experts that ranks share."""
+        self.inner = [*self.experts, *precision.overrides]
+        """The paths of units beside layers: experts and what computes in another dtype."""
         self._tower = vision_path(model)
         self._precision = precision
         self._config = config
@@ -105,7 +116,7 @@ class Units:
 
     def require_whole(self, paths: Sequence[str], key: str) -> None:
         """Raises ConfigError if a module at one of `paths` is a unit or holds one inside it."""
-        for inner in (*self._experts, *self._precision.overrides):
+        for inner in self.inner:
             for path in paths:
                 if is_within(inner, path):
                     raise ConfigError(
@@ -126,7 +137,7 @@ class Units:
         # From the last module to the first, so inner ones before outer ones. A wrapper and what it wraps have one plain
         # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
-        chosen = {*self.layers, *self._experts, *self._precision.overrides}
+        chosen = {*self.layers, *self.experts, *self._precision.overrides}
         if self._tower is not None:
             chosen.add(self._tower)  # what is around its blocks: embeddings of patches, mergers
         if wrap.wrap_embeddings:
@@ -164,7 +175,7 @@ class Units:
         """The key and value that the module at `path` is a unit by."""
         if path in self._precision.overrides:
             return f"engine.module_precision={self._precision.overrides[path].module}"
-        key = "moe_experts" if path in self._experts else "transformer_layer_cls_to_wrap"
+        key = "moe_experts" if path in self.experts else "transformer_layer_cls_to_wrap"
         return f"engine.wrap_policy.{key}={getattr(self._config.wrap_policy, key)}"
 
     def _keep_sharded(self, num_ranks: int) -> bool | int:
@@ -208,6 +219,8 @@ class Units:
         unit = cast(FSDPModule, module)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+        if REDUCES_UNUSED:
+            unit.set_reduce_scatter_unused_params(True)
         return unit
 
     def _prefetch(self, layers: list[FSDPModule]) -> None:

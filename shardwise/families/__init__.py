@@ -4,6 +4,7 @@ from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, is_own_
 from shardwise.families.proven import (
     CHECKS,
     PROVEN,
+    is_proven,
     other_release,
     proven_record,
     proven_release,
@@ -37,4 +38,5 @@ from shardwise.families.support import (
     unsupported_reason,
     vision_path,
     vision_reason,
+    wrapper_reason,
 )

@@ -68,6 +68,11 @@ def with_release(reason: str) -> str:
     return reason if (note := other_release()) is None else f"{reason} ({note})"
 
 
+def is_proven(model_type: str, check: str) -> bool:
+    """Of a family, one of CHECKS."""
+    return proven_record().get(model_type, {}).get(check) == PROVEN
+
+
 def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | None:
     """What has not been proven of a family.
 
@@ -78,11 +83,10 @@ def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | No
     Returns:
         A sentence that names it, what has been proven instead, and `key`; None if all of it is proven.
     """
-    row = proven_record().get(model_type, {})
-    missing = [CHECKS[check] for check in asked if row.get(check) != PROVEN]
+    missing = [CHECKS[check] for check in asked if not is_proven(model_type, check)]
     if not missing:
         return None
-    proven = [words for check, words in CHECKS.items() if row.get(check) == PROVEN]
+    proven = [words for check, words in CHECKS.items() if is_proven(model_type, check)]
     return with_release(
         f"{', '.join(missing)}: not proven for the family {model_type}, of which "
         f"{', '.join(proven) or 'nothing'} is proven (docs/models.md has all families); choose another, or set "

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.families.proven import with_release
+from shardwise.families.proven import is_proven, with_release
 
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
@@ -170,6 +170,29 @@ def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) 
     seeing = with_images._model_mapping.get(kind, None)
     has_tower = seeing is not None and seeing.__name__ in (config.architectures or ())
     return with_images if has_tower and hasattr(bare._model_mapping[kind], _FINDS_POSITIONS) else causal
+
+
+def wrapper_reason(config: Any, model_class: Any) -> str | None:
+    """What speaks against a checkpoint that has other models around its language model, which alone would be built.
+
+    Args:
+        config: of the checkpoint.
+        model_class: the auto class that `language_model_class` chose for it.
+    Returns:
+        A sentence that names the family and what to do. None where the whole checkpoint is built, or the family is
+        proven.
+    """
+    text, built = config.get_text_config(), model_class._model_mapping.get(type(config), None)
+    if built is None or isinstance(config, built.config_class) or not isinstance(text, built.config_class):
+        return None
+    if is_proven(config.model_type, "packing"):
+        return None
+    return with_release(
+        f"{config.model_type} is not supported: it has other models around the language model {text.model_type}, which "
+        "alone is trained and sampled from; write that to a folder of its own with transformers, "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW), copy the tokenizer's files there and give "
+        "NEW"
+    )
 
 
 def attention_of(config: Any, implementation: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from shardwise.console import warn
@@ -38,19 +39,27 @@ class RunLog:
     """
 
     def __init__(
-        self, output_dir: Path, *, tensorboard: bool, last_step: int | None = None, keeps_lines: bool = False
+        self,
+        output_dir: Path,
+        *,
+        tensorboard: bool,
+        last_step: int | None = None,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+        keeps_lines: bool = False,
     ) -> None:
         """
         Args:
             last_step: of an earlier run that goes on: what was written up to it stays, what comes later is cut off.
                 None moves earlier files aside.
+            lengths: bytes of these files up to `last_step`, by name, as far as they are known: one that has lost some
+                is warned of.
             keeps_lines: those that cannot be written, on a full disk say, wait in memory until they can, up to
                 MAX_WAITING_BYTES a file, with a warning, and so do TensorBoard's events; False raises.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             self._metrics, self._performance = (
-                stack.enter_context(_open_lines(output_dir / name, last_step, keeps_lines=keeps_lines))
+                stack.enter_context(_open_lines(output_dir / name, last_step, lengths, keeps_lines=keeps_lines))
                 for name in (METRICS, "performance.jsonl")
             )
             events = output_dir / "tensorboard"
@@ -66,6 +75,11 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def files(self) -> list["LogFile"]:
+        """Those of lines."""
+        return [self._metrics, self._performance]
 
     def log(self, step: int, metrics: Mapping[str, float], performance: Mapping[str, float]) -> None:
         """Writes one line to each file; names sorted, a value that is not finite as null. Nothing for an empty dict.
@@ -96,16 +110,27 @@ class SampleLog:
     Example: `samples.append([{"step": 3, "prompt": "2+3=", "completion": "5", "reward": 1.0, "logprobs": [-0.1]}])`
     """
 
-    def __init__(self, output_dir: Path, *, last_step: int | None = None, keeps_lines: bool = False) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        last_step: int | None = None,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+        keeps_lines: bool = False,
+    ) -> None:
         """As those of `RunLog`."""
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = _open_lines(output_dir / "samples.jsonl", last_step, keeps_lines=keeps_lines)
+        self._lines = _open_lines(output_dir / "samples.jsonl", last_step, lengths, keeps_lines=keeps_lines)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def files(self) -> list["LogFile"]:
+        return [self._lines]
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line per row, keys in the order of the row, and flushes once. Raises as `RunLog.log`."""
@@ -134,27 +159,30 @@ def write_json_atomic(path: Path, value: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def move_aside(path: Path) -> None:
-    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on. What is empty stays:
-    a file of a run that ended before its first step, a folder or a link to one that somebody made for this one."""
+def move_aside(path: Path) -> Path | None:
+    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on, which it returns.
+    What is empty stays: a file of a run that ended before its first step, a folder or a link to one that somebody made
+    for this one."""
     if not path.exists() or _is_empty(path):
-        return
+        return None
     number = 1
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(aside)
+    return path.rename(aside)
 
 
 def _is_empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else not path.stat().st_size
 
 
-class _GrowingFile:
+class LogFile:
     """A file that is written at its end, at once. A context manager."""
 
     def __init__(self, path: Path, *, keeps_lines: bool) -> None:
+        """As those of `RunLog`. Raises OSError."""
         self._path, self._keeps_lines = path, keeps_lines
         self._file = path.open("ab", buffering=0)  # a write says how many bytes of a line a full disk has taken
+        self._num_written = self._file.tell()
         self._waiting = b""
         self._is_kept = False
         """Whether something waits because it could not be written."""
@@ -165,7 +193,17 @@ class _GrowingFile:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def name(self) -> str:
+        return self._path.name
+
+    @property
+    def num_bytes(self) -> int:
+        """What it has, with what waits."""
+        return self._num_written + len(self._waiting)
+
     def write(self, data: bytes) -> None:
+        """Raises OSError: it cannot be written, and lines are not kept, or too many of them are."""
         self._waiting += data
         try:
             self._flush()
@@ -176,7 +214,12 @@ class _GrowingFile:
                 self._is_kept = True
                 warn(f"{self._path} cannot be written ({error}); what comes is kept in memory until it can")
 
+    def sync(self) -> None:
+        """Returns when what was written is on the disk. From any thread. Raises OSError."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
+        """Raises OSError: what waits cannot be written."""
         try:
             self._flush()
         finally:
@@ -186,7 +229,8 @@ class _GrowingFile:
         if self._waiting and not is_still_at(self._file, self._path):
             raise FileNotFoundError(errno.ENOENT, "it was removed or moved while the run wrote it", str(self._path))
         while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+            num_bytes = self._file.write(self._waiting)
+            self._num_written, self._waiting = self._num_written + num_bytes, self._waiting[num_bytes:]
         self._is_kept = False
 
 
@@ -202,7 +246,7 @@ class _Events:
         folder.mkdir(exist_ok=True)
         # It reads files of one folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _GrowingFile(folder / name, keeps_lines=keeps_lines)
+        self._file = LogFile(folder / name, keeps_lines=keeps_lines)
         self._records = RecordWriter(self._file)
         self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
         self._write(file_version="brain.Event:2")
@@ -221,13 +265,19 @@ class _Events:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def _open_lines(path: Path, last_step: int | None, *, keeps_lines: bool) -> _GrowingFile:
+def _open_lines(path: Path, last_step: int | None, lengths: Mapping[str, int], *, keeps_lines: bool) -> LogFile:
     """A file of JSON lines: fresh, or continued after those of `last_step`."""
     if last_step is None:
         move_aside(path)
     elif path.exists():
         _cut_after(path, last_step)
-    return _GrowingFile(path, keeps_lines=keeps_lines)
+    file = LogFile(path, keeps_lines=keeps_lines)
+    if last_step is not None and (lost := lengths.get(path.name, 0) - file.num_bytes) > 0:
+        warn(
+            f"{path} lacks {lost:,} bytes of what was written up to step {last_step}, which the run goes on from: rows "
+            "are missing in it; if you have a copy of it, stop the run and put it back"
+        )
+    return file
 
 
 def _as_lines(*rows: Mapping[str, Any]) -> bytes:

@@ -15,10 +15,10 @@ from shardwise.types import Metrics, MetricValue, Sample
 def train(config: DistillConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model, trainer = open_model(config.model), config.trainer
-    rows = open_rows(supervised_samples, config.data, trainer, model)
     teacher_model = open_companion(
         config.teacher.model, model, keys="data.max_sequence_tokens", num_tokens=config.data.max_sequence_tokens
     )
+    rows = open_rows(supervised_samples, config.data, trainer, model, companions=[teacher_model])
     teacher = build_engine(group, "teacher", teacher_model.config, config.teacher_layout())
     student = build_engine(
         group,

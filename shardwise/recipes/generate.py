@@ -50,7 +50,12 @@ def converse(
     templated = apply_chat_template and model.tokenizer.chat_template is not None
     for prompt in prompts if prompts is not None else _lines():
         prompt_ids = render_prompt(
-            model.tokenizer, prompt, apply_chat_template=templated, system_prompt=None, origin="the prompt"
+            model.tokenizer,
+            prompt,
+            apply_chat_template=templated,
+            system_prompt=None,
+            origin="the prompt",
+            media_token_ids=model.media_token_ids,
         )
         wanted, asked = max_tokens, "--max-tokens"
         if wanted is None:

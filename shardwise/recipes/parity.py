@@ -119,7 +119,14 @@ def parity(
     model = open_model(ModelConfig(path=path))
     tokenizer, has_template = model.tokenizer, model.tokenizer.chat_template is not None
     rendered = [
-        render_prompt(tokenizer, text, apply_chat_template=has_template, system_prompt=None, origin="the prompt")
+        render_prompt(
+            tokenizer,
+            text,
+            apply_chat_template=has_template,
+            system_prompt=None,
+            origin="the prompt",
+            media_token_ids=model.media_token_ids,
+        )
         for text in prompts or DEFAULT_PROMPTS
     ]
     num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it draws one after what it scores

@@ -1,6 +1,6 @@
 """Trained reward models as engines on the trainer's ranks: the entries of reward.functions with type model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,32 +17,46 @@ from shardwise.types import Sample
 class ModelScorer:
     """Scores conversations with a reward model, rendered by its own tokenizer."""
 
-    def __init__(self, engine: RemoteEngine, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        context_tokens: int | None,
+        media_token_ids: Collection[int] = (),
+    ) -> None:
         """Around an engine that is built.
 
         Args:
             context_tokens: the longest sequence the model was made for; None where it sets no limit.
+            media_token_ids: that stand for parts of images and videos, of which it is shown none.
         """
         self.engine = engine
         self._tokenizer = tokenizer
         self._context_tokens = context_tokens
+        self._media_token_ids = frozenset(media_token_ids)
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:
-        """(place of the job, answer) of every job; one that is too long for a micro-batch or the model's context is
-        a failure."""
+        """(place of the job, answer) of every job; one that is too long for a micro-batch or the model's context, or
+        whose text spells what stands for images, is a failure."""
+        samples = [self._render(job) for job in jobs]
+        failures = [self._failure(sample.token_ids.tolist()) for sample in samples]
+        scored = [place for place, failure in enumerate(failures) if failure is None]
+        scores = self.engine.score([samples[place] for place in scored])
+        found = {place: float(values.sum()) for place, values in zip(scored, scores, strict=True)}
+        for place, failure in enumerate(failures):
+            yield place, Answer(score=found[place]) if failure is None else Answer(failure=failure)
+
+    def _failure(self, token_ids: list[int]) -> str | None:
+        """Why the sequence cannot be scored."""
         cap = self.engine.layout.max_tokens_per_micro_batch
         cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
-        samples = [self._render(job) for job in jobs]
-        fitting = [place for place, sample in enumerate(samples) if len(sample.token_ids) <= cap]
-        scores = self.engine.score([samples[place] for place in fitting])
-        found = {place: float(values.sum()) for place, values in zip(fitting, scores, strict=True)}
-        for place, sample in enumerate(samples):
-            if place in found:
-                yield place, Answer(score=found[place])
-            else:
-                too_long = f"{len(sample.token_ids)} tokens, more than the {cap} of"
-                limits = "engine.max_tokens_per_micro_batch and the reward model's context"
-                yield place, Answer(failure=f"{too_long} {limits}")
+        if len(token_ids) > cap:
+            limits = "engine.max_tokens_per_micro_batch and the reward model's context"
+            return f"{len(token_ids)} tokens, more than the {cap} of {limits}"
+        if spelt := self._media_token_ids.intersection(token_ids):
+            token = self._tokenizer.decode([min(spelt)])
+            return f"the text spells {token!r}, by which the reward model knows an image or a video, and is shown none"
+        return None
 
     def _render(self, job: RewardJob) -> Sample:
         token_ids, loss_mask = render_response_sample(
@@ -70,5 +84,5 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
                 head="sequence_scores",
                 pad_token_id=model.tokenizer.pad_token_id,
             )
-            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context_tokens)
+            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context_tokens, model.media_token_ids)
     return scorers

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig
+from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig, allows_other_rows
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
@@ -102,7 +102,8 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     examples, held_out = _read_data(config, model)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
-    stream = PromptStream(sources, config.data, seed=config.trainer.seed)
+    rows_may_differ = allows_other_rows(config.trainer.resume_allow)
+    stream = PromptStream(sources, config.data, seed=config.trainer.seed, rows_may_differ=rows_may_differ)
     total_steps = config.trainer.total_steps or steps_of(
         config.trainer.num_epochs, num_rows=len(examples.rows), batch_size=config.rollout.num_prompts
     )

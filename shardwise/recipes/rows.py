@@ -1,13 +1,14 @@
 """What recipes that train on given rows have in common: batches of rows, step after step, and held-out rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from shardwise.config import BatchTrainerConfig
+from shardwise.config import BatchTrainerConfig, allows_other_rows
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
-from shardwise.data.loader import require_as_many_rows, steps_of
+from shardwise.data.loader import compare_rows, steps_of
 from shardwise.recipes.build import OpenedModel
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -24,6 +25,8 @@ class TrainingRows:
     counts: Metrics
     """data/...: what was read and what was left out."""
     loader: BatchLoader
+    rows_may_differ: bool
+    """From those of the run that is resumed."""
 
     def batch(self, step: int) -> list[Sample]:
         """The samples of a step, counted from 1."""
@@ -42,8 +45,8 @@ class TrainingRows:
         return {"num_rows": self.loader.num_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError: the run that gave the state had more or fewer rows."""
-        require_as_many_rows(state["num_rows"], self.loader.num_rows)
+        """Raises DataError: the run that gave the state had more or fewer rows, which may not be."""
+        compare_rows(state["num_rows"], self.loader.num_rows, may_differ=self.rows_may_differ)
 
 
 def open_rows(
@@ -53,19 +56,23 @@ def open_rows(
     model: OpenedModel,
     *,
     samples_per_row: int = 1,
+    companions: Sequence[OpenedModel] = (),
 ) -> TrainingRows:
     """Reads the training and the held-out rows.
 
     Args:
-        read: (data, files, tokenizer, max_rows) -> samples, e.g. `supervised_samples`.
+        read: (data, files, tokenizer, max_rows, media_token_ids) -> samples, e.g. `supervised_samples`.
+        companions: other models that read the same tokens.
     Raises:
         DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
     """
     model.require_context("data.max_sequence_tokens", data.max_sequence_tokens)
-    found = read(data, data.train_files, model.tokenizer, max_rows=data.max_train_rows)
+    media_token_ids = {token_id for one in (model, *companions) for token_id in one.media_token_ids}
+    read_files = partial(read, data, tokenizer=model.tokenizer, media_token_ids=media_token_ids)
+    found = read_files(data.train_files, max_rows=data.max_train_rows)
     held_out = None
     if data.validation_files:
-        held_out = read(data, data.validation_files, model.tokenizer, max_rows=data.max_validation_rows).rows
+        held_out = read_files(data.validation_files, max_rows=data.max_validation_rows).rows
     num_rows = len(found.rows) // samples_per_row
     loader = BatchLoader(num_rows, trainer.batch_size, seed=trainer.seed, shuffle=data.shuffle)
     return TrainingRows(
@@ -76,4 +83,5 @@ def open_rows(
         or steps_of(trainer.num_epochs, num_rows=num_rows, batch_size=trainer.batch_size),
         counts={f"data/{name}": MetricValue.max(count) for name, count in found.counts.items()},
         loader=loader,
+        rows_may_differ=allows_other_rows(trainer.resume_allow),
     )

@@ -13,7 +13,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
 from shardwise.controller.watchdog import enter_phase, enter_step
 from shardwise.engine import named_failures
-from shardwise.observability import METRICS, Progress, RunLog, SampleLog, Spans, move_aside
+from shardwise.observability import METRICS, LogFile, Progress, RunLog, SampleLog, Spans, move_aside
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders, write_latest
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
 from shardwise.recipes.checkpointing.loader import Loader
@@ -86,6 +86,7 @@ class Run:
         self._step_start = 0.0
         self._reported = Reported()
         self._frozen = frozen
+        self._log_files: list[LogFile] = []
         self._loaded: dict[str, float] = {}
         """For the first row of performance.jsonl that is written."""
         self._loader = Loader(engines)
@@ -114,12 +115,20 @@ class Run:
         return self._start.step if self._start is not None and self._start.in_place else None
 
     @property
+    def _log_lengths(self) -> Mapping[str, int]:
+        """What logs have at least, up to the step that the run goes on from."""
+        return {} if self._start is None else self._start.log_lengths
+
+    @property
     def _is_finished(self) -> bool:
         return self.first_step > self._total_steps
 
     def sample_log(self) -> SampleLog:
         """samples.jsonl beside the other logs, which is closed with them."""
-        log = SampleLog(self.output_dir, last_step=self.last_logged_step, keeps_lines=self._keeps_lines)
+        log = SampleLog(
+            self.output_dir, last_step=self.last_logged_step, lengths=self._log_lengths, keeps_lines=self._keeps_lines
+        )
+        self._log_files += log.files
         return self._open.enter_context(log)
 
     def __enter__(self) -> Self:
@@ -142,9 +151,11 @@ class Run:
                 self.output_dir,
                 tensorboard=self._trainer.tensorboard,
                 last_step=self.last_logged_step,
+                lengths=self._log_lengths,
                 keeps_lines=self._keeps_lines,
             )
             self._log = stack.enter_context(log)
+            self._log_files += log.files
             self._announce()
             progress = Progress(
                 self._title, self._total_steps, start_step=self.first_step - 1, doing=lambda: self.spans.current
@@ -267,8 +278,10 @@ class Run:
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.output_dir)
-            for path in self._left_by_others():
-                move_aside(path)
+            newest = next(iter(step_folders(self.output_dir).values()), None)
+            moved = {path: move_aside(path) for path in self._left_by_others()}
+            if newest is not None:
+                self._warn_of_moved_checkpoint(newest, moved)
             if self.last_logged_step is not None:
                 write_latest(self.output_dir, self.last_logged_step)
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
@@ -296,6 +309,19 @@ class Run:
             return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]
         return [folder for step, folder in step_folders(self.output_dir).items() if step > last]
 
+    def _warn_of_moved_checkpoint(self, newest: Path, moved: Mapping[Path, Path | None]) -> None:
+        """Where trainer.resume names a path, what is moved aside for it may be further on, and be what was meant."""
+        if self._trainer.resume in ("auto", "never") or self._start is None or self._start.damage:
+            return
+        now, folder = moved.get(newest), moved.get(newest.parent)
+        if folder is not None:
+            now = folder / newest.name
+        if now is not None:
+            warn(
+                f"trainer.resume={self._trainer.resume}: checkpoints of {self.output_dir} that did not begin there are "
+                f"moved aside; to go on from their newest instead, give trainer.resume={now}"
+            )
+
     def _announce(self) -> None:
         model = self._engines[""]
         ranks, steps = counted(self._group.size, "rank"), counted(self._total_steps, "step")
@@ -322,7 +348,7 @@ class Run:
 
     def _save(self, step: int) -> None:
         with self.spans("save"):
-            self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()})
+            self._saver.save(step, {name: part.state_dict() for name, part in self._parts.items()}, self._log_files)
 
     @property
     def _group(self) -> WorkerGroup:

@@ -24,6 +24,7 @@ from shardwise.families import (
     rotary_limit,
     unproven_reason,
     unsupported_reason,
+    wrapper_reason,
 )
 from shardwise.memfd import SharedTensors
 from shardwise.model_config import read_model_config, require_generates
@@ -281,6 +282,8 @@ def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list
     config = read_model_config(folder)
     require_generates(folder, config)
     model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+    if reason := wrapper_reason(config, model_class):
+        raise ModelError(f"{folder}: {reason}")
     try:
         model, report = model_class.from_pretrained(
             folder,

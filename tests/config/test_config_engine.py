@@ -52,10 +52,6 @@ def test_engine_value_out_of_range_is_refused(key, value):
             "none; set it to full or selective",
         ),
         (
-            {"lora": {}, "freeze_module_prefix": ["model.embed"]},
-            "freeze_module_prefix=['model.embed'] has no effect with lora, which freezes the whole base; remove it",
-        ),
-        (
             {"lora": {}, "freeze_router": True},
             "freeze_router=true has no effect with lora, which freezes the whole base; remove it, and leave routers "
             "out of lora.target_modules",

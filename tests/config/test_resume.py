@@ -1,6 +1,14 @@
 import pytest
 
-from shardwise.config import ConfigError, RLConfig, SFTConfig, changes_that_matter, key_paths, require_known_keys
+from shardwise.config import (
+    ConfigError,
+    RLConfig,
+    SFTConfig,
+    allows_other_rows,
+    changes_that_matter,
+    key_paths,
+    require_known_keys,
+)
 from shardwise.config.recipes import DistillConfig, PreferenceConfig, RewardModelConfig
 from shardwise.config.resume import LENGTH_KEYS, MAY_CHANGE
 
@@ -67,6 +75,23 @@ def test_an_allowed_key_that_does_not_exist_is_named():
     require_known_keys(["trainer.seed", "reward.functions.weight", "data"], rl())
     with pytest.raises(ConfigError, match=r"trainer.resume_allow names trainer.sed, which this config does not have"):
         require_known_keys(["trainer.sed", "data"], rl())
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        ([], False),
+        (["trainer.learning_rate", "engine", "rollout.temperature", "reward"], False),
+        (["trainer", "data"], True),
+        (["data.max_train_rows"], True),
+        (["model.chat_template"], True),
+        (["rollout"], True),
+        (["rollout.environment"], True),
+    ],
+)
+def test_other_rows_are_allowed_by_what_decides_on_them_and_by_groups_of_it(allowed, expected):
+    require_known_keys(allowed, rl())
+    assert allows_other_rows(allowed) is expected
 
 
 def test_every_key_of_the_list_is_one_of_some_config():

@@ -194,6 +194,16 @@ def test_a_text_that_spells_a_token_of_images_or_videos_is_refused_where_there_a
             )
         with pytest.raises(DataError, match=reason):
             render_prompt(tokenizer, f"{token}?", apply_chat_template=apply_chat_template, system_prompt=None, **media)
+        for prompt, response in ((f"{token}?", "no"), ("what?", token)):
+            with pytest.raises(DataError, match=reason):
+                render_response_sample(
+                    tokenizer,
+                    prompt,
+                    response,
+                    apply_chat_template=apply_chat_template,
+                    system_prompt=None,
+                    **media,
+                )
     words = render_prompt(tokenizer, "<|image?", apply_chat_template=False, system_prompt=None, **media)
     assert tokenizer.decode(words) == "<|image?"
 

@@ -1,5 +1,6 @@
 """Images of rows: every form, every place, and what is wrong with them by row and file."""
 
+import copy
 import io
 import json
 from dataclasses import replace
@@ -20,7 +21,7 @@ from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, RolloutGroup
 
-WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -29,7 +30,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-START, PAD, END = 261, 262, 263
+START, PAD, END, VIDEO_PAD = 261, 262, 263, 264
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def tokenizer():
     tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
     tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
     tokenizer.chat_template = TEMPLATE
-    assert tokenizer.convert_tokens_to_ids(WORDS) == [START, PAD, END]
+    assert tokenizer.convert_tokens_to_ids(WORDS) == [START, PAD, END, VIDEO_PAD]
     return tokenizer
 
 
@@ -249,6 +250,62 @@ def test_a_prompt_that_spells_the_image_token_is_refused_also_where_no_images_ar
     with pytest.raises(DataError, match=r"line 1: the text spells '<\|image_pad\|>', .* none is shown here"):
         ask([row], media_token_ids=[PAD], vision=None)
     assert ask([row | {"prompt": "<image>What?", "images": ["a.png"]}], media_token_ids=[PAD])
+
+
+def test_a_row_that_spells_a_token_of_images_or_videos_is_refused_whether_images_are_shown_or_not(
+    vision, tokenizer, tmp_path
+):
+    def learn(text, vision, media_token_ids):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"messages": talk(text)}), encoding="utf-8")
+        return supervised_samples(
+            SupervisedDataConfig(),
+            [str(path)],
+            tokenizer,
+            max_rows=None,
+            vision=vision,
+            media_token_ids=media_token_ids,
+        ).rows
+
+    with pytest.raises(DataError, match=r"^rows\.jsonl line 1: the text has 1 times '<\|image_pad\|>' for 0 images"):
+        learn("a <|image_pad|>", vision, [PAD, VIDEO_PAD])
+    for text, shown in (("a <|image_pad|>", None), ("a <|video_pad|>", None), ("a <|video_pad|>", vision)):
+        with pytest.raises(
+            DataError, match=r"^rows\.jsonl line 1: the text spells '<\|(image|video)_pad\|>', by which"
+        ):
+            learn(text, shown, [PAD, VIDEO_PAD])
+    (found,) = learn("a <|video_pad|>", None, [])  # to a model of words it is a word
+    assert VIDEO_PAD in found.token_ids
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_images_with_nothing_between_are_refused_for_no_family_tells_them_apart(tokenizer, picture, tmp_path, family):
+    grids = torch.tensor([[1, 2, 4], [1, 6, 2]])
+    tokens = torch.tensor([[5, *[PAD] * 5, 6]])
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        tiny_vision_model(family).model.get_rope_index(tokens, (tokens == PAD).int(), image_grid_thw=grids)
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    folder = tmp_path / "model"
+    config = tiny_vision_model(family).config
+    config.image_token_id = PAD
+    config.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(folder)
+    picture(1).save(tmp_path / "a.png")
+    path = tmp_path / "rows.jsonl"
+
+    def learn(question, images):
+        path.write_text(json.dumps({"messages": talk(question), "images": images}), encoding="utf-8")
+        vision = Vision.load(folder, bare)
+        return supervised_samples(SupervisedDataConfig(), [str(path)], bare, max_rows=None, vision=vision).rows
+
+    with pytest.raises(DataError) as error:
+        learn("<image>Which?<image><image>", ["a.png"] * 3)
+    assert str(error.value).startswith("rows.jsonl line 1: nothing stands between image 2 and image 3, which the model")
+    assert "set model.chat_template=FILE to a template that writes a mark around every image" in str(error.value)
+    (found,) = learn("<image>or<image>?", ["a.png"] * 2)
+    assert found.token_ids.tolist().count(PAD) == 4
+    assert found.position_ids.shape == (3, len(found.token_ids))
 
 
 def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp_path):

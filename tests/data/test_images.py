@@ -75,6 +75,48 @@ def test_what_is_transparent_is_white(reader, tmp_path):
         assert torch.equal(found.pixel_values, expected.pixel_values)
 
 
+@pytest.mark.parametrize("mode", ["LA", "La", "PA", "RGBA", "RGBa"])
+def test_what_is_transparent_in_memory_is_white_in_every_mode(reader, mode, tmp_path):
+    """And what is not keeps its colour: half of the image is black."""
+    black = Image.new("L", (16, 8), 0)
+    alpha = Image.new("L", (16, 8), 0)
+    alpha.paste(255, (0, 0, 8, 8))
+    image = Image.merge("LA", (black, alpha))
+    if mode.startswith("RGB"):
+        image = image.convert("RGBA")
+    if mode == "PA":
+        image = Image.merge("RGBA", (black, black, black, alpha)).quantize().convert("PA")
+        assert image.getpixel((15, 0))[1] == 0
+    image = image if image.mode == mode else image.convert(mode)
+    expected = Image.new("RGB", (16, 8), "white")
+    expected.paste("black", (0, 0, 8, 8))
+    found, wanted = (reader.read([reader.open(one, tmp_path, "x")]).pixel_values for one in (image, expected))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"])
+def test_every_other_mode_of_images_in_memory_is_that_of_pillow_in_rgb(reader, mode, tmp_path):
+    image = Image.linear_gradient("L").resize((16, 8)).convert("RGB")
+    if mode == "LAB":
+        image = Image.merge("LAB", image.split())
+    image = image if image.mode == mode else image.convert(mode)
+    found, wanted = (reader.read([reader.open(one, tmp_path, "x")]) for one in (image, image.convert("RGB")))
+    assert torch.equal(found.pixel_values, wanted.pixel_values)
+
+
+def test_an_image_in_memory_that_breaks_off_is_told_when_its_row_is_read(reader, tmp_path):
+    """PIL opens a file by its beginning, and reads the rest once it is asked for pixels."""
+    half = encoded(Image.effect_noise((64, 64), 90).convert("RGB"))[:1500]
+    with pytest.raises(DataError, match=r"^row 3 is damaged: .*; replace it or remove the row$"):
+        reader.open(Image.open(io.BytesIO(half)), tmp_path, "row 3")
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
+def test_an_image_without_pixels_is_refused(reader, size, tmp_path):
+    with pytest.raises(DataError, match=rf"^row 3 has {size[0]} x {size[1]} pixels, and nothing to see; replace it"):
+        reader.open(Image.new("RGB", size), tmp_path, "row 3")
+
+
 def test_a_photograph_is_turned_as_its_camera_says(reader, picture, tmp_path):
     orientation = Image.Exif()
     orientation[0x0112] = 6

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.data.loader import BatchLoader, RowOrder, steps_of
+from shardwise.config import DataError
+from shardwise.data.loader import BatchLoader, RowOrder, compare_rows, steps_of
 
 
 def walk(loader, num_steps):
@@ -61,3 +62,17 @@ def test_orders_differ_between_epochs_and_seeds():
 
     orders = [epoch(seed, number) for seed in range(3) for number in range(3)]
     assert len(set(map(tuple, orders))) == 9
+
+
+def test_other_rows_than_the_resumed_run_had_are_an_error_or_a_warning_with_both_numbers(capsys):
+    for may_differ in (False, True):
+        compare_rows(20, 20, may_differ=may_differ)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(
+        DataError, match=r"had 20 training rows, now there are 30, .* allow others with trainer\.resume"
+    ):
+        compare_rows(20, 30, may_differ=False)
+    compare_rows({"a": 1}, 30, may_differ=True)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: the run that is resumed had {'a': 1} training rows, now there are 30: it goes on")
+    assert told.count("\n") == 1

@@ -113,3 +113,45 @@ def test_a_stream_goes_on_where_another_one_was(num_steps, seed):
 def test_a_state_of_other_rows_is_refused():
     with pytest.raises(DataError, match="had 3 training rows, now there are 2, which"):
         stream(["a", "b"]).load_state_dict(stream(["a", "b", "b"]).state_dict())
+
+
+def test_a_stream_goes_on_in_other_rows_behind_as_many_of_each_source(capsys):
+    """As one that had them from its start. A source that comes begins; one that goes is forgotten, as are pass rates,
+    which are of other rows, and shares of a mixture of other sources."""
+    before, now = ["a"] * 3 + ["b"] * 4 + ["d"], ["b"] * 6 + ["a"] * 3 + ["c"] * 2
+    settings = {"difficulty": {"min_pass_rate": 0.5}}
+    first = stream(before, mixture=[{"weights": {"a": 1, "b": 1}}], **settings)
+    for row in first.take(10, step=1):
+        first.record(row, 0.0)
+    assert first.position == {"a": 5, "b": 5, "d": 0}
+
+    def other():
+        config = PromptDataConfig.parse({"mixture": [{"weights": {"b": 1, "c": 1}}], **settings}, origin="test")
+        return PromptStream(now, config, seed=0, rows_may_differ=True)
+
+    second, whole = other(), other()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.position == {"a": 5, "b": 5, "c": 0}
+    assert (
+        "had {'a': 3, 'b': 4, 'd': 1} training rows, now there are {'a': 3, 'b': 6, 'c': 2}" in capsys.readouterr().err
+    )
+    whole.take(10, step=1)  # five of each
+    found, expected = second.take(12, step=2), whole.take(12, step=2)
+    assert [row for row in found if now[row] == "b"] == [row for row in expected if now[row] == "b"]
+    assert [row for row in found if now[row] == "c"][:2] == other().take(4, step=1)[1::2], "from its beginning"
+    assert Counter(now[row] for row in found) == {"b": 6, "c": 6}
+    third = other()
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    assert third.take(20, step=3) == second.take(20, step=3)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_whose_rows_may_differ_and_do_not_goes_on_as_ever(capsys):
+    sources = ["a"] * 5
+    settings = PromptDataConfig.parse({"difficulty": {"min_pass_rate": 0.5}}, origin="test")
+    first, second = (PromptStream(sources, settings, seed=0, rows_may_differ=True) for _ in range(2))
+    for row in first.take(3, step=1):
+        first.record(row, row / 4)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.take(30, step=2) == first.take(30, step=2)
+    assert capsys.readouterr().err == ""

@@ -34,12 +34,16 @@ def write(tmp_path):
     return write_rows
 
 
-def pairs(tokenizer, files, *, max_rows=None, **settings):
-    return preference_pairs(PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows)
+def pairs(tokenizer, files, *, max_rows=None, media_token_ids=(), **settings):
+    return preference_pairs(
+        PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows, media_token_ids=media_token_ids
+    )
 
 
-def labelled(tokenizer, files, *, max_rows=None, **settings):
-    return labelled_samples(PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows)
+def labelled(tokenizer, files, *, max_rows=None, media_token_ids=(), **settings):
+    return labelled_samples(
+        PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows, media_token_ids=media_token_ids
+    )
 
 
 def texts(tokenizer, samples):
@@ -380,3 +384,18 @@ def test_rows_with_images_are_refused(tokenizer, write, read):
     with pytest.raises(DataError, match=r'train\.jsonl line 1: column "images" has images, which supervised'):
         read(tokenizer, write(row))
     assert read(tokenizer, write({**row, "images": []})).rows
+
+
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+@pytest.mark.parametrize(
+    ("read", "column"),
+    [(pairs, "prompt"), (pairs, "chosen"), (pairs, "rejected"), (labelled, "prompt"), (labelled, "response")],
+)
+def test_answers_that_spell_what_stands_for_images_are_refused(tokenizer, write, read, column, apply_chat_template):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    media = tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+    row = {**PAIR, "response": "5", "label": True}
+    files = write(row, {**row, column: "a <|image_pad|>"})
+    with pytest.raises(DataError, match=r"^train\.jsonl line 2: the text spells '<\|image_pad\|>', by which the model"):
+        read(tokenizer, files, media_token_ids=media, apply_chat_template=apply_chat_template)
+    assert read(tokenizer, files, apply_chat_template=apply_chat_template).rows

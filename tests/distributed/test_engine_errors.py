@@ -262,15 +262,16 @@ def test_unknown_names_are_refused_with_the_known_ones(keys, message):
     assert str(error.value).startswith(f"test: {message}")
 
 
-def build_with_routers_that_give_no_logits(folder):
+def build_with_routers_that_give_no_logits(folder, keys):
     """As those of other releases of transformers do."""
     choose = Qwen3MoeTopKRouter.forward
     with patch.object(Qwen3MoeTopKRouter, "forward", lambda *args: (None, *choose(*args)[1:])):
-        build_and_barrier(folder, {"param_dtype": "float32"})
+        build_and_barrier(folder, {"param_dtype": "float32", **keys})
 
 
-def test_routers_that_cannot_be_read_are_refused_before_any_step(run_ranks, folders):
+@pytest.mark.parametrize("keys", [{"router_metrics": "layers"}, {"router_aux_loss_coef": 0.1}])
+def test_routers_that_cannot_be_read_are_refused_before_any_step_that_would_read_them(run_ranks, folders, keys):
     message = "ModelError: model.layers.0.mlp.gate is not supported: Qwen3MoeTopKRouter does not give its logits"
     with pytest.raises(RankError) as error:
-        run_ranks(build_with_routers_that_give_no_logits, 2, folders["qwen3_moe"])
+        run_ranks(build_with_routers_that_give_no_logits, 2, folders["qwen3_moe"], keys)
     assert str(error.value).count(message) == 2

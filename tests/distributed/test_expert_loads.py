@@ -5,12 +5,16 @@ The reference runs each sequence alone through transformers in float64 and takes
 loops over tokens.
 """
 
+import contextlib
+import io
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny_models import random_samples, tiny_folder
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -199,3 +203,28 @@ def test_a_router_that_adapters_train_whole_counts_once(run_ranks, folder, saved
     assert len(gates) == len(expected) == 2
     for found, gradient in zip(gates, expected, strict=True):
         torch.testing.assert_close(found, gradient)
+
+
+def train_with_routers_that_give_no_logits(folder):
+    """What the rank says, and the names of metrics of routers."""
+    choose = Qwen3MoeTopKRouter.forward
+    said = io.StringIO()
+    with (
+        patch.object(Qwen3MoeTopKRouter, "forward", lambda *args: (None, *choose(*args)[1:])),
+        contextlib.redirect_stderr(said),
+    ):
+        engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+        step = pack(random_samples(LENGTHS), num_shards=dist.get_world_size(), max_tokens=64)
+        engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
+        metrics = engine.optim_step()
+    assert metrics["train/grad_norm"].result() > 0
+    return said.getvalue(), [name for name in metrics if "router/" in name]
+
+
+def test_routers_that_cannot_be_read_count_nothing_where_nobody_asked(run_ranks, folder):
+    """It is said once, and no metric is made of the others alone."""
+    warning = (
+        "warning: model.layers.0.mlp.gate is not supported: Qwen3MoeTopKRouter does not give its logits; there will be "
+        "no metrics train/router/ of the load of experts\n"
+    )
+    assert run_ranks(train_with_routers_that_give_no_logits, 2, str(folder)) == [(warning, []), ("", [])]

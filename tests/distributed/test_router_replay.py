@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from family_table import FAMILIES, save_model
 from ranks import RankError
 from tiny_models import random_samples, tiny_folder
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data.packing import pack, unpack
@@ -237,6 +239,22 @@ def test_choices_of_another_number_of_routers_are_refused(run_ranks, folder):
     samples = [replace(sample, experts=sample.experts[:, :1]) for sample in chosen_at_random()]
     with pytest.raises(RankError, match=r"tells the choices of 1 routers, and the model that is trained has 2"):
         run_ranks(mismatch_of_a_step, 1, str(folder), samples, None)
+
+
+def replay_with_routers_that_give_no_logits(folder, samples):
+    choose = Qwen3MoeTopKRouter.forward
+    with patch.object(Qwen3MoeTopKRouter, "forward", lambda *args: (None, *choose(*args)[1:])):
+        mismatch_of_a_step(folder, samples, None)
+
+
+def test_replay_of_routers_that_cannot_be_read_is_refused(run_ranks, folder):
+    """Without replay they are only not counted."""
+    message = (
+        r"ModelError: rollout\.router_replay=true: model\.layers\.0\.mlp\.gate is not supported: "
+        r"Qwen3MoeTopKRouter does not give its logits; set it to false"
+    )
+    with pytest.raises(RankError, match=message):
+        run_ranks(replay_with_routers_that_give_no_logits, 1, str(folder), chosen_at_random())
 
 
 def replayed_groups(folder):

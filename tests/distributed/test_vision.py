@@ -291,14 +291,20 @@ def export(folder: str, out: str) -> None:
     build(folder).export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
 
 
-def test_an_adapter_on_all_linear_layers_adapts_the_tower_too(run_ranks, tmp_path):
-    """As peft means it; a name with a prefix keeps to the language model. peft loads what is written."""
-    tiny_vision_model("qwen3_vl").save_pretrained(tmp_path / "model")
-    samples = vision_samples(tiny_vision_model("qwen3_vl"))
-    (found,) = run_ranks(adapt, 1, str(tmp_path / "model"), samples, str(tmp_path / "adapter"))
+@pytest.mark.parametrize(
+    ("vision_family", "prefixes"), [("qwen3_vl", []), ("qwen3_vl", [TOWER]), ("qwen2_5_vl", [TOWER])]
+)
+def test_an_adapter_on_all_linear_layers_adapts_the_tower_too_unless_it_is_frozen(
+    run_ranks, tmp_path, vision_family, prefixes
+):
+    """As peft means it; a prefix keeps to the language model, also where layers of both have one name (gate_proj of
+    Qwen2.5-VL). peft loads what is written."""
+    tiny_vision_model(vision_family).save_pretrained(tmp_path / "model")
+    samples = vision_samples(tiny_vision_model(vision_family))
+    (found,) = run_ranks(adapt, 1, str(tmp_path / "model"), samples, str(tmp_path / "adapter"), prefixes)
     logprobs, off, base, names = found
     assert all(map(torch.equal, off, base))
-    assert any(".visual." in name for name in names)
+    assert any(".visual." in name for name in names) == (not prefixes)
     assert any(".language_model." in name for name in names)
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
@@ -310,14 +316,14 @@ def test_an_adapter_on_all_linear_layers_adapts_the_tower_too(run_ranks, tmp_pat
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
-def adapt(folder: str, samples, out: str):
+def adapt(folder: str, samples, out: str, prefixes: list[str]):
     packed = pack(samples, num_shards=1, max_tokens=256)
 
     def logprobs(engine, **options):
         return unpack(packed, [[found.logprobs for found in engine.forward(packed.shards[0], **options)]])
 
     base = logprobs(build(folder))
-    engine = build(folder, lora=LoraConfig(rank=4))
+    engine = build(folder, lora=LoraConfig(rank=4), freeze_module_prefix=prefixes)
     engine.forward_backward(packed.shards[0], negative_logprob, packed.denominators)
     engine.optim_step()
     engine.export_adapter(Path(out), folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -305,6 +306,31 @@ def test_an_allowed_change_takes_effect_from_the_checkpoint_on(sft_run, assets, 
     whole = [row["train/learning_rate"] for row in metrics_of(sft_run)]
     assert rates[:2] == whole[:2]
     assert rates[2:] == pytest.approx([rate / 5 for rate in whole[2:]])
+
+
+@pytest.mark.parametrize("recipe", ["sft", "rl"])
+def test_other_rows_are_gone_on_with_as_the_error_offers_it(request, assets, command, metrics_of, tmp_path, recipe):
+    """Of PPO with a mixture and pass rates too. From then on the run has them, and no offer is needed any more."""
+    name, options, more = ("sft_run", rows_options, []) if recipe == "sft" else ("ppo_run", rl_options, PPO)
+    whole = request.getfixturevalue(name)
+    run = stop_after(whole, 2, tmp_path / "run")
+    arguments = [recipe, *options(assets, run), *more, "data.max_train_rows=14"]
+    done = command(*arguments)
+    assert done.code == 2
+    offer = re.search(r"trainer\.resume_allow=\[[^]]+\]", done.err)[0]
+    assert offer == "trainer.resume_allow=[data.max_train_rows]"
+    done = command(*arguments, "trainer.total_steps=4", offer.replace("]", ", trainer.total_steps]"))
+    assert done.code == 0, done.err
+    assert done.err.count("training rows, now there are") == done.err.count("warning: ") == 1
+    assert metrics_of(run)[:2] == metrics_of(whole)[:2]
+    assert [row["data/num_rows"] for row in metrics_of(run)][2:] == [14, 14]
+    parts = parts_in(run / "checkpoints" / "step_4")
+    counts = parts["rows"] if recipe == "sft" else parts["pipeline"]["prompts"]["num_rows"]
+    assert sum(counts.values()) == 14
+    done = command(*arguments, "trainer.resume_allow=[trainer.total_steps]")
+    assert done.code == 0, done.err
+    assert "warning: " not in done.err
+    assert [row["step"] for row in metrics_of(run)] == list(range(1, STEPS + 1))
 
 
 @pytest.fixture(scope="module")

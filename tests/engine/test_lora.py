@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradients, meta_model, samples
-from tiny_models import tiny_folder
+from tiny_models import tiny_folder, tiny_vision_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
@@ -224,6 +224,62 @@ def test_a_router_that_is_a_linear_layer_by_class_gets_no_adapter():
     assert not any("router" in name for name in adapter_names(model))
     with pytest.raises(ConfigError, match="router is PhimoeTopKRouter; this version adapts linear layers"):
         inject_lora(model, LoraConfig(target_modules=["router"]))
+
+
+LANGUAGE_MODEL = [
+    f"model.language_model.layers.{layer}.{part}_proj"
+    for layer in range(2)
+    for part in (*(f"self_attn.{name}" for name in "qkvo"), *(f"mlp.{name}" for name in ("gate", "up", "down")))
+]
+
+
+@pytest.mark.parametrize("prefix", ["model.visual", "model.visual."])
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [("all-linear", LANGUAGE_MODEL), (["gate_proj"], [name for name in LANGUAGE_MODEL if "gate" in name])],
+)
+def test_a_frozen_prefix_gets_no_adapters(prefix, targets, expected):
+    """The tower of Qwen2.5-VL has layers called gate_proj too."""
+    with torch.device("meta"):
+        model = tiny_vision_model("qwen2_5_vl")
+    assert any(name.startswith("model.visual.") and "gate_proj" in name for name, _ in model.named_modules())
+    inject_lora(model, LoraConfig(rank=2, target_modules=targets), left_out=[prefix])
+    adapted = {name.rpartition(".lora_A.")[0] for name in adapter_names(model) if ".lora_A." in name}
+    assert adapted == set(expected)
+    assert not any(p.requires_grad for name, p in model.named_parameters() if name.startswith("model.visual"))
+
+
+def test_experts_below_a_frozen_prefix_get_no_adapters():
+    model = mixture_of_experts(num_hidden_layers=2)
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    inject_lora(model, lora, left_out=["model.layers.0.mlp"])
+    assert adapted_weights(model).keys() == {
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.mlp.experts.down_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "lora", "message"),
+    [
+        (["model.visual"], {}, "'model.visual' names no module or parameter of LlamaForCausalLM; its modules have names"
+         " such as "),
+        (["model.layers"], {}, "engine.freeze_module_prefix=['model.layers'] leaves no layer of LlamaForCausalLM to "
+         "adapt of those that engine.lora names, such as model.layers.0.self_attn.q_proj; freeze fewer modules"),
+        (["model.norm"], {}, "engine.freeze_module_prefix: 'model.norm' has no effect with engine.lora, which freezes "
+         "the whole base and puts no adapter into it; remove it"),
+        (["model.layers.0.mlp"], {"target_modules": ["q_proj"]}, "'model.layers.0.mlp' has no effect with engine.lora"),
+        (["model.layers.0"], {"modules_to_save": ["0.mlp"]}, "engine.freeze_module_prefix: 'model.layers.0' and "
+         "model.layers.0.mlp, which is trained whole (engine.lora.modules_to_save, or a value head), share parameters; "
+         "name others in one of the two"),
+        (["model.layers.0.mlp.up_proj"], {"modules_to_save": ["0.mlp"]}, "model.layers.0.mlp, which is trained whole"),
+    ],
+)  # fmt: skip
+def test_frozen_prefixes_that_cannot_be_used_with_adapters_are_refused(folders, prefixes, lora, message):
+    with pytest.raises(ConfigError) as error:
+        inject_lora(meta_model(folders["llama"]), LoraConfig(**lora), left_out=prefixes)
+    assert message in str(error.value)
 
 
 def randomize_adapters(model):

@@ -1,6 +1,7 @@
 """The record of what is proven of each family: that it says the truth, and that engines go by it."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +19,8 @@ from shardwise.engine.quantized import SHARDS_INTEGERS
 from shardwise.families import CHECKS, other_release, proven_record, proven_release, unproven_reason, with_release
 from shardwise.rollout import EmbeddedEngine
 
-COVERING = ["gemma3_text", "deepseek_v3"]
-"""Windows and tied weights; latent attention and experts. The others: make test-full."""
+COVERING = ["gemma3_text", "deepseek_v3", "qwen3_vl_moe"]
+"""Windows and tied weights; latent attention and experts; a vision tower. The others: make test-full."""
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,12 @@ def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
     assert record.keys() == FAMILIES.keys() | REFUSED.keys()
     assert all(row.keys() == CHECKS.keys() for family, row in record.items() if family in FAMILIES)
     assert PAGE.read_text(encoding="utf-8") == page(record, proven_release()), "run make models"
+
+
+def test_the_page_names_the_whole_checkpoints_of_which_only_the_language_model_is_proven():
+    said = PAGE.read_text(encoding="utf-8")
+    assert "Whole checkpoints of `aria`, `gemma3`, `llama4` or `qwen3_5_moe` are not supported" in said
+    assert "all in float32 on a CPU" in said
 
 
 def test_at_least_thirty_families_are_proven_in_all_but_what_is_refused_by_name():
@@ -135,6 +142,33 @@ def test_what_a_layout_asks_of_a_family_is_asked_of_the_record(config, mesh, hea
     with pytest.raises(ConfigError) as error:
         _require_proven(Path("model"), UNLISTED, FrozenEngineConfig(), mesh_of(), "logprobs")
     assert (CHECKS[check] in str(error.value)) == (check == "packing")
+
+
+@pytest.mark.parametrize(
+    ("reduces_unused", "sharding", "config", "is_refused"),
+    [
+        (False, 2, EngineConfig(allow_unproven=True), True),
+        (True, 2, EngineConfig(allow_unproven=True), False),
+        (False, 1, EngineConfig(allow_unproven=True), False),
+        (False, 2, FrozenEngineConfig(allow_unproven=True), False),
+    ],
+    ids=["torch 2.12", "torch 2.13", "one rank", "frozen"],
+)
+def test_what_is_unproven_trains_on_several_ranks_where_gradients_cannot_be_mixed(
+    monkeypatch, reduces_unused, sharding, config, is_refused
+):
+    """Until torch 2.13 FSDP adds up gradients of different weights where ranks reach different ones."""
+    monkeypatch.setattr("shardwise.engine.model.REDUCES_UNUSED", reduces_unused)
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
+        _require_proven(Path("model"), UNLISTED, config, mesh_of(sharding=sharding), "logprobs")
+    if is_refused:
+        assert str(error.value) == (
+            "model: engine.allow_unproven=true trains on several ranks from torch 2.13 on, and this is "
+            f"{torch.__version__}: gradients would be wrong wherever ranks reach other parameters of the model, as "
+            "experts that are modules of their own; install a newer torch, or train on one rank"
+        )
+    proven = "deepseek_v3"
+    _require_proven(Path("model"), proven, EngineConfig(allow_unproven=True), mesh_of(sharding=2), "logprobs")
 
 
 def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():

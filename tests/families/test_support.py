@@ -5,14 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 from family_checks import CPU, eager_logprobs, sequences
-from family_table import COMMON, FAMILIES, REFUSED, save_model
+from family_table import COMMON, FAMILIES, REFUSED, TEXT, TOWER, save_model
+from ranks import RankError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
 
-from shardwise.config import FrozenEngineConfig, ModelError
+from shardwise.config import FrozenEngineConfig, ModelError, UserError
 from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.families import decoder_layers, hand_on_keywords, proven_record, unsupported_reason
+from shardwise.families import (
+    decoder_layers,
+    hand_on_keywords,
+    language_model_class,
+    proven_record,
+    unsupported_reason,
+    wrapper_reason,
+)
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
 
@@ -122,6 +130,80 @@ def test_family_that_would_be_computed_wrong_is_refused(run_ranks, tmp_path, fam
     for text in (found, str(error.value)):
         assert "is not supported: it" in text
         assert family.replace("_text", "").replace("_", "") in text.lower().replace("_", "")
+
+
+WRAPPERS = {
+    "llama4": {
+        "text_config": COMMON | FAMILIES["llama4_text"],
+        "vision_config": {
+            **COMMON,
+            **dict.fromkeys(["vision_output_dim", "projector_input_dim", "projector_output_dim"], 32),
+            "intermediate_size": 128,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+    },
+    "qwen3_5_moe": {
+        "text_config": TEXT | FAMILIES["qwen3_5_moe_text"],
+        "vision_config": TOWER | {"num_position_embeddings": 16},
+    },
+}
+
+
+@pytest.fixture(params=WRAPPERS)
+def whole(request, tmp_path):
+    """The folder of a whole checkpoint, as save_pretrained writes it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **WRAPPERS[request.param])
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / request.param)
+    return tmp_path / request.param
+
+
+def test_a_whole_checkpoint_is_refused_by_its_own_name_and_its_language_model_alone_is_computed_right(
+    run_ranks, whole, tmp_path
+):
+    """What the error and docs/models.md say to do works."""
+    family = whole.name
+    refused = f"{family} is not supported|not proven for the family {family},"
+    with pytest.raises(RankError, match=refused):
+        run_ranks(build_trainer, 1, str(whole))
+    with pytest.raises(UserError, match=refused):
+        generate(whole)
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "alone")
+    (found,) = run_ranks(train_logprobs, 1, str(tmp_path / "alone"))
+    for tokens, logprobs in zip(sequences(), found, strict=True):
+        torch.testing.assert_close(logprobs[1:], eager_logprobs(model, tokens), atol=2e-5, rtol=0)
+
+
+def build_trainer(folder):
+    TrainEngine.build(Path(folder), FrozenEngineConfig(), device=CPU)
+
+
+@pytest.mark.parametrize("whole", ["llama4"], indirect=True)
+def test_a_whole_checkpoint_of_which_a_part_would_be_read_says_what_to_do_also_where_unproven_is_allowed(
+    run_ranks, whole
+):
+    """Its weights would not be found by the names of the language model."""
+    message = (
+        f"{whole}: llama4 is not supported: it has other models around the language model llama4_text, which alone is "
+        "trained and sampled from; write that to a folder of its own with transformers, "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW), copy the tokenizer's files there and give "
+        "NEW"
+    )
+    for allow_unproven in (False, True):
+        assert run_ranks(train_logprobs, 1, str(whole), LENGTHS, allow_unproven) == [message]
+        with pytest.raises(ModelError) as error:
+            generate(whole, allow_unproven=allow_unproven)
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "exaone"])
+def test_a_checkpoint_that_is_built_whole_or_proven_is_no_wrapper(family):
+    """exaone: one whose language model transformers computes with the class of another family."""
+    config = AutoConfig.for_model(family)
+    model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+    assert wrapper_reason(config, model_class) is None
 
 
 def tiny(family="llama", **options):

@@ -139,6 +139,34 @@ def test_files_that_are_gone_begin_anew(tmp_path):
     assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 3, "train/loss": 1.0}]
 
 
+@pytest.mark.parametrize("damage", ["none", "cut", "gone", "longer"])
+def test_rows_that_a_continued_file_has_lost_are_told(tmp_path, capsys, damage):
+    """Those of the last step, which is cut off anyway, are not missed."""
+    with RunLog(tmp_path, tensorboard=False) as log, SampleLog(tmp_path) as samples:
+        for step in (1, 2, 3):
+            if step == 3:
+                lengths = {file.name: file.num_bytes for file in (*log.files, *samples.files)}
+            log.log(step, {"train/loss": float(step)}, {"seconds/train": 1.0})
+            samples.append([{"step": step, "reward": 0.0}])
+        for file in (*log.files, *samples.files):
+            file.sync()
+    metrics, samples_file = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    second = metrics.read_bytes().splitlines(keepends=True)[1]
+    if damage == "cut":
+        metrics.write_bytes(metrics.read_bytes().replace(second, b""))
+    elif damage == "gone":
+        samples_file.unlink()
+    elif damage == "longer":
+        metrics.write_bytes(b'{"step": 0, "mine": 1}\n' + metrics.read_bytes())
+    options = {"last_step": 2, "lengths": lengths}
+    with RunLog(tmp_path, tensorboard=False, **options), SampleLog(tmp_path, **options):
+        pass
+    warnings = capsys.readouterr().err.splitlines()
+    lost = {"cut": f"{metrics} lacks {len(second)} bytes", "gone": f"{samples_file} lacks {lengths['samples.jsonl']} b"}
+    assert len(warnings) == (damage in lost)
+    assert lost.get(damage, "") in "".join(warnings)
+
+
 def test_tensorboard_forgets_what_came_after_the_last_step(tmp_path):
     for last_step, steps in ((None, (1, 2, 3)), (1, (2,))):
         with RunLog(tmp_path, tensorboard=True, last_step=last_step) as log:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from shardwise.config import DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
+from shardwise.config import DataError, DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
+from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.distill import train, validate
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.types import Sample
@@ -42,6 +43,17 @@ def losses(metrics_file):
 def test_a_model_has_nothing_to_learn_from_itself(group_of_one, model_folder, rows, tmp_path):
     train(config(model_folder, model_folder, rows, tmp_path / "run"), group_of_one)
     assert losses(tmp_path / "run" / "metrics.jsonl")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_rows_may_not_spell_what_stands_for_images_to_the_teacher(
+    group_of_one, model_folder, rows, tmp_path, monkeypatch
+):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    build_model_folder(tmp_path / "teacher", tokenizer=tokenizer, hidden_size=32, num_layers=1, seed=1)
+    media = {tmp_path / "teacher": [tokenizer.convert_tokens_to_ids("6")], model_folder: []}
+    monkeypatch.setattr(OpenedModel, "media_token_ids", property(lambda opened: media[opened.folder]))
+    with pytest.raises(DataError, match=r"^train\.jsonl line 4: the text spells '6', by which the model knows a part"):
+        train(config(model_folder, tmp_path / "teacher", rows, tmp_path / "run"), group_of_one)
 
 
 def test_cross_entropy_beside_the_divergence_adds_its_weight(group_of_one, model_folder, rows, tmp_path):

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli import main
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, DataError
+from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.generate import DEFAULT_TOKENS, converse
 from shardwise.rollout import EmbeddedEngine
 
@@ -111,3 +112,12 @@ def test_the_help_names_the_default_number_of_tokens(capsys):
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(model_folder):
     with pytest.raises(ConfigError, match=r"^the prompt's 103 tokens \+ --max-tokens = 109 tokens, more than the 96"):
         converse(str(model_folder), **{**OPTIONS, "prompts": ["1" * 100], "max_tokens": 6})
+
+
+def test_a_prompt_may_not_spell_what_stands_for_images(model_folder, monkeypatch):
+    media = AutoTokenizer.from_pretrained(model_folder).convert_tokens_to_ids("7")
+    monkeypatch.setattr(OpenedModel, "media_token_ids", [media])
+    with pytest.raises(
+        DataError, match=r"^the prompt: the text spells '7', by which the model knows a part of an image"
+    ):
+        converse(str(model_folder), **OPTIONS)

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, DataError
 from shardwise.recipes import parity as parity_module
+from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.parity import parity
 from shardwise.rollout.kv_cache import KVCache
 
@@ -201,3 +202,12 @@ def test_what_does_not_fit_is_refused(model_folder):
         parity(str(model_folder), CPU, **OPTIONS | {"max_tokens": 0})
     with pytest.raises(ConfigError, match=r"the prompt \+ --max-tokens = \d+ tokens, more than the 96 of the model's"):
         parity(str(model_folder), CPU, **OPTIONS | {"max_tokens": 96})
+
+
+def test_prompts_may_not_spell_what_stands_for_images(model_folder, monkeypatch):
+    media = AutoTokenizer.from_pretrained(model_folder).convert_tokens_to_ids("7")
+    monkeypatch.setattr(OpenedModel, "media_token_ids", [media])
+    with pytest.raises(
+        DataError, match=r"^the prompt: the text spells '7', by which the model knows a part of an image"
+    ):
+        parity(str(model_folder), CPU, **OPTIONS)

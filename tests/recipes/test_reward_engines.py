@@ -69,6 +69,17 @@ def test_the_models_context_is_a_limit_too(scorer):
     assert "more than the 10 of" in answer.failure
 
 
+def test_a_text_that_spells_what_stands_for_images_fails_and_the_others_are_scored(scorer):
+    """The policy may have written it: the run goes on."""
+    media = scorer._tokenizer.convert_tokens_to_ids("7")
+    seeing = ModelScorer(scorer.engine, scorer._tokenizer, 96, [media])
+    answers = dict(seeing.score([job("1+1=", "7"), job("1+1=", "2")]))
+    assert answers[0].failure == (
+        "the text spells '7', by which the reward model knows an image or a video, and is shown none"
+    )
+    assert answers[1].score == dict(scorer.score([job("1+1=", "2")]))[0].score
+
+
 def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_folder):
     group = fake_group(1, build_engine=lambda *_: (10, 0, 99))
     entries = [

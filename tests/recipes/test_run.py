@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 
 from shardwise.config import ConfigError, ExportError, ModelConfig, SFTConfig
 from shardwise.controller.base import RankSilentError
+from shardwise.observability import LogFile
 from shardwise.recipes.run import Run
 from shardwise.recipes.stopping import Stopped
 from shardwise.types import MetricValue
@@ -188,6 +190,26 @@ def test_an_earlier_run_in_the_folder_is_moved_aside_whole(tmp_path, run_of):
         assert (tmp_path / f"{name}.1" / "mark").read_text() == "1.0"
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["of this run", "of another run"])
+def test_checkpoints_that_a_named_path_moves_aside_are_named_and_can_be_gone_on_from(tmp_path, run_of, capsys, inside):
+    """Once: the same command again goes on from those that began there, also from a copy of it."""
+    run_to(run_of(tmp_path / "other", save_every_steps=1), 1)
+    run_to(run_of(tmp_path / "run", save_every_steps=1), 3)
+    named = tmp_path / ("run" if inside else "other") / "checkpoints" / "step_1"
+    copy = shutil.copytree(named, tmp_path / "copy")
+    capsys.readouterr()
+    run_to(run_of(tmp_path / "run", save_every_steps=1, resume=str(named)), 2)
+    moved = tmp_path / "run" / ("checkpoints/step_3.1" if inside else "checkpoints.1/step_3")
+    assert capsys.readouterr().err == (
+        f"warning: trainer.resume={named}: checkpoints of {tmp_path / 'run'} that did not begin there are moved aside; "
+        f"to go on from their newest instead, give trainer.resume={moved}\n"
+    )
+    run_to(run_of(tmp_path / "run", save_every_steps=1, resume=str(copy)), 3)
+    assert capsys.readouterr().err == ""
+    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == ([1, 2, 3] if inside else [2, 3])
+    assert run_of(tmp_path / "run", save_every_steps=1, resume=str(moved)).first_step == 4
+
+
 def test_each_engine_knows_where_a_step_goes_that_is_skipped(tmp_path, run_of):
     run = run_of(tmp_path, roles=("policy", "critic"), total_steps=2)
     with run:
@@ -243,6 +265,35 @@ def test_trained_weights_are_those_of_the_model_folder_or_of_the_checkpoint(
     assert ("load_initial_weights", "policy") in group.calls if initial else "load_initial_weights" not in group.methods
     assert ("load_state" in group.methods) != initial
     assert lines(tmp_path / "performance.jsonl")[-1]["load/bytes_read"] == (250 if initial else 100)
+
+
+def test_logs_are_on_the_disk_before_a_checkpoint_has_its_name_and_rows_that_are_lost_then_are_told(
+    tmp_path, run_of, monkeypatch, capsys
+):
+    synced = []
+    monkeypatch.setattr(LogFile, "sync", lambda log: synced.append((log.name, sorted(steps_saved(tmp_path)))))
+    with run_of(tmp_path, save_every_steps=2) as run:
+        samples = run.sample_log()
+        for step in run.steps():
+            if step == 5:
+                break
+            samples.append([{"step": step, "completion": "x"}])
+            run.report(step, {"train/loss": MetricValue.sum(float(step))}, num_tokens=1)
+    names = ("metrics.jsonl", "performance.jsonl", "samples.jsonl")
+    assert synced == [(name, saved) for saved in ([], ["step_2"]) for name in names]
+    kept, num_bytes = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "samples.jsonl").stat().st_size
+    with run_of(tmp_path) as run:
+        run.sample_log()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+    assert " lacks " not in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_bytes(kept[:-5])
+    (tmp_path / "samples.jsonl").unlink()
+    with run_of(tmp_path) as run:
+        run.sample_log()
+    told = capsys.readouterr().err
+    last = len(kept.splitlines()[-1]) + 1
+    assert f"{tmp_path / 'metrics.jsonl'} lacks {last} bytes of what was written up to step 4" in told
+    assert f"{tmp_path / 'samples.jsonl'} lacks {num_bytes} bytes" in told
 
 
 def test_a_run_that_has_nothing_to_do_has_the_weights_of_its_model_folder(tmp_path, fake_group, run_of):

@@ -10,6 +10,7 @@ import xxhash
 from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
 from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
+from shardwise.engine.model_folder import PROCESSOR_FILES
 from shardwise.engine.safetensors_file import SafetensorsReader
 from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_hf_folder
 
@@ -56,13 +57,15 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Fingerprints:
 
 
 def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprints) -> dict[str, str]:
-    """By config key the name of the first file that differs; keys of which there is nothing now are left out."""
+    """By config key the name of the first file that differs; keys of which there is nothing now are left out. Files of
+    processors count where there was one: early checkpoints have none, and nothing has read images without."""
     changed = {}
     for key, files in before.items():
         if key not in now:
             continue
         known = {file[0]: file[1] for file in files}
-        found = [[name, _comparable(known.get(name), digest)] for name, digest in now[key]]
+        unknown = PROCESSOR_FILES if known.keys().isdisjoint(PROCESSOR_FILES) else ()  # of an early checkpoint, maybe
+        found = [[name, _comparable(known.get(name), digest)] for name, digest in now[key] if name not in unknown]
         if files != found:
             either = (one for one in [*files, *found] if one not in files or one not in found)
             changed[key] = next(either, files[0])[0]
@@ -106,7 +109,10 @@ def _model_files(config: object, key: str = "") -> Iterator[tuple[str, list[Path
     """Of every ModelConfig in a config, by the keys of its paths."""
     if isinstance(config, ModelConfig):
         own_tokenizer = _TOKENIZER if config.tokenizer_path is None else ()
-        yield f"{key}.path", _of_folder(_model_folder(config.path), (*_CONFIGS, *own_tokenizer), weights=True)
+        yield (
+            f"{key}.path",
+            _of_folder(_model_folder(config.path), (*_CONFIGS, *PROCESSOR_FILES, *own_tokenizer), weights=True),
+        )
         if config.tokenizer_path is not None:
             yield f"{key}.tokenizer_path", _of_folder(Path(config.tokenizer_path), _TOKENIZER, weights=False)
         if config.chat_template is not None and Path(config.chat_template).is_file():

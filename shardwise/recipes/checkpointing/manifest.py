@@ -30,12 +30,14 @@ class Manifest:
     """Of the step after which it was saved: those that are finite."""
     all_finite: bool
     """Whether weights and states were looked through for NaN and infinities, and held none."""
+    save_id: str | None
+    """What a copy of the checkpoint has in common with it and with no other save; early ones have none."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
         """Raises ModelError: there is none, or it is damaged."""
         content = read_sealed_json(checkpoint / MANIFEST)
-        return cls(frozenset(content["files"]), content["metrics"], content["all_finite"])
+        return cls(frozenset(content["files"]), content["metrics"], content["all_finite"], content.get("save_id"))
 
     @classmethod
     def find(cls, checkpoint: Path) -> Self | None:

@@ -33,6 +33,19 @@ _ITS_WEIGHTS = "from its weights with optimizer states that begin anew (trainer.
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """What trainer.resume named when a run began in its folder.
+
+    Example: `Beginning("/runs/a/checkpoints/step_40", "9f86d081884c4d659a2feaa0c55ad015")`
+    """
+
+    path: str
+    """Of a checkpoint or a run's folder, without links."""
+    save_id: str | None
+    """Of the checkpoint that was there, and of its copies; None where an earlier version wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """The checkpoint that a run resumes from."""
 
@@ -45,11 +58,13 @@ class Start:
     """Whether it is one of the run's own output folder, whose files are then continued."""
     damage: list[str] = field(default_factory=list, compare=False)
     """What is wrong with the newer ones that were passed over, the newest first."""
-    begun_from: str | None = None
-    """The path in trainer.resume that the run in this folder began from, if it did."""
+    begun_from: Beginning | None = None
+    """Where the run in this folder began, if trainer.resume named it."""
     lost_states: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What is wrong with training states, by their folders in STATE, of which trainer.resume_fallback leaves out what
     is not in the weights."""
+    log_lengths: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the logs beside it had when it was saved, by name; early checkpoints say nothing."""
 
 
 class CheckpointReader(Protocol):
@@ -83,7 +98,7 @@ def find_start(
     reader: CheckpointReader | None = None,
 ) -> Start | None:
     """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
-    checkpoint of its own, so that the same command goes on.
+    checkpoint of its own that began there, or at a copy of what is there, so that the same command goes on.
 
     Args:
         files: what the run reads; None looks at it here, if there is a checkpoint.
@@ -97,12 +112,15 @@ def find_start(
     if trainer.resume == "never":
         return None
     own, search = Path(trainer.output_dir), _Search(config, files, reader or _Unread())
-    named = None if trainer.resume == "auto" else os.path.realpath(trainer.resume)
-    candidates = [folder for folder in step_folders(own).values() if named is None or _begun_from(folder) == named]
+    named = None if trainer.resume == "auto" else Path(trainer.resume)
+    candidates = step_folders(own).values() if named is None else _begun_at(named, step_folders(own).values())
     found = search.newest(candidates, falls_back=trainer.resume_fallback != "fail")
-    if found is None and named is not None:
-        found = search.named(Path(trainer.resume))
-    if found is None:
+    if found is not None:
+        begun_from = _beginning_in(found.run)
+    elif named is not None:
+        found = search.named(named)
+        begun_from = Beginning(os.path.realpath(named), Manifest.read(found.checkpoint).save_id)
+    else:
         return None
     return Start(
         found.checkpoint,
@@ -110,18 +128,41 @@ def find_start(
         found.run["parts"],
         in_place=os.path.realpath(found.checkpoint.parent) == os.path.realpath(own / CHECKPOINTS),
         damage=found.passed_over,
-        begun_from=found.run.get("begun_from") if named is None else named,
+        begun_from=begun_from,
         lost_states=found.lost_states,
+        log_lengths=found.run.get("log_lengths", {}),
     )
 
 
-def _begun_from(checkpoint: Path) -> str | None:
-    """What the run that saved it began from; None where that cannot be read."""
+def _begun_at(named: Path, folders: Iterable[Path]) -> list[Path]:
+    """Of checkpoints, those whose run began at the named one, at a copy of it, or at one that the named run has."""
+    path, manifests = os.path.realpath(named), map(Manifest.find, _checkpoints_at(named))
+    save_ids = {manifest.save_id for manifest in manifests if manifest is not None} - {None}
+    beginnings = {folder: _beginning_of(folder) for folder in folders}
+    return [
+        folder
+        for folder, begun_from in beginnings.items()
+        if begun_from is not None and (begun_from.path == path or begun_from.save_id in save_ids)
+    ]
+
+
+def _checkpoints_at(named: Path) -> list[Path]:
+    """The named checkpoint, or those of the named run, the newest first."""
+    return [named] if (named / MANIFEST).is_file() else list(step_folders(named).values())
+
+
+def _beginning_of(checkpoint: Path) -> Beginning | None:
+    """Of the run that saved it; None too where that cannot be read."""
     try:
-        path: str | None = read_sealed_json(checkpoint / STATE / RUN).get("begun_from")
+        return _beginning_in(read_sealed_json(checkpoint / STATE / RUN))
     except ModelError:
         return None
-    return path
+
+
+def _beginning_in(run: dict[str, Any]) -> Beginning | None:
+    """What a RUN says of it; early ones say less."""
+    path = run.get("begun_from")
+    return None if path is None else Beginning(path, run.get("begun_from_save_id"))
 
 
 def write_run(
@@ -131,13 +172,14 @@ def write_run(
     step: int,
     parts: dict[str, Any] | None,
     files: Fingerprints,
-    begun_from: str | None = None,
+    begun_from: Beginning | None = None,
+    log_lengths: Mapping[str, int] | None = None,
 ) -> None:
     """Writes what `find_start` reads.
 
     Args:
         files: what the run reads; nothing where it has not begun.
-        begun_from: as in Start.
+        begun_from, log_lengths: as in Start.
     Raises:
         OSError
     """
@@ -148,7 +190,9 @@ def write_run(
         "config": config.model_dump(mode="json"),
         "parts": parts,
         "files": files,
-        "begun_from": begun_from,
+        "begun_from": None if begun_from is None else begun_from.path,
+        "begun_from_save_id": None if begun_from is None else begun_from.save_id,
+        "log_lengths": dict(log_lengths or {}),
     }
     write_sealed_json(checkpoint / STATE / RUN, content)
 
@@ -210,8 +254,7 @@ class _Search:
 
     def named(self, path: Path) -> _Found:
         """What trainer.resume names."""
-        folders = [path] if (path / MANIFEST).is_file() else step_folders(path).values()
-        found = self.newest(folders, falls_back=False)
+        found = self.newest(_checkpoints_at(path), falls_back=False)
         if found is None:
             raise ConfigError(
                 f"trainer.resume={path} is neither a checkpoint with a training state (manifest.json and state/) nor "
@@ -253,7 +296,8 @@ def _require_same(
     allowed, before = config.trainer.resume_allow, content.get("files", {})
     if before and files is None:
         files = fingerprints(config)
-    moved = {key for key in before if files and files.get(key) == before[key]}
+    changed = changed_files(before, files or {})
+    moved = [key for key in before if files and key in files and key not in changed]
     changes = changes_that_matter(content["config"], config, allowed=[*allowed, *map(without_places, moved)])
     if changes:
         told = [f"{key} was {_in_yaml(before)} and is {_in_yaml(now)}" for key, (before, now) in changes.items()]
@@ -266,12 +310,12 @@ def _require_same(
                 f"{_without_state(checkpoint)}"
             )
         raise ConfigError(f"{checkpoint} was trained with another config:{listed}{remedy}, {anew}")
-    changed = {key: name for key, name in changed_files(before, files or {}).items() if not is_among(key, allowed)}
-    if changed:
-        listed = " and ".join(f"those of {key} ({name})" for key, name in changed.items())
+    refused = {key: name for key, name in changed.items() if not is_among(key, allowed)}
+    if refused:
+        listed = " and ".join(f"those of {key} ({name})" for key, name in refused.items())
         raise ConfigError(
             f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
-            f"trainer.resume_allow=[{_allowing(changed)}], {anew}"
+            f"trainer.resume_allow=[{_allowing(refused)}], {anew}"
         )
 
 

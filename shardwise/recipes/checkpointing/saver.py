@@ -1,21 +1,22 @@
 """Saves the checkpoints of a run: at once, or in the background while training goes on."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import ExportError, TrainingConfig
 from shardwise.controller.base import RankSilentError, WorkerGroup
+from shardwise.observability import LogFile
 from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
-from shardwise.recipes.checkpointing.resume import STATE, write_run
+from shardwise.recipes.checkpointing.resume import STATE, Beginning, write_run
 from shardwise.recipes.checkpointing.retention import Reported, after_saving
 from shardwise.recipes.checkpointing.save_checks import check_before_saving
 from shardwise.recipes.checkpointing.save_retries import SaveRetries
@@ -30,6 +31,18 @@ class Published:
     folder: Path
     seconds: float
     """How long it took, from the beginning of the save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What a checkpoint holds beside engines."""
+
+    step: int
+    parts: dict[str, Any]
+    metrics: Mapping[str, float]
+    logs: Sequence[LogFile]
+    log_lengths: Mapping[str, int]
+    """Up to this step."""
 
 
 class Saver:
@@ -47,7 +60,7 @@ class Saver:
         reported: Reported,
         *,
         files: Fingerprints,
-        begun_from: str | None = None,
+        begun_from: Beginning | None = None,
     ) -> None:
         """
         Args:
@@ -55,7 +68,7 @@ class Saver:
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
             reported: the metrics of the run so far.
             files: what the run reads.
-            begun_from: the checkpoint that trainer.resume named when the run began, if it did.
+            begun_from: as in Start.
         """
         self._run = run
         self._config = config
@@ -73,25 +86,28 @@ class Saver:
         """Checkpoints that could not be saved so far."""
         return self._retries.num_failures
 
-    def save(self, step: int, parts: Mapping[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, Any], logs: Sequence[LogFile] = ()) -> None:
         """Returns when the engines may train on.
 
         Args:
             parts: what the parts of the recipe keep between steps, by their names.
+            logs: of the run up to this step; they are on the disk before the checkpoint has its name.
         Raises:
             ExportError, NotFiniteError: this save failed, or the one before it, in the background.
             ConfigError: as `after_saving`.
         """
         self.wait()
         self._started = time.perf_counter()
-        metrics = self._reported.newest
+        lengths = {log.name: log.num_bytes for log in logs}
+        moment = _Moment(step, dict(parts), self._reported.newest, logs, lengths)
         background = self._group.background if self._config.trainer.async_save else None
         if background is None:
             with self._retries.tolerate():
-                self._publish(step, parts, metrics, None)
+                self._publish(moment, None)
         else:
             self._stage(background)
-            self._pending = BackgroundCall(partial(self._publish, step, deepcopy(parts), metrics, background))
+            moment = replace(moment, parts=deepcopy(moment.parts))
+            self._pending = BackgroundCall(partial(self._publish, moment, background))
 
     def check(self) -> None:
         """Raises what ended a save in the background, or RankSilentError where it is late."""
@@ -120,20 +136,19 @@ class Saver:
         self.wait()
         self._retries.require_last_saved()
 
-    def _publish(
-        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
-    ) -> None:
-        self._retries.retry(step, partial(self._write, step, parts, metrics, background))
+    def _publish(self, moment: _Moment, background: WorkerGroup | None) -> None:
+        step = moment.step
+        self._retries.retry(step, partial(self._write, moment, background))
         self._retries.note_saved()
         self.newest = Published(step, step_folder(self._run, step), time.perf_counter() - self._started)
         after_saving(self._run, step, self._config.trainer, self._reported)
 
-    def _write(
-        self, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float], background: WorkerGroup | None
-    ) -> None:
+    def _write(self, moment: _Moment, background: WorkerGroup | None) -> None:
         holders = self._group if background is None else background
         check_before_saving(self._run, self._engines.values(), self._config.trainer, holders)
-        with new_checkpoint(self._run, step) as folder:
+        with new_checkpoint(self._run, moment.step) as folder:
+            for log in moment.logs:
+                log.sync()
             if background is None:
                 self._write_live(folder)
             else:
@@ -142,17 +157,18 @@ class Saver:
                 write_run(
                     folder,
                     self._config,
-                    step=step,
-                    parts=dict(parts),
+                    step=moment.step,
+                    parts=moment.parts,
                     files=self._files,
                     begun_from=self._begun_from,
+                    log_lengths=moment.log_lengths,
                 )
             if background is None:
                 shares = self._group.call("hash_files", str(folder))
             else:
                 shares = _results(background, "hash_files", str(folder))
             meshes = {engine.role: asdict(engine.mesh) for engine in self._engines.values()}
-            write_manifest(folder, shares, step=step, meshes=meshes, metrics=metrics, all_finite=True)
+            write_manifest(folder, shares, step=moment.step, meshes=meshes, metrics=moment.metrics, all_finite=True)
 
     def _write_live(self, folder: Path) -> None:
         for name, engine in self._engines.items():

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from shardwise.config import TrainingError
+from shardwise.console import counted, warn
 from shardwise.data import PromptStream
-from shardwise.recipes.sampling.sampler import Rollout, Sampler
+from shardwise.recipes.sampling.sampler import Rollout, Sampler, lost_row
 from shardwise.recipes.sampling.sync_gate import SyncGate
 
 
@@ -127,9 +128,18 @@ class Pipeline:
             return {"prompts": self._stream.state_dict(), "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the pipeline that gave the state was, in turn or ahead."""
+        """Goes on where the pipeline that gave the state was, in turn or ahead. Where rows may differ, rollouts of rows
+        that are gone are sampled anew, and with them those that were sampled with them."""
         self._stream.load_state_dict(state["prompts"])
-        self._ready = deque(Rollout.from_json(rollout, self._sampler.examples) for rollout in state["ready"])
+        ready, examples = state["ready"], self._sampler.examples
+        if self._stream.rows_may_differ and (gone := lost_row(ready, examples)) is not None:
+            warn(
+                f"the checkpoint holds rollouts of the row {gone!r}, which is gone or has another prompt; the rollouts "
+                f"of {counted(len(ready), 'step')} that were sampled ahead are sampled anew, from the rows that come "
+                "next"
+            )
+            ready = []
+        self._ready = deque(Rollout.from_json(rollout, examples) for rollout in ready)
         self._num_restored = len(self._ready)
 
     @contextmanager

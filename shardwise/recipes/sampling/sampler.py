@@ -33,10 +33,11 @@ class Rollout:
         return min((completion.policy_version for completion in sampled), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serialisable, with the uid of each row instead of the row."""
+        """JSON-serialisable, with the uid and the prompt of each row instead of the row."""
         tree = asdict(self)
         for group in tree["groups"]:
-            group["example"] = group["example"]["uid"]
+            example = group["example"]
+            group["example"], group["row_prompt_ids"] = example["uid"], example["prompt_ids"]
         return {"format": FORMAT, **tree}
 
     @classmethod
@@ -44,7 +45,7 @@ class Rollout:
         """What `to_json` was called on; `examples` holds its rows.
 
         Raises:
-            ModelError: it is of another FORMAT. DataError: a row is gone, or has another name.
+            ModelError: it is of another FORMAT. DataError: a row is gone, or has another name or prompt.
         """
         written = tree.get("format", 1)  # versions that did not say it
         if written != FORMAT:
@@ -53,20 +54,22 @@ class Rollout:
                 f"Shardwise reads {FORMAT}; resume it with the version that wrote it, or begin a new run from its "
                 "weights (model.path=CHECKPOINT/hf, trainer.resume=never)"
             )
+        if (uid := lost_row([tree], examples)) is not None:
+            raise DataError(
+                f"the checkpoint holds rollouts of the row {uid!r}, and the training rows have none of that name and "
+                "prompt; the folder is a part of the name where two files are called alike; give data.train_files as "
+                "they were, allow others with trainer.resume_allow=[data.train_files], or begin a new run from its "
+                "weights (model.path=CHECKPOINT/hf, trainer.resume=never)"
+            )
         by_uid = {example.uid: example for example in examples}
 
         def group_of(group: dict[str, Any]) -> RolloutGroup:
-            if (uid := group["example"]) not in by_uid:
-                raise DataError(
-                    f"the checkpoint holds rollouts of the row {uid!r}, and the training rows have none of that name, "
-                    "of which the folder is a part where two files are called alike; give data.train_files as they "
-                    "were, or begin a new run from its weights (model.path=CHECKPOINT/hf, trainer.resume=never)"
-                )
             completions = [
                 Completion(**{**completion, "spans": [SampledSpan(**span) for span in completion["spans"]]})
                 for completion in group["completions"]
             ]
-            return RolloutGroup(**{**group, "example": by_uid[uid], "completions": completions})
+            kept = {name: value for name, value in group.items() if name != "row_prompt_ids"}
+            return RolloutGroup(**{**kept, "example": by_uid[group["example"]], "completions": completions})
 
         metrics = {name: MetricValue(**value) for name, value in tree["metrics"].items()}
         groups = [group_of(group) for group in tree["groups"]]
@@ -80,6 +83,16 @@ class Rollout:
             for group in self.groups
             for completion in group.completions
         )
+
+
+def lost_row(rollouts: Sequence[dict[str, Any]], examples: Sequence[Example]) -> str | None:
+    """Of what `Rollout.to_json` gave, the uid of the first row that `examples` lack, or have with another prompt."""
+    prompts = {example.uid: example.prompt_ids for example in examples}
+    for group in (group for rollout in rollouts for group in rollout["groups"]):
+        uid = group["example"]
+        if uid not in prompts or group.get("row_prompt_ids", prompts[uid]) != prompts[uid]:  # early ones have no prompt
+            return str(uid)
+    return None
 
 
 class Sampler:

@@ -1,12 +1,13 @@
 import re
+import shutil
 
 import pytest
 
 from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
-from shardwise.recipes.checkpointing.manifest import write_manifest
-from shardwise.recipes.checkpointing.resume import Start, find_start, write_run
+from shardwise.recipes.checkpointing.manifest import Manifest, write_manifest
+from shardwise.recipes.checkpointing.resume import Beginning, Start, find_start, write_run
 
 
 def config(output_dir, **trainer) -> SFTConfig:
@@ -61,12 +62,48 @@ def test_the_command_that_names_a_path_goes_on_when_it_is_given_again(tmp_path, 
     leave(run, 9)
     again = config(run, resume=str(named))
     start = find_start(again)
-    assert (start.checkpoint, start.in_place, start.begun_from) == (named, inside, str(named))
+    beginning = Beginning(str(named), Manifest.read(named).save_id)
+    assert (start.checkpoint, start.in_place, start.begun_from) == (named, inside, beginning)
     newest = leave(run, 6, begun_from=start.begun_from)
     start = find_start(again)
-    assert (start.checkpoint, start.in_place, start.begun_from) == (newest, True, str(named))
+    assert (start.checkpoint, start.in_place, start.begun_from) == (newest, True, beginning)
     (run / "checkpoints" / "step_9").rename(run / "checkpoints" / "step_9.1")
-    assert find_start(config(run)).begun_from == str(named), "a restart by the launcher hands it on"
+    assert find_start(config(run)).begun_from == beginning, "a restart by the launcher hands it on"
+
+
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move], ids=["copied", "renamed"])
+@pytest.mark.parametrize("of_run", [False, True], ids=["checkpoint", "run"])
+def test_a_copy_of_what_a_run_began_with_is_the_same_beginning(tmp_path, how, of_run):
+    """Each job of a scheduler may bring it into a folder of its own; of a run's folder it may be an earlier one."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    checkpoint = leave(other, 3)
+    named, staged = (other, tmp_path / "staged") if of_run else (checkpoint, tmp_path / "staged" / "step_3")
+    start = find_start(config(run, resume=str(named)))
+    newest = leave(run, 6, begun_from=start.begun_from)
+    if of_run:
+        leave(other, 5)
+    staged.parent.mkdir(exist_ok=True)
+    how(named, staged)
+    again = find_start(config(run, resume=str(staged)))
+    assert (again.checkpoint, again.begun_from) == (newest, start.begun_from)
+    elsewhere = leave(tmp_path / "third", 3)  # of the same step, and another save
+    assert find_start(config(run, resume=str(elsewhere))).checkpoint == elsewhere
+
+
+def test_a_run_of_an_early_version_goes_on_by_the_path_it_began_from_alone(tmp_path):
+    run, named = tmp_path / "run", leave(tmp_path / "other", 3)
+    newest = leave(run, 6, begun_from=Beginning(str(named), None))
+    for folder, left_out in (
+        (newest / "state" / "run.json", "begun_from_save_id"),
+        (named / "manifest.json", "save_id"),
+    ):
+        content = read_sealed_json(folder)
+        write_sealed_json(folder, {key: value for key, value in content.items() if key != left_out})
+    start = find_start(config(run, resume=str(named)))
+    assert (start.checkpoint, start.begun_from) == (newest, Beginning(str(named), None))
+    copy = shutil.copytree(named, tmp_path / "step_3")
+    start = find_start(config(run, resume=str(copy)))
+    assert (start.checkpoint, start.begun_from) == (copy, Beginning(str(copy), None))
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
@@ -247,6 +284,26 @@ def test_files_that_have_moved_need_no_permission_and_what_an_error_suggests_is_
         find_start(of(*moved))
     suggestion = re.search(r"trainer\.resume_allow=\[([^]]+)\]", str(error.value))[1]
     assert find_start(of(*moved, resume_allow=suggestion.split(", "))).step == 3
+
+
+def test_a_model_that_has_moved_is_the_same_to_a_checkpoint_that_recorded_no_image_processor(tmp_path):
+    """As those of early versions: its files are compared, not its record of them."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_text("weights")
+
+    def of(model):
+        tree = config(tmp_path / "run").model_dump(mode="json", exclude_defaults=True)
+        return SFTConfig.parse({**tree, "model": {"path": str(model)}}, origin="test")
+
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    write_run(folder, of(base), step=3, parts={}, files=fingerprints(of(base)))
+    write_manifest(folder, [{}], step=3)
+    (base / "preprocessor_config.json").write_text("{}")
+    base.rename(tmp_path / "moved")
+    assert find_start(of(tmp_path / "moved")).step == 3
 
 
 def test_a_changed_run_file_is_damage(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import ConfigError, DistillConfig, LoraConfig, ModelConfig, RLConfig, SFTConfig
+from shardwise.engine.model_folder import PROCESSOR_FILES
 from shardwise.recipes.checkpointing.fingerprints import changed_files, fingerprints, require_base_of_adapter
 
 
@@ -80,6 +81,24 @@ def test_a_large_file_of_an_early_checkpoint_of_which_parts_were_hashed_is_no_ch
         "data.train_files": "rows.jsonl"
     }
     assert changed_files(early | {"model.path": [["config.json", "0"]]}, now) == {"model.path": "config.json"}
+
+
+@pytest.mark.parametrize("name", PROCESSOR_FILES)
+def test_f32_another_image_processor_is_noticed_where_there_was_one(files, name):
+    """It decides what pixels a model is shown. One that was not recorded yet is no changed one."""
+    early, path = fingerprints(sft(files)), files / "base" / name
+    path.write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    before = fingerprints(sft(files))
+    assert changed_files(early, before) == {}
+    path.write_text('{"image_mean": [0.4, 0.5, 0.5]}')
+    assert changed_files(before, fingerprints(sft(files))) == {"model.path": name}
+    path.unlink()
+    assert changed_files(before, fingerprints(sft(files))) == {"model.path": name}
+    path.write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    assert changed_files(before, fingerprints(sft(files))) == {}
+    other = next(one for one in PROCESSOR_FILES if one != name)
+    (files / "base" / other).write_text("{}")
+    assert changed_files(before, fingerprints(sft(files))) == {"model.path": other}
 
 
 @pytest.mark.parametrize("trained", ["layers.0.norm", "layers.7.norm", "layers.3.proj", "layers.11.proj"])

@@ -71,7 +71,7 @@ def test_a_manifest_tells_what_else_is_known_of_a_checkpoint(tmp_path):
         assert (content["step"], content["num_ranks"], content["meshes"]) == (3, 1, {"policy": mesh})
         ids.add(content["save_id"])
     assert len(ids) == 2
-    assert Manifest.read(tmp_path) == Manifest(frozenset({"a"}), {"val/accuracy": 0.5}, True)
+    assert Manifest.read(tmp_path) == Manifest(frozenset({"a"}), {"val/accuracy": 0.5}, True, content["save_id"])
     (tmp_path / "manifest.json").write_text("{")
     assert Manifest.find(tmp_path) is None
 

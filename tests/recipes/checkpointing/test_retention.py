@@ -14,7 +14,7 @@ def trainer(**keys) -> TrainerConfig:
 def manifests(values, *, not_finite=()):
     """By step, with the value of val/accuracy or without one."""
     return {
-        step: Manifest(frozenset(), {} if value is None else {"val/accuracy": value}, step not in not_finite)
+        step: Manifest(frozenset(), {} if value is None else {"val/accuracy": value}, step not in not_finite, None)
         for step, value in values.items()
     }
 

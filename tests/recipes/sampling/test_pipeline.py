@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -47,13 +48,15 @@ class Engines:
         return Rollout(groups=[group], greedy_rewards=[1 / 3], metrics={"a": MetricValue.mean(1.0, 3)})
 
 
-def new_stream():
-    return PromptStream([""] * len(EXAMPLES), PromptDataConfig(), seed=0)
+def new_stream(*, rows_may_differ=False):
+    return PromptStream([""] * len(EXAMPLES), PromptDataConfig(), seed=0, rows_may_differ=rows_may_differ)
 
 
-def play(*, max_staleness, sample_seconds=0.0, train_seconds=0.0, total_steps=6, first_step=1, state=None):
+def play(
+    *, max_staleness, sample_seconds=0.0, train_seconds=0.0, total_steps=6, first_step=1, state=None, **rows_may_differ
+):
     """Trains without training. Returns by step the version that sampled it, the rows, and the state after step 3."""
-    stream = new_stream()
+    stream = new_stream(**rows_may_differ)
     engines = Engines(stream, seconds=sample_seconds)
     taken, saved = [], None
     with Pipeline(engines, stream, total_steps=total_steps, max_staleness=max_staleness) as pipeline:
@@ -157,8 +160,8 @@ def test_a_rollout_comes_back_from_json_as_it_was():
 FORMAT_3 = """{
     "format": 3, "greedy_rewards": null,
     "groups": [{
-        "example": "row 2", "texts": ["x"], "rewards": [0.5], "reward_parts": [{}], "failures": [null],
-        "has_baseline": true,
+        "example": "row 2", "row_prompt_ids": [2], "texts": ["x"], "rewards": [0.5], "reward_parts": [{}],
+        "failures": [null], "has_baseline": true,
         "completions": [{
             "token_ids": [1], "logprobs": [-0.1], "finish_reason": "stop", "policy_version": 0, "token_versions": null,
             "is_sampled": null, "num_turns": 1, "prompt_ids": null, "experts": null,
@@ -189,6 +192,39 @@ def test_a_rollout_of_a_row_that_is_gone_names_it():
     uid = written["groups"][0]["example"]
     with pytest.raises(DataError, match=f"rollouts of the row '{uid}', .* give data.train_files as they were"):
         Rollout.from_json(written, [example for example in EXAMPLES if example.uid != uid])
+
+
+def test_a_rollout_of_a_row_that_has_another_prompt_names_it():
+    """A row that was put before it changes the numbers of lines, which names are made of."""
+    written, shifted = json.loads(FORMAT_3), [replace(one, prompt_ids=[*one.prompt_ids, 9]) for one in EXAMPLES]
+    with pytest.raises(
+        DataError, match=r"rollouts of the row 'row 2', .* none of that name and prompt; .* allow others"
+    ):
+        Rollout.from_json(written, shifted)
+    del written["groups"][0]["row_prompt_ids"]  # as earlier checkpoints have it
+    assert Rollout.from_json(written, shifted).groups[0].example == shifted[2]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_rollouts_ahead_of_rows_that_are_gone_are_sampled_anew_where_rows_may_differ(max_staleness, capsys):
+    """With the weights that are there by then; where no row has changed all goes on as ever."""
+    whole, saved, _ = play(max_staleness=max_staleness)
+    rest, _, _ = play(max_staleness=max_staleness, first_step=4, state=saved, rows_may_differ=True)
+    assert rest == whole[3:]
+    assert capsys.readouterr().err == ""
+    saved["ready"][-1]["groups"][0]["row_prompt_ids"] = [7]
+    with pytest.raises(DataError, match="none of that name and prompt"):
+        play(max_staleness=max_staleness, first_step=4, state=saved)
+    rest, _, _ = play(max_staleness=max_staleness, first_step=4, state=saved, rows_may_differ=True)
+    uid, steps = saved["ready"][-1]["groups"][0]["example"], max_staleness + 1
+    assert capsys.readouterr().err == (
+        f"warning: the checkpoint holds rollouts of the row '{uid}', which is gone or has another prompt; the rollouts "
+        f"of {steps} step{'s' if steps > 1 else ''} that were sampled ahead are sampled anew, from the rows that come "
+        "next\n"
+    )
+    assert [(step, version) for step, version, _ in rest] == ([(4, 3), (5, 3), (6, 4)] if max_staleness else [
+        (4, 3), (5, 4), (6, 5)])  # fmt: skip
+    assert [row for _, _, row in rest][: 2 - max_staleness] == [row for _, _, row in whole[4 + max_staleness :]]
 
 
 def test_what_ends_sampling_ends_training():
