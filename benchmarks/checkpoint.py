@@ -11,7 +11,7 @@ raw_write   as many bytes as the checkpoint has, each rank its share, in blocks 
 torch_save  `torch.save` of each rank's shards and, on rank 0, of the model in its dtype, with fsync
 dcp         `torch.distributed.checkpoint.save` of the state and the same file of the model, with fsync
 load        reading the state into an engine that was just built, as a run does that resumes, verified; its files are in
-            the page cache
+            the page cache; twice in a round
 unverified  the same without hashes
 load_cold, unverified_cold
             likewise, with the files on the disk alone
@@ -189,8 +189,9 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
         num_bytes = sum(file.stat().st_size for file in (scratch / "sync").rglob("*") if file.is_file())
         state = str(step_folder(scratch / "sync", number) / "state" / "policy")
         loads = {"load": "load_state", "unverified": "load_unverified"}
-        for name in sorted(loads, reverse=bool(number % 2)):  # neither is always the second
-            for kind in ("", "_cold"):
+        names = sorted(loads, reverse=bool(number % 2))
+        for kind in ("", "_cold"):
+            for name in (*names, *reversed(names)):  # each is as often the first as the second
                 fresh = build_engine(
                     group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
                 )  # as in a run that resumes: without weights and states

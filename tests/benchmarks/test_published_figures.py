@@ -57,6 +57,13 @@ def test_figures_are_those_of_the_stored_run(line, row):
     assert found[: len(keys)] == [f"{ratios[key]:.2f}" for key in keys]
 
 
+def test_recovery_takes_the_seconds_of_the_stored_run():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "checkpoint.json").read_text(encoding="utf-8"))
+    seconds = stored["values"]["recovery_seconds"]["median"]
+    assert f"trains its next step {seconds} s after `kill -9`" in section("docs/benchmarks.md", "Results")
+    assert seconds <= 20
+
+
 def test_the_figures_in_the_readme_are_among_them():
     shown = re.findall(r"\*\*(\d+\.\d+)\*\*", section("README.md", "Measured"))
     assert len(shown) == 7
