@@ -29,7 +29,7 @@ CHECKPOINTED = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CELLS = {
     1: [{}, {"apply_tiled_mlp": True, "tiled_num_shards": 3, **CHECKPOINTED}, SELECTIVE],
-    2: [CHECKPOINTED, {"ulysses_size": 2, "apply_tiled_mlp": True}],
+    2: [CHECKPOINTED, {"ulysses_size": 2, "apply_tiled_mlp": True}, {"ep_size": 2}, {"ep_size": 2, "ulysses_size": 2}],
 }
 
 
