@@ -69,10 +69,12 @@ class PromptStream:
             "taken": dict(self._taken),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, are_others: bool = False) -> None:
         """Goes on where the stream that gave the state was. In other rows, behind as many of each source as that one
         has taken, knowing of none how difficult it is.
 
+        Args:
+            are_others: the rows, though they may be as many.
         Raises:
             DataError: that stream had other rows, which may not be.
         """
@@ -80,7 +82,7 @@ class PromptStream:
         before, now = (counts.get("", counts) for counts in (state["num_rows"], num_rows))
         compare_rows(before, now, may_differ=self.rows_may_differ)
         self.position |= {name: taken for name, taken in state["position"].items() if name in num_rows}
-        if before == now:
+        if before == now and not are_others:
             self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}
             self._stage, self._taken = state["stage"], Counter(state["taken"])
 

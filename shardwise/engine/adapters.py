@@ -196,8 +196,8 @@ def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) ->
         expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
         if problems := differences(expected, {name: list(spec.shape) for name, spec in file.specs.items()}):
             raise ModelError(
-                f"{folder}: the adapter does not fit engine.lora (target_modules, target_parameters, modules_to_save): "
-                f"{problems}"
+                f"{folder}: the adapter does not fit engine.lora (target_modules, target_parameters, modules_to_save) "
+                f"and engine.freeze_module_prefix: {problems}"
             )
         for name, spec in file.specs.items():
             if spec.dtype not in LOADABLE_DTYPES:

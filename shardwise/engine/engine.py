@@ -400,18 +400,21 @@ class TrainEngine:
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """As `named_weights`, of everything that an adapter file holds, under peft's names."""
+        self._require_weights()
         from shardwise.engine.adapters import adapter_weights
 
         return adapter_weights(self._model.hf_model, dtype)
 
     def export_adapter(self, path: Path, base_model: str) -> None:
         """Writes a folder that `PeftModel.from_pretrained` loads; `base_model` is the folder or name it belongs to."""
+        self._require_weights()
         from shardwise.engine.adapters import export_adapter
 
         export_adapter(self._model.hf_model, path, base_model)
 
     def export_hf(self, path: Path, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
         """Writes a folder that `from_pretrained` loads, adapters merged. `dtype`: None is the compute dtype."""
+        self._require_weights()
         export_folder(self._model.hf_model, tokenizer, path, dtype or self._compute_dtype)
 
     @torch.no_grad()
@@ -427,12 +430,14 @@ class TrainEngine:
     def stage_export(self) -> StagedExport:
         """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What
         changes weights waits until the copies are made. The next call overwrites them."""
+        self._require_weights()
         if self._export_plan is None:
             self._export_plan = ExportPlan.of(self._model.hf_model, self._compute_dtype)
         return StagedExport.of(self._export_plan, self._export_buffers)
 
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
         """What `export_adapter` would write."""
+        self._require_weights()
         from shardwise.engine.adapters import StagedAdapter
 
         return StagedAdapter.of(self._model.hf_model, base_model)
@@ -470,7 +475,8 @@ class TrainEngine:
         self._root.set_requires_all_reduce(is_last)
 
     def _require_weights(self) -> None:
-        assert self._state is None or self._state.has_weights, "no trained weight has been loaded"
+        if self._state is not None:
+            self._state.require_weights()
 
     @torch.no_grad()
     def _probe(self, config: EngineConfig | FrozenEngineConfig) -> None:
@@ -485,8 +491,9 @@ class TrainEngine:
         )
         try:
             with self._expert_loads.probing():
-                self._forward(batch, Wanted())
-                self._reshard()
+                outputs = self._forward(batch, Wanted())
+            self._reshard()
+            outputs.to(torch.device("cpu"))  # what a device cannot compute shows when it is waited for
         except UnreadableRouter as error:
             raise ModelError(with_release(str(error))) from None
         except (torch.OutOfMemoryError, dist.DistError):

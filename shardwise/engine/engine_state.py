@@ -45,6 +45,10 @@ class EngineState:
         """Whether the trained weights have been loaded."""
         return self._initial is None
 
+    def require_weights(self) -> None:
+        """What is in memory before is nobody's."""
+        assert self.has_weights, "no trained weight has been loaded"
+
     def load_initial_weights(self) -> int:
         """Takes over those of the model folder, and of a new adapter. Returns the bytes that this rank read."""
         assert self._initial is not None, "they are there already"
@@ -64,6 +68,7 @@ class EngineState:
         """Writes all of it. See `checkpoint.save_state`."""
         from shardwise.engine.checkpoint import save_state
 
+        self.require_weights()
         save_state(self._optimizer, self._current_plan(), folder, meanwhile=meanwhile)
 
     def stage(self) -> "StagedState":
@@ -71,6 +76,7 @@ class EngineState:
         changes weights waits until the copies are made. The next call overwrites them."""
         from shardwise.engine.checkpoint import StagedState
 
+        self.require_weights()
         return StagedState.of(self._optimizer, self._current_plan(), self._buffers)
 
     def load(self, folder: Path) -> None:

@@ -215,8 +215,11 @@ class LogFile:
                 warn(f"{self._path} cannot be written ({error}); what comes is kept in memory until it can")
 
     def sync(self) -> None:
-        """Returns when what was written is on the disk. From any thread. Raises OSError."""
-        os.fsync(self._file.fileno())
+        """Returns when what was written is on the disk. From any thread. Raises OSError, which names the file."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
         """Raises OSError: what waits cannot be written."""

@@ -90,14 +90,7 @@ class Run:
         self._loaded: dict[str, float] = {}
         """For the first row of performance.jsonl that is written."""
         self._loader = Loader(engines)
-        self._saver = Saver(
-            self.output_dir,
-            config,
-            engines,
-            self._reported,
-            files=self._files,
-            begun_from=None if self._start is None else self._start.begun_from,
-        )
+        self._saver = Saver(self.output_dir, config, engines, self._reported, files=self._files)
 
     @property
     def _keeps_lines(self) -> bool:
@@ -140,6 +133,7 @@ class Run:
         with ExitStack() as stack:
             self._lock = stack.enter_context(writer_lock(self.output_dir))
             self._start = find_start(self._config, files=self._files, reader=self._loader)
+            self._saver.begun_from = None if self._start is None else self._start.begun_from
             self._restore()
             self._load_initial_weights()
             self._loaded = {

@@ -63,9 +63,9 @@ class Stopping:
         if self._num_steps > 1 and seconds > grace and not self._is_warned:
             self._is_warned = True
             warn(
-                f"this step took {seconds:.0f} s, and trainer.stop_grace_seconds={grace:g}: a signal may leave too "
-                "little time to finish one and to save, and then what came after the last checkpoint is lost. Set it "
-                "to what your scheduler leaves before it kills, or save more often (trainer.save_every_steps)"
+                f"this step took {seconds:.0f} s, and trainer.stop_grace_seconds={grace:g} must be enough for one and "
+                "a save: at a signal, what came after the last checkpoint may be lost. Set it as high as the time that "
+                "your scheduler leaves before it kills allows, or save more often (trainer.save_every_steps)"
             )
 
     def is_due(self, *, save_seconds: float | None) -> bool:

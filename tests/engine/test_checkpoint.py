@@ -142,7 +142,17 @@ def flip(path, position):
     path.write_bytes(bytes(data))
 
 
+def flip_inside(path, name):
+    with closing(SafetensorsReader(path)) as file:
+        start, num_bytes = file.spans[name]
+    flip(path, start + num_bytes // 2)
+
+
 DAMAGES = {
+    "middle of a matrix": (
+        lambda state: flip_inside(state / "rank_0.safetensors", "exp_avg/lm_head.weight"),
+        "rank_0.safetensors is damaged: exp_avg/lm_head.weight is not what was written (xxh3)",
+    ),
     "empty": (lambda state: cut(state / "rank_1.safetensors", 0), "rank_1.safetensors is damaged: it has 0 bytes"),
     "cut": (lambda state: cut(state / "rank_0.safetensors", -1), "rank_0.safetensors is damaged: it has"),
     "missing": (lambda state: (state / "rank_1.safetensors").unlink(), "rank_1.safetensors is missing"),

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import resource
@@ -244,6 +245,25 @@ def test_lines_of_a_file_that_is_not_there_any_more_are_not_lost_in_silence(tmp_
     for name in "ab":
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
+def test_a_log_that_does_not_get_to_the_disk_is_named(tmp_path, monkeypatch):
+    def fail(_descriptor):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with RunLog(tmp_path, tensorboard=False) as log:
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match=rf"Disk quota exceeded: '{tmp_path}/metrics.jsonl'"):
+            log.files[0].sync()
+
+
+def test_lines_that_wait_count_as_bytes_of_a_log(tmp_path, capsys):
+    with RunLog(tmp_path, tensorboard=False, keeps_lines=True) as log, room_for(20):
+        log.log(1, {"a": 1.0}, {})
+        log.log(2, {"a": 2.0}, {})
+        assert (tmp_path / "metrics.jsonl").stat().st_size == 20
+        num_bytes = log.files[0].num_bytes
+    assert (tmp_path / "metrics.jsonl").stat().st_size == num_bytes > 20
 
 
 def test_f20_a_full_disk_is_an_error_where_lines_are_not_kept_or_never_written(tmp_path, capsys):

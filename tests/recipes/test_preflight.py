@@ -289,6 +289,7 @@ def test_an_sglang_that_is_not_there_is_found_before_any_rank_starts(data):
 def test_an_adapter_of_a_checkpoint_that_has_changed_is_refused(data, tmp_path, group_of_one):
     adapter = tmp_path / "step_3" / "adapter"
     adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
     save_file({"lora_A": torch.ones(4)}, adapter / "adapter_model.safetensors")
     write_manifest(adapter.parent, [hash_share(adapter.parent)], step=3)
     tree = {"model": MODEL, "data": data, "engine": {"lora": {"adapter_path": str(adapter)}}}

@@ -84,12 +84,18 @@ def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: st
     Args:
         key: of the LoraConfig, for errors.
     Raises:
-        ConfigError: they are not the same.
+        ConfigError: they are not the same, or there is no adapter.
     """
     if lora is None or lora.adapter_path is None:
         return
+    path = Path(lora.adapter_path) / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}.adapter_path={lora.adapter_path} is no LoRA adapter: it has no {ADAPTER_CONFIG}; give the folder "
+            "that peft's save_pretrained wrote, or adapter/ of a checkpoint"
+        )
     try:
-        stored = json.loads((Path(lora.adapter_path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
         trained_on = str(stored["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError):
         return  # whoever loads it says what is wrong

@@ -60,7 +60,6 @@ class Saver:
         reported: Reported,
         *,
         files: Fingerprints,
-        begun_from: Beginning | None = None,
     ) -> None:
         """
         Args:
@@ -68,14 +67,14 @@ class Saver:
             engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
             reported: the metrics of the run so far.
             files: what the run reads.
-            begun_from: as in Start.
         """
         self._run = run
         self._config = config
         self._engines = engines
         self._reported = reported
         self._files = files
-        self._begun_from = begun_from
+        self.begun_from: Beginning | None = None
+        """As in Start."""
         self._retries = SaveRetries(config.trainer)
         self._pending: BackgroundCall[None] | None = None
         self.newest: Published | None = None
@@ -160,7 +159,7 @@ class Saver:
                     step=moment.step,
                     parts=moment.parts,
                     files=self._files,
-                    begun_from=self._begun_from,
+                    begun_from=self.begun_from,
                     log_lengths=moment.log_lengths,
                 )
             if background is None:

@@ -5,7 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Self
+
+import xxhash
 
 from shardwise.config import TrainingError
 from shardwise.console import counted, warn
@@ -125,12 +128,13 @@ class Pipeline:
         """What decides on the rollouts to come, JSON-serialisable; waits as new weights do."""
         with self._at_rest():
             ready = [rollout.to_json() for rollout in self._ready]
-            return {"prompts": self._stream.state_dict(), "ready": ready}
+            return {"prompts": self._stream.state_dict(), "ready": ready, "rows_xxh3": self._rows_xxh3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the pipeline that gave the state was, in turn or ahead. Where rows may differ, rollouts of rows
         that are gone are sampled anew, and with them those that were sampled with them."""
-        self._stream.load_state_dict(state["prompts"])
+        are_others = state.get("rows_xxh3", self._rows_xxh3) != self._rows_xxh3  # early checkpoints do not say it
+        self._stream.load_state_dict(state["prompts"], are_others=are_others and self._stream.rows_may_differ)
         ready, examples = state["ready"], self._sampler.examples
         if self._stream.rows_may_differ and (gone := lost_row(ready, examples)) is not None:
             warn(
@@ -141,6 +145,14 @@ class Pipeline:
             ready = []
         self._ready = deque(Rollout.from_json(rollout, examples) for rollout in ready)
         self._num_restored = len(self._ready)
+
+    @cached_property
+    def _rows_xxh3(self) -> str:
+        """Of names and prompts of all rows, in their order."""
+        digest = xxhash.xxh3_64()
+        for example in self._sampler.examples:
+            digest.update(f"{example.uid}\0{example.prompt}\0".encode(errors="replace"))
+        return digest.hexdigest()
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:

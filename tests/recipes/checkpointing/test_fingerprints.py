@@ -184,5 +184,8 @@ def test_an_adapter_of_other_weights_is_refused_wherever_its_own_are(files):
         f"{files / 'other'} (model.safetensors); set model.path to the model that it belongs to, or begin a new adapter"
     )
     (adapter / "adapter_config.json").unlink()
-    require_base_of_adapter(LoraConfig(adapter_path=str(adapter)), ModelConfig(path=str(base)), "engine.lora")
+    with pytest.raises(
+        ConfigError, match=rf"engine\.lora\.adapter_path={adapter} is no LoRA adapter: it has no adapter_"
+    ):
+        require_base_of_adapter(LoraConfig(adapter_path=str(adapter)), ModelConfig(path=str(base)), "engine.lora")
     require_base_of_adapter(None, ModelConfig(path=str(base)), "engine.lora")

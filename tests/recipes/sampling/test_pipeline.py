@@ -205,6 +205,21 @@ def test_a_rollout_of_a_row_that_has_another_prompt_names_it():
     assert Rollout.from_json(written, shifted).groups[0].example == shifted[2]
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_nothing_is_known_of_the_difficulty_of_rows_that_are_others_though_as_many(changed, capsys):
+    first, second = new_stream(), new_stream(rows_may_differ=True)
+    first.pass_rates = {2: 1.0}
+    with Pipeline(Engines(first), first, total_steps=5) as pipeline:
+        state = json.loads(json.dumps(pipeline.state_dict()))
+    engines = Engines(second)
+    if changed:
+        engines.examples = [replace(one, prompt=f"another {one.prompt}") for one in engines.examples]
+    with Pipeline(engines, second, total_steps=5) as pipeline:
+        pipeline.load_state_dict(state)
+    assert second.pass_rates == ({} if changed else {2: 1.0})
+    assert second.position == first.position
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_rollouts_ahead_of_rows_that_are_gone_are_sampled_anew_where_rows_may_differ(max_staleness, capsys):
     """With the weights that are there by then; where no row has changed all goes on as ever."""
