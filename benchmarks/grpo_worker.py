@@ -16,7 +16,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.rl import build_engines
+from shardwise.recipes.rl import build_engines, open_companions
 from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.recipes.sampling.sampler import Sampler
@@ -83,7 +83,7 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     examples = prompt_examples(config.data, config.data.train_files, model.tokenizer, max_rows=None).rows
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
     ranks = Ranks.of(group, config)
-    engines = build_engines(config, model, ranks.trainers, 1_000_000)
+    engines = build_engines(config, model, ranks.trainers, 1_000_000, open_companions(config, model))
     ranks.build_rollout(model.config, config)
     assert config.reward is not None
     with make_rewards(config.reward) as rewards:

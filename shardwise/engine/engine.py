@@ -495,7 +495,8 @@ class TrainEngine:
             self._reshard()
             outputs.to(torch.device("cpu"))  # what a device cannot compute shows when it is waited for
         except UnreadableRouter as error:
-            raise ModelError(with_release(str(error))) from None
+            remedy = "router_metrics=summary with router_aux_loss_coef=0 counts nothing where none can be"
+            raise ModelError(with_release(f"{error}; {remedy}")) from None
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except RuntimeError as error:

@@ -57,7 +57,8 @@ def _separate_experts(model: PreTrainedModel, units: Units) -> list[tuple[str, d
     """(path of a block, its experts by path, in their order), of every block inside a layer.
 
     Experts are the members of a list or dict called experts. Under any other name, or as numbered attributes, they are
-    modules of one class that are chosen: moe_experts names their class, or the block has a matrix with a row for each.
+    modules of one class that are chosen: moe_experts names their class, or they have matrices, and the block has one
+    with a row for each.
     """
     found = []
     for layer in units.layers:
@@ -67,8 +68,10 @@ def _separate_experts(model: PreTrainedModel, units: Units) -> list[tuple[str, d
             for group in _groups(module):
                 experts = {f"{path}.{name}": member for name, member in group.items()}
                 is_named = is_container and path.rpartition(".")[2] == EXPERTS
-                is_unit = any(expert in units.experts for expert in experts)
-                if is_named or (_are_alike(group) and (is_unit or _is_chosen(model.get_submodule(block), group))):
+                has_named_class = any(expert in units.experts for expert in experts)
+                if is_named or (
+                    _are_alike(group) and (has_named_class or _is_chosen(model.get_submodule(block), group))
+                ):
                     found.append((block, experts))
     return found
 
@@ -90,11 +93,11 @@ def _are_alike(group: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_chosen(block: nn.Module, group: Mapping[str, nn.Module]) -> bool:
-    """Whether something beside the members, which have parts of their own, gives each of them a number."""
+    """Whether something beside the members, which have matrices (norms have none), gives each of them a number."""
     own = {id(parameter) for member in group.values() for parameter in member.parameters()}
     others = [parameter for parameter in block.parameters() if id(parameter) not in own and parameter.dim() == 2]
-    have_parts = all(next(member.children(), None) is not None for member in group.values())
-    return have_parts and any(len(group) in parameter.shape for parameter in others)
+    have_matrices = all(any(parameter.dim() > 1 for parameter in member.parameters()) for member in group.values())
+    return have_matrices and any(len(group) in parameter.shape for parameter in others)
 
 
 class ExpertGuard:

@@ -56,7 +56,7 @@ class ExpertLoads:
         self._ulysses = ulysses
         self._pass: _Pass | None = None
         self._is_probing = False
-        self._unreadable: UnreadableRouter | None = None
+        self._error: UnreadableRouter | None = None
         self._loads: dict[int, Tensor] = {}
         self._aux_losses: dict[int, Tensor] = {}
         for place, router in enumerate(routers):
@@ -76,13 +76,19 @@ class ExpertLoads:
             yield
         finally:
             self._is_probing = False
-        if self._unreadable is None:
+        if self._error is None:
             return
         if self._aux_loss_coef > 0 or self._detail != "summary":
-            raise self._unreadable
+            raise self._error
         self._routers = []
         if dist.get_rank() == 0:
-            warn(f"{self._unreadable}; there will be no metrics train/router/ of the load of experts")
+            warn(f"{self.unreadable}; there will be no metrics train/router/ of the load of experts")
+
+    @property
+    def unreadable(self) -> str | None:
+        """The first router that cannot be read, and why; None where all can, as far as `probing` has found. The same on
+        every rank."""
+        return None if self._error is None else str(self._error)
 
     @contextmanager
     def watching(
@@ -173,7 +179,7 @@ class ExpertLoads:
         try:
             router.read(output)
         except UnreadableRouter as error:
-            self._unreadable = self._unreadable or error
+            self._error = self._error or error
 
     def _hook(self, place: int, router: Router) -> Callable[[nn.Module, Any, Any], Any]:
         @torch.compiler.disable

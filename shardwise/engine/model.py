@@ -46,6 +46,7 @@ from shardwise.families import (
     avoid_unaligned,
     backbone,
     hand_on_keywords,
+    is_proven,
     packed_tokens_limit,
     rotary_limit,
     routers_of,
@@ -244,7 +245,8 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
         return
     if not config.allow_unproven:
         raise ConfigError(f"{folder}: {reason}")
-    if isinstance(config, EngineConfig) and mesh.fsdp.size() > 1 and not REDUCES_UNUSED:
+    is_sharding_proven = not asked["fsdp2"] or is_proven(model_type, "fsdp2")
+    if isinstance(config, EngineConfig) and not is_sharding_proven and not REDUCES_UNUSED:
         raise ConfigError(
             f"{folder}: engine.allow_unproven=true trains on several ranks from torch {MIN_TORCH} on, and this is "
             f"{torch.__version__}: gradients would be wrong wherever ranks reach other parameters of the model, as "
@@ -278,7 +280,8 @@ def _watch_routers(
 ) -> tuple[ExpertLoads, RouterReplay]:
     """Puts hooks on the routers of a trained model; for a frozen one both objects are empty."""
     if not isinstance(config, EngineConfig):
-        return ExpertLoads([], aux_loss_coef=0.0, detail="summary", ulysses=None), RouterReplay([])
+        loads = ExpertLoads([], aux_loss_coef=0.0, detail="summary", ulysses=None)
+        return loads, RouterReplay([], loads)
     coef, detail = config.router_aux_loss_coef, config.router_metrics
     if coef > 0:
         require_routers(model, f"engine.router_aux_loss_coef={coef}")
@@ -286,7 +289,8 @@ def _watch_routers(
         require_routers(model, f"engine.router_metrics={detail}")
     routers = routers_of(model)
     loads = ExpertLoads(routers, aux_loss_coef=coef, detail=detail, ulysses=ulysses)
-    return loads, RouterReplay(routers)  # this one's hooks are the outer ones: what loads reads is what was replayed
+    # The hooks of the second are the outer ones: what loads reads is what was replayed.
+    return loads, RouterReplay(routers, loads)
 
 
 def build_on_meta(

@@ -19,18 +19,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config import ModelError
-from shardwise.families import Router, UnreadableRouter
+from shardwise.engine.expert_loads import ExpertLoads
+from shardwise.families import Router
 from shardwise.types import Metrics, MetricValue
 
 
 class RouterReplay:
     """Replaces what `topk` finds inside routers, while there are experts to replay; counts how often they differ."""
 
-    def __init__(self, routers: Sequence[Router]) -> None:
+    def __init__(self, routers: Sequence[Router], loads: ExpertLoads) -> None:
         """
         Args:
             routers: hooks are put on them.
+            loads: know which of them cannot be read.
         """
+        self._loads = loads
         self._experts: Tensor | None = None
         self._num_seen: dict[int, int] = {}
         self._compares = self._is_counting = False
@@ -50,7 +53,12 @@ class RouterReplay:
         Args:
             experts: [t, M, k], -1 where a router chooses for itself; None replays nothing.
             counts: differing choices, until `settle`.
+        Raises:
+            ModelError: on every rank, for all of them replay or none does (see `pack`): a router cannot be read, or the
+                rollout had another number of them.
         """
+        if experts is not None and self._loads.unreadable is not None:
+            raise ModelError(f"rollout.router_replay=true: {self._loads.unreadable}; set it to false for this model")
         if experts is not None and experts.shape[1] != self._num_routers:
             raise ModelError(
                 f"rollout.router_replay=true: the rollout tells the choices of {experts.shape[1]} routers, and the "
@@ -115,10 +123,7 @@ class RouterReplay:
         """[2] float64: of the experts [t, k] that the router chooses by itself how many are not replayed, and of how
         many. It is asked for that: once it prefers the groups of the replayed ones, nothing tells what it would have
         chosen."""
-        try:
-            own = router.read(module.forward(*args))[1]
-        except UnreadableRouter as error:
-            raise ModelError(f"rollout.router_replay=true: {error}; set it to false for this model") from None
+        own = router.read(module.forward(*args))[1]
         is_given = experts[:, :1] >= 0
         is_same = (own[:, :, None] == experts[:, None, :]).any(-1)
         return torch.stack([(is_given & ~is_same).sum(), is_given.expand_as(experts).sum()]).double()

@@ -77,7 +77,7 @@ class Router:
                 return logits, part
         if self.num_chosen is None:
             raise UnreadableRouter(
-                f"{self.path} is not supported: {self.kind} neither gives the experts that it chooses "
+                f"{self.path} cannot be read: {self.kind} neither gives the experts that it chooses "
                 "nor says in top_k how many they are"
             )
         return logits, logits.detach().topk(self.num_chosen, dim=-1).indices
@@ -100,7 +100,7 @@ class Router:
         logits = parts[self.logits_index if len(parts) > 1 else 0]
         if isinstance(logits, Tensor) and logits.is_floating_point():
             return logits
-        raise UnreadableRouter(f"{self.path} is not supported: {self.kind} does not give its logits")
+        raise UnreadableRouter(f"{self.path} cannot be read: {self.kind} does not give its logits")
 
 
 def routers_of(model: Any) -> list[Router]:

@@ -1,15 +1,24 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.config import ConfigError, RLConfig, SourceTeacherConfig, allows_other_rows
+from shardwise.config import (
+    ConfigError,
+    RLConfig,
+    RolloutConfig,
+    SglangRollout,
+    SourceTeacherConfig,
+    VllmRollout,
+    allows_other_rows,
+)
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
 from shardwise.engine import named_failures
+from shardwise.model_config import read_model_config
 from shardwise.observability import Spans
 from shardwise.recipes.build import OpenedModel, open_companion, open_model
 from shardwise.recipes.engines import build_engine
@@ -30,6 +39,21 @@ from shardwise.rewards import make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """The models that read the policy's tokens, opened."""
+
+    critic: OpenedModel | None = None
+    """None: there is none, or it begins as the policy."""
+    teachers: Sequence[OpenedModel] = ()
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for parts of images and videos to one of them."""
+        opened = [*([] if self.critic is None else [self.critic]), *self.teachers]
+        return frozenset(token_id for model in opened for token_id in model.media_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +123,10 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     model.require_media_banned(config.rollout)
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)
-    examples, held_out = _read_data(config, model)
+    companions = open_companions(config, model)
+    rollout = without_media(config.rollout, model, companions)
+    media_token_ids = companions.media_token_ids.union(model.media_token_ids)
+    examples, held_out = _read_data(config, model, media_token_ids)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     rows_may_differ = allows_other_rows(config.trainer.resume_allow)
@@ -107,8 +134,8 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     total_steps = config.trainer.total_steps or steps_of(
         config.trainer.num_epochs, num_rows=len(examples.rows), batch_size=config.rollout.num_prompts
     )
-    engines = build_engines(config, model, ranks.trainers, total_steps)
-    ranks.build_rollout(model.config, config)
+    engines = build_engines(config, model, ranks.trainers, total_steps, companions)
+    ranks.build_rollout(model.config, config.model_copy(update={"rollout": rollout}))
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     sync_gate: SyncGate | None = None
@@ -122,7 +149,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
             config.rollout,
             rewards,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            media_token_ids=model.media_token_ids,
+            media_token_ids=media_token_ids,
             sync_gate=sync_gate,
         ) as rollouter,
         Pipeline(
@@ -185,7 +212,41 @@ def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, versio
     return found
 
 
-def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], list[Example]]:
+def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
+    """Raises as `open_companion`."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    open_other = partial(open_companion, main=policy, keys=LENGTHS, num_tokens=longest)
+    critic = None if config.critic is None else config.critic.model
+    return Companions(
+        critic=None if critic is None else open_other(critic),
+        teachers=[open_other(teacher.model) for teacher in config.teachers],
+    )
+
+
+def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Companions) -> RolloutConfig:
+    """The rollout, whose engine bans the media tokens of the policy anyway, with those of its companions banned too.
+
+    Raises:
+        ConfigError: the engine may draw them.
+    """
+    vocab_size = read_model_config(policy.folder).get_text_config().vocab_size
+    others = companions.media_token_ids.difference(policy.media_token_ids, rollout.bad_token_ids)
+    banned = sorted(token_id for token_id in others if token_id < vocab_size)
+    if not banned:
+        return rollout
+    engine = rollout.engine
+    if isinstance(engine, SglangRollout) or (isinstance(engine, VllmRollout) and rollout.temperature != 1):
+        raise ConfigError(
+            f"{policy.tokenizer.convert_ids_to_tokens(banned[0])} stands for parts of images to critic.model or a "
+            f"teacher, and engine={engine.type} with rollout.temperature={rollout.temperature:g} gives logprobs of the "
+            "policy only if it may draw every token; use rollout.engine=embedded, or vllm with rollout.temperature=1"
+        )
+    return rollout.model_copy(update={"bad_token_ids": [*rollout.bad_token_ids, *banned]})
+
+
+def _read_data(
+    config: RLConfig, model: OpenedModel, media_token_ids: Collection[int]
+) -> tuple[Loaded[Example], list[Example]]:
     """The rows to train on, with their counts, and those to validate on."""
     data, tools = config.data, tool_schemas(config.rollout.environment)
     vision = None if config.teachers else model.vision_in(config.rollout)
@@ -195,7 +256,7 @@ def _read_data(config: RLConfig, model: OpenedModel) -> tuple[Loaded[Example], l
         tokenizer=model.tokenizer,
         tools=tools,
         vision=vision,
-        media_token_ids=model.media_token_ids,
+        media_token_ids=media_token_ids,
         is_judged=config.reward is not None,
     )
     examples = read(data.train_files, max_rows=data.max_train_rows)
@@ -230,11 +291,20 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> Engines:
-    """Every model that the algorithm needs."""
+def build_engines(
+    config: RLConfig,
+    model: OpenedModel,
+    group: WorkerGroup,
+    total_steps: int,
+    companions: Companions,
+) -> Engines:
+    """Every model that the algorithm needs.
+
+    Args:
+        model: the policy's.
+        companions: those of the config.
+    """
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    open_other = partial(open_companion, main=model, keys=LENGTHS, num_tokens=longest)
     num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps
     if config.critic is not None:
         try:
@@ -261,7 +331,7 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
         engines.critic = build_engine(
             group,
             "critic",
-            (model if config.critic.model is None else open_other(config.critic.model)).config,
+            (model if companions.critic is None else companions.critic).config,
             config.critic_layout(),
             head="token_values",
             optimizer=config.critic.optimizer,
@@ -270,11 +340,11 @@ def build_engines(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
             seed=seed,
         )
         engines.critic.use_loss("value", config.critic)
-    for number, teacher in enumerate(config.teachers):
+    for number, (teacher, opened) in enumerate(zip(config.teachers, companions.teachers, strict=True)):
         engines.teachers[teacher.data_source] = build_engine(
             group,
             f"teacher {number}",
-            open_other(teacher.model).config,
+            opened.config,
             config.teacher_layout(teacher),
             temperature=temperature,
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.families import Router, routers_of
+from shardwise.families import Router, UnreadableRouter, routers_of
 
 
 class ExpertRecord:
@@ -42,6 +42,10 @@ class ExpertRecord:
 
     def _hook(self, router: Router) -> Callable[[nn.Module, Any, Any], None]:
         def after_router(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._chosen.append(router.read(output)[1].to(torch.int16))
+            try:
+                experts = router.read(output)[1]
+            except UnreadableRouter as error:
+                raise ModelError(f"rollout.router_replay=true: {error}; set it to false for this model") from None
+            self._chosen.append(experts.to(torch.int16))
 
         return after_router

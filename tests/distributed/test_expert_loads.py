@@ -224,7 +224,7 @@ def train_with_routers_that_give_no_logits(folder):
 def test_routers_that_cannot_be_read_count_nothing_where_nobody_asked(run_ranks, folder):
     """It is said once, and no metric is made of the others alone."""
     warning = (
-        "warning: model.layers.0.mlp.gate is not supported: Qwen3MoeTopKRouter does not give its logits; there will be "
+        "warning: model.layers.0.mlp.gate cannot be read: Qwen3MoeTopKRouter does not give its logits; there will be "
         "no metrics train/router/ of the load of experts\n"
     )
     assert run_ranks(train_with_routers_that_give_no_logits, 2, str(folder)) == [(warning, []), ("", [])]

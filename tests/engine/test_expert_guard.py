@@ -1,6 +1,7 @@
 """Separate experts train on several ranks as on one, though no two ranks call the same ones: whatever holds them, and
 whether they are FSDP units of their own or not."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,6 +210,26 @@ def test_separate_experts_with_a_dtype_of_their_own_need_the_guard_too(run_ranks
     assert message.startswith("model.layers.0.mlp of SeparateForCausalLM has 6 experts that are modules and FSDP units")
 
 
+class Chooses(nn.Module):
+    """A block of experts that are one linear layer each."""
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.gate = nn.Linear(4, num_experts, bias=False)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_experts))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(num_experts))
+
+
+@pytest.mark.parametrize(("part", "blocks"), [("parts", ["mlp"]), ("norms", [])])
+def test_experts_without_modules_inside_are_experts_where_module_precision_makes_them_units(part, blocks):
+    """Norms of the same number are none."""
+    model = nn.ModuleDict({"mlp": Chooses(3)})
+    units = SimpleNamespace(layers=["mlp"], experts=[], inner=[f"mlp.{part}.1"])
+    assert [guard.path for guard in expert_guards(model, units, is_patched=True)] == blocks
+    with pytest.raises(ConfigError, match="mlp of ModuleDict has 3 experts") if blocks else nullcontext():
+        expert_guards(model, units, is_patched=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_key_changes_nothing_where_no_expert_is_a_unit(run_ranks, folders, kind):
     keys = {"apply_expert_patch": True}
@@ -311,6 +332,19 @@ def attached(block):
     [guard] = guards_of(block)
     guard.attach()
     return block
+
+
+def test_experts_of_a_block_that_is_a_layer_are_called_before_the_hook_that_ends_its_unit():
+    """FSDP's hook, which is there first, gives the weights of the layer back and asks for the gradient of what comes
+    out of it."""
+    block, seen, called = InOrder([nn.Linear(4, 4) for _ in range(3)], [1]), [], []
+    for place, expert in enumerate(block.experts):
+        expert.register_forward_hook(lambda *_, place=place: called.append(place))
+    block.register_forward_hook(lambda _block, _args, output: seen.append(([*called], output)))
+    output = attached(block)(torch.randn(1, 5, 4))
+    [(called_by_then, handed_on)] = seen
+    assert called_by_then == [0, 1, 2]
+    assert handed_on is output
 
 
 def test_an_expert_that_gives_no_hidden_states_is_named():

@@ -1,5 +1,6 @@
 """What an engine starts with, read in two parts: frozen weights at once, trained ones when no state is resumed from."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ def read_in_two_parts(folder, engine):
     """What each of both parts read, and the names of the tensors that differ from those of an engine built at once."""
     whole, own = (build(folder, engine, {}, with_trained=with_trained) for with_trained in (True, False))
     first = own.num_bytes_read
-    with pytest.raises(AssertionError, match="no trained weight has been loaded"):
-        steps(own, [0])
+    asked = [partial(steps, own, [0]), own.stage_export, own.state.stage, partial(own.named_weights, torch.float32)]
+    for ask in asked + ([partial(own.adapter_weights, torch.float32)] if "lora" in engine else []):
+        with pytest.raises(AssertionError, match="no trained weight has been loaded"):
+            ask()
     own.load_initial_weights()
     found, expected = (
         {name: local_shard(tensor) for name, tensor in one._model.state_dict().items()} for one in (own, whole)
@@ -91,6 +94,32 @@ def resumed_with_a_head(folder, state):
     third.load_initial_weights()
     batches = pack(random_samples([5, 9], seed=0), num_shards=1, max_tokens=32).shards[0]
     return [[output.values.tolist() for output in engine.forward(batches)] for engine in (first, second, third)]
+
+
+def critic_with_adapters(folder):
+    """Of a critic with adapters that is built in two parts its frozen value head and the copy of that which is trained;
+    the values of one that is built at once, and its own."""
+    options = {"device": torch.device("cpu"), "optimizer": OptimizerConfig(), "head": "token_values"}
+    whole, own = (
+        TrainEngine.build(Path(folder), EngineConfig(lora=LORA), **options, with_trained=with_trained)
+        for with_trained in (True, False)
+    )
+    heads = [parameter for name, parameter in own._model.named_parameters() if ".score." in name]
+    frozen, copy = ([one for one in heads if one.requires_grad == is_trained] for is_trained in (False, True))
+    for parameter in copy:
+        parameter.data.fill_(torch.nan)  # it has memory, and whatever was there
+    own.load_initial_weights()
+    batches = pack(random_samples([5, 9], seed=0), num_shards=1, max_tokens=32).shards[0]
+    values = [[output.values.tolist() for output in engine.forward(batches)] for engine in (whole, own)]
+    return *([local_shard(part).tolist() for part in head] for head in (frozen, copy)), *values
+
+
+def test_the_trained_copy_of_a_critics_head_is_the_head_of_its_folder(run_ranks, tmp_path):
+    """It is no tensor of the folder by itself: the second part fills it."""
+    folder = tiny_folder("llama", tmp_path / "model")
+    for frozen, copy, whole, own in run_ranks(critic_with_adapters, 1, str(folder)):
+        assert copy == frozen != []
+        assert own == whole
 
 
 def test_a_critic_begins_with_its_folder_and_a_fresh_head_or_with_its_state(run_ranks, tmp_path):

@@ -16,7 +16,15 @@ from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, Opti
 from shardwise.engine import TrainEngine
 from shardwise.engine.model import _require_proven
 from shardwise.engine.quantized import SHARDS_INTEGERS
-from shardwise.families import CHECKS, other_release, proven_record, proven_release, unproven_reason, with_release
+from shardwise.families import (
+    CHECKS,
+    is_proven,
+    other_release,
+    proven_record,
+    proven_release,
+    unproven_reason,
+    with_release,
+)
 from shardwise.rollout import EmbeddedEngine
 
 COVERING = ["gemma3_text", "deepseek_v3", "qwen3_vl_moe"]
@@ -167,8 +175,9 @@ def test_what_is_unproven_trains_on_several_ranks_where_gradients_cannot_be_mixe
             f"{torch.__version__}: gradients would be wrong wherever ranks reach other parameters of the model, as "
             "experts that are modules of their own; install a newer torch, or train on one rank"
         )
-    proven = "deepseek_v3"
-    _require_proven(Path("model"), proven, EngineConfig(allow_unproven=True), mesh_of(sharding=2), "logprobs")
+    _require_proven(Path("model"), "deepseek_v3", config, mesh_of(sharding=sharding), "logprobs")
+    sharded = next(name for name in FAMILIES if is_proven(name, "fsdp2") and not is_proven(name, "ulysses"))
+    _require_proven(Path("model"), sharded, config, mesh_of(sharding=sharding, sp_group=0), "logprobs")
 
 
 def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():

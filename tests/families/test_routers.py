@@ -122,5 +122,5 @@ def test_a_model_that_declares_nothing_is_looked_through_for_gates_beside_expert
     ],
 )
 def test_a_router_that_cannot_be_read_is_named(output, problem):
-    with pytest.raises(UnreadableRouter, match=rf"^layers\.0\.gate is not supported: SimpleNamespace {problem}$"):
+    with pytest.raises(UnreadableRouter, match=rf"^layers\.0\.gate cannot be read: SimpleNamespace {problem}$"):
         Router("layers.0.gate", (SimpleNamespace(),)).read(output)

@@ -5,6 +5,7 @@ import torch
 
 from shardwise.config import FrozenEngineConfig, ModelConfig, RewardConfig
 from shardwise.data import load_tokenizer
+from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.reward_engines import ModelScorer, build_reward_engines
@@ -78,6 +79,16 @@ def test_a_text_that_spells_what_stands_for_images_fails_and_the_others_are_scor
         "the text spells '7', by which the reward model knows an image or a video, and is shown none"
     )
     assert answers[1].score == dict(scorer.score([job("1+1=", "2")]))[0].score
+
+
+def test_a_reward_model_that_is_built_refuses_what_stands_for_images_to_it(fake_group, model_folder, monkeypatch):
+    media = load_tokenizer(ModelConfig(path=str(model_folder))).convert_tokens_to_ids("7")
+    monkeypatch.setattr(OpenedModel, "media_token_ids", [media])
+    group = fake_group(1, build_engine=lambda *_: (10, 0, 99), score=lambda *_: [torch.zeros(1)])
+    entries = [{"type": "model", "name": "sees", "classifier": {"path": str(model_folder)}}]
+    scorer = build_reward_engines(RewardConfig(functions=entries), group)["sees"]
+    ((_, answer),) = scorer.score([job("1+1=", "7")])
+    assert answer.failure.startswith("the text spells '7', by which the reward model knows an image")
 
 
 def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_folder):

@@ -1,21 +1,27 @@
 """Which engines a run of reinforcement learning has."""
 
 import json
+import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from shardwise.config import (
     AlgorithmConfig,
     ConfigError,
     CriticConfig,
+    DataError,
     ModelConfig,
     OptimizerConfig,
     RLConfig,
+    RolloutConfig,
     SourceTeacherConfig,
 )
-from shardwise.recipes import rl
-from shardwise.recipes.rl import build_engines, require_teachers
+from shardwise.recipes import build, rl
+from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.recipes.rl import Companions, build_engines, open_companions, require_teachers, train, without_media
 
 
 def config(*, tree=None, **algorithm) -> RLConfig:
@@ -44,7 +50,8 @@ def built(fake_group, monkeypatch):
     def build(settings):
         sizes = {"policy": 7_000_000, "critic": 5_000_000}
         group = fake_group(2, build_engine=lambda rank, role, *_: (sizes.get(role, 9), sizes.get(role, 0), 100 + rank))
-        return build_engines(settings, SimpleNamespace(config=ModelConfig(path="m")), group, 10), group
+        model = SimpleNamespace(config=ModelConfig(path="m"))
+        return build_engines(settings, model, group, 10, open_companions(settings, model)), group
 
     return build
 
@@ -162,6 +169,114 @@ def test_the_policys_loss_is_bound_with_the_coefficient(built):
     assert bound[1:3] == ("policy", "policy")
     assert AlgorithmConfig.model_validate_json(bound[3]) == settings.algorithm
     assert bound[4] == {"kl_coef": 0.25}
+
+
+MEDIA = {"policy": ["1"], "critic": ["6"], "teacher": ["7"]}
+"""The texts that stand for images to the model in the folder of this name."""
+
+
+@pytest.fixture
+def opened(model_folder, tmp_path, monkeypatch):
+    """Folder of a model by its name in MEDIA."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    monkeypatch.setattr(
+        OpenedModel,
+        "media_token_ids",
+        property(lambda model: tokenizer.convert_tokens_to_ids(MEDIA[model.folder.name])),
+    )
+    return lambda name: str(shutil.copytree(model_folder, tmp_path / name, dirs_exist_ok=True))
+
+
+BESIDE = {
+    "critic": lambda path: {"critic": {"model": {"path": path}}, "algorithm": {"advantage": "gae"}},
+    "teacher": lambda path: {"teachers": [{"model": {"path": path}}], "algorithm": {"advantage": "distill"}},
+}
+
+
+def run_with(opened, tmp_path, name, files, **rollout):
+    """The config of a run with one model beside the policy."""
+    tree = {
+        "model": {"path": opened("policy")},
+        "data": {
+            "train_files": files,
+            "max_prompt_tokens": 16,
+            "apply_chat_template": False,
+            "ground_truth_column": "a",
+        },
+        "reward": {"functions": f"{tmp_path / 'rules.py'}:score"},
+        "engine": {"max_tokens_per_micro_batch": 64},
+        "rollout": {"num_prompts": 1, "max_response_tokens": 8} | rollout,
+        "trainer": {"total_steps": 1, "output_dir": str(tmp_path / "run")},
+    }
+    return RLConfig.parse(tree | BESIDE[name](opened(name)), origin="test")
+
+
+@pytest.mark.parametrize(("name", "spelt"), [("critic", "6"), ("teacher", "7"), ("critic", "1")])
+def test_rows_may_not_spell_what_stands_for_images_to_a_model_that_reads_them(
+    fake_group, opened, write_jsonl, tmp_path, name, spelt
+):
+    files = write_jsonl("rows.jsonl", [{"prompt": f"2+{spelt}=", "a": "0"}])
+    group = fake_group(1)
+    with pytest.raises(DataError, match=f"^rows.jsonl line 1: the text spells '{spelt}', by which the model knows"):
+        train(run_with(opened, tmp_path, name, files), group)
+    assert "build_engine" not in group.methods
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("name", "banned"), [("critic", "6"), ("teacher", "7")])
+def test_what_stands_for_images_to_a_model_beside_the_policy_is_neither_drawn_nor_brought_in(
+    fake_group, opened, write_jsonl, tmp_path, monkeypatch, name, banned
+):
+    """Each model is opened once."""
+    (tmp_path / "rules.py").write_text("def score(**_): return 0.0\n")
+    found, paths, open_folder = {}, [], build.open_model
+
+    def rollouter(*_, media_token_ids, **__):
+        found["media"] = set(media_token_ids)
+        raise Stop
+
+    def open_model(config):
+        paths.append(config.path)
+        return open_folder(config)
+
+    for module in (rl, build):
+        monkeypatch.setattr(module, "open_model", open_model)
+    monkeypatch.setattr(rl, "Rollouter", rollouter)
+    group = fake_group(1, build_engine=lambda *_: (9, 9, 9))
+    files = write_jsonl("rows.jsonl", [{"prompt": "2+3=", "a": "0"}])
+    with pytest.raises(Stop):
+        train(run_with(opened, tmp_path, name, files, bad_token_ids=[3]), group)
+    ids = AutoTokenizer.from_pretrained(opened("policy")).convert_tokens_to_ids
+    assert found["media"] == {ids("1"), ids(banned)}
+    (sent,) = (json.loads(call[2]) for call in group.calls if call[0] == "build_rollout")
+    assert sent["bad_token_ids"] == [3, ids(banned)]  # engines ban those of the policy themselves
+    assert paths == [opened("policy"), opened(name)]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_refused"),
+    [
+        ({"engine": "vllm"}, False),
+        ({"engine": "vllm", "temperature": 0.7}, True),
+        ({"engine": "sglang"}, True),
+        ({"temperature": 0.7}, False),
+    ],
+)
+def test_engines_that_cannot_leave_them_out_are_refused(opened, rollout, is_refused):
+    policy, critic = (open_model(ModelConfig(path=opened(name))) for name in ("policy", "critic"))
+    settings = RolloutConfig(**rollout)
+    assert without_media(settings, policy, Companions()) == settings
+    assert without_media(settings, policy, Companions(critic=policy)) == settings
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
+        without_media(settings, policy, Companions(teachers=[critic]))
+    if is_refused:
+        assert str(error.value).startswith(
+            f"6 stands for parts of images to critic.model or a teacher, and engine={rollout['engine']} with "
+            f"rollout.temperature={settings.temperature:g} gives logprobs of the policy only if it may draw every token"
+        )
 
 
 def teachers(*sources):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from shardwise.config import ModelError
 from shardwise.rollout import EmbeddedEngine
@@ -45,3 +46,13 @@ def test_nothing_is_kept_unless_asked_for_and_a_dense_model_is_refused(tmp_path)
         ModelError, match=r"^rollout\.router_replay=true: Qwen3ForCausalLM has no routers, so nothing to"
     ):
         generate(tiny_folder("qwen3", tmp_path / "dense"), with_experts=True)
+
+
+def test_routers_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    choose = Qwen3MoeTopKRouter.forward
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", lambda *args: (None, *choose(*args)[1:]))
+    message = (
+        r"^rollout\.router_replay=true: model\.layers\.0\.mlp\.gate cannot be read: Qwen3MoeTopKRouter does not give"
+    )
+    with pytest.raises(ModelError, match=message):
+        generate(tiny_folder("qwen3_moe", tmp_path), with_experts=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 from forgetful_engine import ForgetfulEngine
+from safetensors.torch import load_file, save_file
 from tiny_models import reference_logprobs, tiny_folder, tiny_model
 from transformers import AutoModelForSequenceClassification
 
@@ -66,6 +67,19 @@ def test_a_model_beside_the_policy_that_no_rank_can_build_is_named_and_the_error
     assert raised.value.is_shared
 
 
+def test_trained_weights_of_a_model_beside_the_policy_that_cannot_be_loaded_are_named(tmp_path):
+    folder = tiny_folder("qwen3", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    worker = Worker(torch.device("cpu"))
+    for role, named in (("critic", r"^the critic, which has the options of `engine` unless it is given its own: .*"),
+                        ("policy", r"^(?!the policy).*")):  # fmt: skip
+        build_one(worker, role, folder, EngineConfig(), optimizer=OPTIMIZER, with_trained=False)
+        with pytest.raises(ModelError, match=f"{named}model.norm.weight"):
+            worker.load_initial_weights(role)
+
+
 def test_what_the_policy_freezes_and_a_critic_lacks_is_told_as_the_critics(tmp_path):
     """A critic without options of its own takes those of the policy."""
     folder, layout = tiny_folder("qwen3", tmp_path), EngineConfig(freeze_module_prefix=["lm_head"])
@@ -74,10 +88,12 @@ def test_what_the_policy_freezes_and_a_critic_lacks_is_told_as_the_critics(tmp_p
         build_one(worker, "critic", folder, layout, optimizer=OPTIMIZER, head="token_values")
 
 
-def build_one(worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4):
+def build_one(
+    worker, role, folder, layout, *, optimizer=None, head="logprobs", temperature=1.0, total_steps=4, with_trained=True
+):
     source = EngineSource(model=ModelConfig(path=str(folder)), layout=layout, head=head, temperature=temperature)
     given = "" if optimizer is None else optimizer.model_dump_json()
-    return worker.build_engine(role, source.model_dump_json(), given, total_steps)
+    return worker.build_engine(role, source.model_dump_json(), given, total_steps, with_trained)
 
 
 def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, engine="embedded") -> Worker:
