@@ -400,16 +400,16 @@ class TrainEngine:
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """As `named_weights`, of everything that an adapter file holds, under peft's names."""
-        self._require_weights()
         from shardwise.engine.adapters import adapter_weights
 
+        self._require_weights()
         return adapter_weights(self._model.hf_model, dtype)
 
     def export_adapter(self, path: Path, base_model: str) -> None:
         """Writes a folder that `PeftModel.from_pretrained` loads; `base_model` is the folder or name it belongs to."""
-        self._require_weights()
         from shardwise.engine.adapters import export_adapter
 
+        self._require_weights()
         export_adapter(self._model.hf_model, path, base_model)
 
     def export_hf(self, path: Path, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
@@ -437,9 +437,9 @@ class TrainEngine:
 
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
         """What `export_adapter` would write."""
-        self._require_weights()
         from shardwise.engine.adapters import StagedAdapter
 
+        self._require_weights()
         return StagedAdapter.of(self._model.hf_model, base_model)
 
     def offload(self, *parts: Part) -> None:

@@ -45,7 +45,7 @@ class RemoteEngine:
     num_bytes_read: int
     """Bytes of weights that the rank with the most of them read from the model folder."""
     has_weights: bool = True
-    """Whether the trained ones are loaded, if it is trained."""
+    """Whether all of them are loaded: a frozen engine is built with them."""
     bundle: str = ""
     """The folder of what replays an optimizer step if it is skipped now; "" keeps nothing."""
 

@@ -255,7 +255,8 @@ class Run:
         self._loader.load_weights_alone(self._start.checkpoint, self._start.lost_states)
 
     def _load_initial_weights(self) -> None:
-        """Of the engines that no checkpoint has brought any."""
+        """Of the engines that no checkpoint has brought any: also where nothing is left to do, for rl serves weights
+        before its first step."""
         for engine in self._engines.values():
             engine.load_initial_weights()
 
