@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -13,6 +14,8 @@ from shardwise.ops import on_current_stream
 
 _MAX_THREADS = 4
 """One hashes 20 GB/s; more than a few ask for more than memory gives."""
+_WAITING_BYTES = 1 << 26
+"""Of small tensors, so that no thread waits for another one to be done with a larger one."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -21,18 +24,23 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int | None]]:
-    """By name, a few tensors at a time. None for those on the meta device, which cannot be read."""
+    """By name, a few tensors at a time, or many small ones. None for those on the meta device, which cannot be read."""
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    waiting: deque[tuple[str, Future[int] | None]] = deque()
+    waiting: deque[_Waiting] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for name, tensor in weights:
             digest = None if tensor.is_meta else pool.submit(on_current_stream(checksum, tensor.device), tensor)
-            waiting.append((name, digest))
-            if len(waiting) > num_threads:
-                yield _finished(*waiting.popleft())
+            waiting.append(_Waiting(name, tensor.nbytes, digest))
+            while len(waiting) > num_threads and sum(one.num_bytes for one in waiting) > _WAITING_BYTES:
+                yield waiting.popleft().finished()
         while waiting:
-            yield _finished(*waiting.popleft())
+            yield waiting.popleft().finished()
 
 
-def _finished(name: str, digest: Future[int] | None) -> tuple[str, int | None]:
-    return name, None if digest is None else digest.result()
+class _Waiting(NamedTuple):
+    name: str
+    num_bytes: int
+    digest: Future[int] | None
+
+    def finished(self) -> tuple[str, int | None]:
+        return self.name, None if self.digest is None else self.digest.result()

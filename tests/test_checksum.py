@@ -27,20 +27,25 @@ def test_checksum_sees_every_single_bit(dtype):
     assert len(seen) == 1 + raw.numel() * (1 if dtype == torch.bool else 8)
 
 
-def test_many_tensors_keep_their_order_and_few_are_held_at_a_time():
-    """Some engines make a tensor for every name that they are asked for."""
-    num_made = 0
+def test_many_tensors_keep_their_order_and_few_are_held_at_a_time(monkeypatch):
+    """Some engines make a tensor for every name that they are asked for. Small ones are held until they have as many
+    bytes together as may be."""
+    monkeypatch.setattr(module, "_WAITING_BYTES", 120_000)
+    num_bytes = []
 
     def made():
-        nonlocal num_made
         for index in range(50):
-            num_made += 1
-            yield f"{index}", torch.full((1 + 1000 * (index % 7),), index)
+            tensor = torch.full((1 + 1000 * (index % 7),), index)
+            num_bytes.append(tensor.nbytes)
+            yield f"{index}", tensor
 
-    found = []
+    found, most = [], 0
     for name, digest in checksums(made()):
+        held = num_bytes[len(found) : -1]  # before the newest came
+        most = max(most, len(held))
+        assert len(held) <= module._MAX_THREADS or sum(held) <= 120_000
         found.append((name, digest))
-        assert num_made <= len(found) + 4
+    assert most > module._MAX_THREADS
     assert found == [(name, checksum(tensor)) for name, tensor in made()]
 
 

@@ -14,14 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
 
 import torch.distributed as dist
 
 from shardwise.controller.exit_codes import FAILURE, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, inside, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
-from shardwise.controller.process_group import Rank
+from shardwise.controller.process_group import Rank, another_connection
 from shardwise.controller.roll_call import DONE, RollCall
 from shardwise.controller.signals import SecondSignal
 from shardwise.controller.watchdog import Activity, be_watched, collect, wait_until_collected, write_reports
@@ -143,15 +142,14 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, tim
 
     Waits for: the first rank of the host. Unblocked by: the timeout of the store.
     """
-    # A connection of its own: in that of `store` the main thread may wait. (torch's stubs do not know of it.)
-    beside = cast(Any, store).clone()
+    beside = another_connection(store)
     roll = RollCall(beside, rank.rank, rank.world_size)
     roll.enter()
     silence = max(timeout_seconds, _LEAST_SILENCE_SECONDS)
     company = (
         _hearing(beside, roll, silence + _LATER_SECONDS)
         if rank.rank == 0
-        else _listening(beside, roll, silence, partial(_end_alone, f"rank {rank.rank}: rank 0", silence))
+        else _listening(beside, roll, silence, partial(_end_alone, _silent(f"rank {rank.rank}: rank 0", silence)))
     )
     with company, _watched_on_host(rank, store, reports) as peers:
         yield peers
@@ -174,7 +172,7 @@ def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
 @contextmanager
 def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Iterator[None]:
     """Inside, rank 0 gives signs of life, is sent the first signal that another rank passes on, and ends where one is
-    silent for so long, while it may wait for no collective but for that one's part of a save."""
+    lost, or silent for so long, while it may wait for no collective but for a judge, or that one's part of a save."""
 
     def hear(is_over: threading.Event) -> None:
         is_told = False
@@ -193,8 +191,14 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
                 at_work = {rank: answer for rank, answer in roll.answers().items() if answer != DONE}
                 if missed := silences.missed(at_work, silence_seconds):
-                    _end_alone(roll.named(missed), silence_seconds)
+                    _end_alone(_silent(roll.named(missed), silence_seconds))
                     return
+                if roll.is_loss_reported():
+                    if is_over.wait(_LEAVE_SECONDS) or roll.has_left():
+                        return  # the main thread has found out, and tells more
+                    if (lost := roll.why_one_is_lost(seconds=_ANSWER_SECONDS)) is not None:
+                        _end_alone(lost)
+                        return
 
     with _threads(hear, miss):
         yield
@@ -242,15 +246,19 @@ class _Silences:
         return [rank for rank, silent in self._seconds.items() if silent >= seconds]
 
 
-def _end_alone(whose: str, silence_seconds: float) -> None:
-    """Ends this process, whose main thread waits for another rank."""
-    Failure(
+def _silent(whose: str, silence_seconds: float) -> Failure:
+    return Failure(
         f"{whose} has given no sign of life for {silence_seconds:.0f} s (engine.collective_timeout_seconds, at least "
         f"{_LEAST_SILENCE_SECONDS:.0f}): the host or the network to it is down, or the process was killed or is "
         "stopped; the same command goes on from the last checkpoint"
-    ).print()
+    )
+
+
+def _end_alone(failure: Failure) -> None:
+    """Ends this process, whose main thread waits for another rank, or for what has nothing to do with it."""
+    failure.print()
     sys.stderr.flush()
-    os._exit(FAILURE)
+    os._exit(failure.code)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -79,6 +79,11 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
             ) from None
         store.set_timeout(timeout)
         return join_attempt(rank.rank, rank.world_size, store, timeout_seconds=timeout_seconds)
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """To the same store, for another thread: in that of `store` one may wait."""
+    return cast(Any, store).clone()  # which torch's stubs do not know
 
 
 def connect(name: str, rank: Rank, store: dist.Store, *, timeout: timedelta) -> Connections:

@@ -16,6 +16,7 @@ from shardwise.controller.failures import Failure, Note
 _SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
 """Ranks. A host that is gone may have had more."""
+_LOSS = "roll/loss"
 DONE = b"done"
 """The last answer of a rank that is no longer needed."""
 
@@ -40,6 +41,18 @@ class RollCall:
     def leave(self, note: Note) -> None:
         """Says why this rank ends."""
         self._say(_note_of(self._rank), json.dumps(asdict(note)))
+
+    def report_loss(self, rank: int) -> None:
+        """Says that another rank closed its connection and left no word to this one."""
+        self._say(_LOSS, str(rank))
+
+    def is_loss_reported(self) -> bool:
+        """Whether any rank did so. Raises RuntimeError: the store is gone."""
+        return self._store.check([_LOSS])
+
+    def has_left(self) -> bool:
+        """Whether this rank has said why it ends. Raises RuntimeError: the store is gone."""
+        return self._store.check([_note_of(self._rank)])
 
     def finish(self) -> None:
         """Says that this rank is no longer needed."""

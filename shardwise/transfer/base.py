@@ -3,8 +3,8 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,8 +16,9 @@ from shardwise.checksum import checksum
 from shardwise.config import NotFiniteError
 from shardwise.ops import is_finite, on_current_stream
 
-_PIECE_BYTES = 1 << 20
-"""That a core's cache still holds when it is hashed after it was summed."""
+_PIECE_BYTES = 1 << 21
+"""That caches still hold when it is hashed after it was summed; with less, the steps between cost more than they spare.
+"""
 
 
 class WeightSyncError(RuntimeError):
@@ -72,26 +73,38 @@ class Manifest:
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes the tensors on; each is looked through and hashed while it is used, and noted when the next one is
-        asked for.
-
-        Raises:
-            WeightSyncError: a tensor that the engine has no place for, before it is passed on.
-            NotFiniteWeightsError: one that holds NaN or infinities, after it.
-        """
+        asked for. Raises as `hashed`: before a tensor is passed on, or after it."""
         with ThreadPoolExecutor(1) as pool:
             for name, tensor in weights:
-                self.require_place(name, tensor.dtype, tuple(tensor.shape))
-                hashing = pool.submit(on_current_stream(_checksum_if_finite, tensor.device), tensor)
+                noted = self.hashed(name, tensor, pool)
                 yield name, tensor
-                with self._proving():
-                    digest = hashing.result()
-                if digest is None:
-                    raise NotFiniteWeightsError(
-                        f"weight sync {self._version}: {name} holds values that are not finite: training has diverged; "
-                        "lower trainer.learning_rate and resume from a checkpoint before it"
-                    )
-                self.note(name, digest, tensor.nbytes)
-                del tensor  # else it would stay while the next one is gathered
+                noted()
+                del tensor, noted  # else it would stay while the next one is gathered
+
+    def hashed(self, name: str, tensor: Tensor, pool: Executor) -> Callable[[], int]:
+        """Begins to look a tensor through and to hash it, beside what is done with it.
+
+        Returns:
+            What waits for that, notes the tensor and returns its checksum; it raises NotFiniteWeightsError if the
+            tensor holds NaN or infinities.
+        Raises:
+            WeightSyncError: the engine has no place for such a tensor.
+        """
+        self.require_place(name, tensor.dtype, tuple(tensor.shape))
+        hashing = pool.submit(on_current_stream(_checksum_if_finite, tensor.device), tensor)
+
+        def noted() -> int:
+            with self._proving():
+                digest = hashing.result()
+            if digest is None:
+                raise NotFiniteWeightsError(
+                    f"weight sync {self._version}: {name} holds values that are not finite: training has diverged; "
+                    "lower trainer.learning_rate and resume from a checkpoint before it"
+                )
+            self.note(name, digest, tensor.nbytes)
+            return digest
+
+        return noted
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
@@ -166,7 +179,9 @@ def _checksum_if_finite(tensor: Tensor) -> int | None:
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return checksum(tensor) if is_finite(tensor) else None
     digest, is_sum_finite = xxhash.xxh3_64(), True
-    for piece in tensor.detach().contiguous().view(-1).split(_PIECE_BYTES // tensor.itemsize):
+    elements = tensor.detach().contiguous().view(-1)
+    data = elements.view(torch.uint8).numpy().data
+    for index, piece in enumerate(elements.split(_PIECE_BYTES // tensor.itemsize)):
         is_sum_finite = is_sum_finite and math.isfinite(piece.sum().item())
-        digest.update(piece.view(torch.uint8).numpy().data)
+        digest.update(data[index * _PIECE_BYTES : (index + 1) * _PIECE_BYTES])
     return digest.intdigest() if is_sum_finite or is_finite(tensor) else None

@@ -33,8 +33,8 @@ class ProcessGroupMedium:
     where it lies to where it is served.
     """
 
-    large_bytes = 1 << 20
-    """A header more for each costs less than the copies on both sides."""
+    large_bytes = 1 << 23
+    """From here on a header more for each costs less than the copies on both sides."""
 
     def __init__(
         self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device

@@ -6,6 +6,7 @@ It is a transaction: every end says what it has, and only when all say the same 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -68,20 +69,22 @@ def push_weights(
         manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
         encode = encode_whole if delta is None else delta.encode
 
-        def encoded() -> Iterator[tuple[str, Tensor, Encoding, Tensor]]:
+        def encoded(pool: Executor) -> Iterator[tuple[str, Tensor, Callable[[], int], Encoding, Tensor]]:
             there = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
-            for name, tensor in manifest.record(there):  # where it is being hashed meanwhile
+            for name, tensor in there:
+                noted = manifest.hashed(name, tensor, pool)
                 encoding, payload = encode(name, tensor)
                 if encoding == "whole" and writer.place(name, payload):
                     encoding = "placed"
-                yield name, tensor, encoding, payload
-                del tensor, payload  # else they would stay while the next ones are gathered
+                yield name, tensor, noted, encoding, payload
+                del tensor, noted, payload  # else they would stay while the next ones are gathered
 
         def send() -> SyncReceipt:
-            for name, tensor, encoding, payload in _noted(encoded()):
-                entry = Entry.of(name, tensor, manifest.checksums[name], encoding, payload.numel())
-                writer.write(entry, payload)
-                del tensor, payload
+            with ThreadPoolExecutor(1) as pool:
+                # Hashing one may take longer than placing it, and the next one's placing waits for neither.
+                for name, tensor, noted, encoding, payload in _one_behind(encoded(pool)):
+                    writer.write(Entry.of(name, tensor, noted(), encoding, payload.numel()), payload)
+                    del tensor, noted, payload
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 
@@ -146,11 +149,11 @@ def load_verified(
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 
-def _noted(weights: Iterator[_T]) -> Iterator[_T]:
-    """Yields each item once the next has been taken: by then the manifest holds its checksum."""
-    before = next(weights, None)
+def _one_behind(items: Iterator[_T]) -> Iterator[_T]:
+    """Yields each item once the next has been taken."""
+    before = next(items, None)
     while before is not None:
-        after = next(weights, None)
+        after = next(items, None)
         yield before
         before = after
 

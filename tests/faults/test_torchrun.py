@@ -74,9 +74,10 @@ def test_a_restart_by_torchrun_does_not_meet_what_the_attempt_before_left(assets
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
-def run_on_two_agents(assets, folder, *overrides, meet, max_restarts):
-    """As on two hosts, each with one rank. `meet`: torchrun's options for the port that each agent meets the other at.
-    Returns the exit codes and what was said."""
+@contextmanager
+def two_agents(assets, folder, *overrides, meet, max_restarts):
+    """As on two hosts, each with one rank; what is said comes into `folder`/out. `meet`: torchrun's options for the
+    port that each agent meets the other at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,12 +94,22 @@ def run_on_two_agents(assets, folder, *overrides, meet, max_restarts):
             for number in range(2)
         ]
         try:
-            codes = [agent.wait(timeout=180) for agent in agents]
+            yield agents
         finally:
             for agent in agents:
                 agent.kill()
                 agent.wait()
+
+
+def run_on_two_agents(assets, folder, *overrides, meet, max_restarts):
+    """As `two_agents`. Returns the exit codes and what was said."""
+    with two_agents(assets, folder, *overrides, meet=meet, max_restarts=max_restarts) as agents:
+        codes = [agent.wait(timeout=180) for agent in agents]
     return codes, (folder / "out").read_text()
+
+
+def meet_at_the_first(number, port):
+    return "--node-rank", f"{number}", "--master-addr", "127.0.0.1", "--master-port", f"{port}"
 
 
 @pytest.mark.full  # in make test too: tests/controller/test_attempts.py, tests/controller/test_process_group.py
@@ -127,17 +138,26 @@ def test_ranks_of_two_agents_go_on_together_after_one_died(assets, tmp_path):
 )
 def test_f01_rank_0_names_the_rank_that_ended_on_another_host(assets, tmp_path, action, reason):
     fault = f"trainer.faults=[rank=1 step=3 phase=forward action={action}]"
-    codes, told = run_on_two_agents(
-        assets,
-        tmp_path,
-        fault,
-        meet=lambda rank, port: ("--node-rank", f"{rank}", "--master-addr", "127.0.0.1", "--master-port", f"{port}"),
-        max_restarts=0,
-    )
+    codes, told = run_on_two_agents(assets, tmp_path, fault, meet=meet_at_the_first, max_restarts=0)
     assert codes == [1, 1]
     errors = [line for line in told.splitlines() if line.startswith("error: rank 1 on ")]
     assert len(errors) == 1, told
     assert errors[0].startswith(f"error: rank 1 on {socket.gethostname()} {reason}")
+
+
+@pytest.mark.full  # in make test too: tests/controller/test_neighbours.py
+def test_f01_a_host_whose_processes_are_killed_is_named_while_rank_0_waits_for_something_else(assets, tmp_path):
+    """Its agent dies with them, so that nobody tells rank 0's."""
+    fault = "trainer.faults=[rank=0 step=3 phase=forward action=hang]"
+    with two_agents(assets, tmp_path, fault, meet=meet_at_the_first, max_restarts=0) as agents:
+        wait_for_steps(tmp_path, 2, agents[0])
+        time.sleep(1.0)  # until rank 0 hangs
+        agents[1].kill()
+        began = time.monotonic()
+        assert agents[0].wait(timeout=60) == 1
+        assert time.monotonic() - began < 20
+    told = (tmp_path / "out").read_text()
+    assert f"error: rank 1 on {socket.gethostname()} is gone and left no word" in told
 
 
 @contextmanager
@@ -150,15 +170,20 @@ def going_on(assets, folder, *overrides):
     with (folder / "out").open("w") as out:
         process = subprocess.Popen([*command, *endless, *overrides], env=environment, stdout=out, stderr=out)
     try:
-        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-            assert process.poll() is None, (folder / "out").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_steps(folder, 2, process)
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def wait_for_steps(folder, num_steps, process):
+    """Until the run in `folder` has trained so many."""
+    metrics, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= num_steps):
+        assert process.poll() is None, (folder / "out").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def seconds_until_gone(marked, mark):

@@ -46,10 +46,10 @@ def test_closing_aborts_what_nccl_has_in_flight():
 
 
 def large_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Larger than a bucket of 4 MiB (9.8 MB), larger than what shares one, on both sides of them small ones; `turned`
-    is served from memory in another order."""
+    """Larger than a bucket of 16 MiB (17.2 MB), larger than what shares one (8.6 MB), on both sides of them small ones;
+    `turned` is served from memory in another order."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"first": (700, 7001), "a": (33,), "large": (1025, 1027), "b": (5,), "turned": (900, 1100), "c": (1, 7)}
+    shapes = {"first": (1225, 7001), "a": (33,), "large": (2051, 2099), "b": (5,), "turned": (2050, 2100), "c": (1, 7)}
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
@@ -79,7 +79,7 @@ def push_large(num_syncs, join):
     try:
         return [
             push_weights(
-                DictSender(large_weights(version)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=1 << 22
+                DictSender(large_weights(version)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=1 << 24
             )
             for version in range(1, num_syncs + 1)
         ]

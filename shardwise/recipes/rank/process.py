@@ -17,6 +17,7 @@ from shardwise.controller.attempts import restarts_done
 from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
+from shardwise.controller.neighbours import watching_neighbour
 from shardwise.controller.peers import watched_by_peers
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
@@ -76,7 +77,8 @@ def run_rank(
             if restarts_done(store):  # what is planned happens once
                 _begin_plan(None)
             reports = None if output_dir is None else Path(output_dir) / REPORTS
-            if rank.world_size > 1 and not is_launched():
+            is_unwatched = rank.world_size > 1 and not is_launched()
+            if is_unwatched:
                 peers = stack.enter_context(watched_by_peers(rank, store, reports, timeout_seconds=timeout_seconds))
                 note, react = peers.note_failure, peers.pass_on
                 require_same_identity(rank, store, identity_of(config, rank))
@@ -94,6 +96,8 @@ def run_rank(
             )
             save_seconds = timeout_seconds if save_timeout_seconds is None else save_timeout_seconds
             links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
+            if is_unwatched:
+                stack.enter_context(watching_neighbour(rank, links, store))
             beside = BackgroundWorker(rank.rank, links)
             worker = Worker(
                 device,

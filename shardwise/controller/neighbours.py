@@ -1,0 +1,48 @@
+"""Ranks that no launcher of ours watches hear at once that another one was killed: each waits for the farewell of the
+next, whose connection closes instead."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise.controller.process_group import Connections, Rank, another_connection
+from shardwise.controller.roll_call import RollCall
+
+_FAREWELL_TAG = 2
+"""Over the same connections travel commands, with 0, and shards for a checkpoint, with 1."""
+_AS_LONG_AS_IT_LIVES = timedelta(days=30)
+_PATIENCE_SECONDS = 2.0
+"""For the farewell of a rank that is done as this one is."""
+
+
+@contextmanager
+def watching_neighbour(rank: Rank, links: Connections, store: dist.Store) -> Iterator[None]:
+    """Inside, a thread of this rank reports to rank 0 that the next one (after the last, the first) is lost when its
+    connection closes. Of ranks that die together the one before them tells: one connection each, not one of rank 0 to
+    every other.
+
+    Waits for: the next rank's farewell, at the end, for a moment. Unblocked by: that, or the end of its process.
+
+    Args:
+        links: of all ranks, and no other use of _FAREWELL_TAG on them.
+        store: that of all ranks.
+    """
+    roll = RollCall(another_connection(store), rank.rank, rank.world_size)
+    after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+
+    def wait() -> None:
+        try:
+            links.recv([torch.empty(1, dtype=torch.uint8)], after, _FAREWELL_TAG).wait(_AS_LONG_AS_IT_LIVES)
+        except RuntimeError:
+            roll.report_loss(after)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    yield
+    with suppress(RuntimeError):  # it is gone already
+        links.send([torch.zeros(1, dtype=torch.uint8)], before, _FAREWELL_TAG).wait()
+    waiting.join(_PATIENCE_SECONDS)
