@@ -66,7 +66,13 @@ class SleepingSampler:
         time.sleep(self._durations.sampling[step - 1])
         completion = Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version=version)
         group = RolloutGroup(
-            example=EXAMPLE, completions=[completion], texts=[""], rewards=[0.0], reward_parts=[{}], failures=[None]
+            example=EXAMPLE,
+            completions=[completion],
+            texts=[""],
+            answers=[""],
+            rewards=[0.0],
+            reward_parts=[{}],
+            failures=[None],
         )
         return Rollout(groups=[group], greedy_rewards=None, metrics={})
 

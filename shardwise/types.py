@@ -9,6 +9,7 @@ trained.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -151,8 +152,8 @@ class Completion:
     """The version that sampled each token, an environment's as the one before; None: policy_version sampled all."""
     is_sampled: list[bool] | None = None
     """Which tokens the policy sampled; None: all."""
-    num_turns: int = 1
-    """Of the policy."""
+    turn_starts: list[int] = field(default_factory=lambda: [0])
+    """Which of its tokens begin turns of the policy: a turn need not have any token before it that was not sampled."""
     prompt_ids: list[int] | None = None
     """The prompt that it answers, where an agent wrote one of its own; None: that of its row."""
     experts: Tensor | None = None
@@ -162,9 +163,20 @@ class Completion:
     """Of the calls that sampled its tokens, in their order; the rank that asks the engine adds them."""
 
     @property
+    def num_turns(self) -> int:
+        """Of the policy."""
+        return len(self.turn_starts)
+
+    @property
     def versions(self) -> list[int]:
         """The policy version that sampled each token."""
         return self.token_versions or [self.policy_version] * len(self.token_ids)
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """Likewise, of the tokens that the policy sampled."""
+        flags = [True] * len(self.token_ids) if self.is_sampled is None else self.is_sampled
+        return list(compress(self.versions, flags))
 
     @property
     def newest_version(self) -> int:
@@ -172,7 +184,7 @@ class Completion:
         return self.token_versions[-1] if self.token_versions else self.policy_version
 
     def then(self, more: Self) -> Self:
-        """This completion extended by the tokens of `more`, with its finish_reason; num_turns is unchanged."""
+        """This completion extended by the tokens of `more`, with its finish_reason, in the turns of this one."""
         versions = self.versions + more.versions
         sampled = [
             flag
@@ -241,6 +253,8 @@ class Sample:
     """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
     experts: Tensor | None = None
     """[L, M, k] int16: which k experts each of the policy's M routers sends the tokens to; -1: it chooses itself."""
+    turn_starts: list[int] | None = None
+    """Of a rollout: which of its tokens begin turns of the policy."""
     spans: list[SampledSpan] | None = None
     """Its completion's, which its trained tokens are held to; None where no rollout engine sampled it."""
     reward: float = 0.0
@@ -259,6 +273,9 @@ class RolloutGroup:
     example: Example
     completions: list[Completion]
     texts: list[str]
+    """The whole of each."""
+    answers: list[str]
+    """The last turn of each, which is judged."""
     rewards: list[float]
     """0 where nothing judges."""
     reward_parts: list[dict[str, float]]

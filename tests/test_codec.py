@@ -129,6 +129,7 @@ def test_every_noun_of_a_run_comes_back(noun):
         example=NOUNS[0],
         completions=[NOUNS[2]],
         texts=["5"],
+        answers=["5"],
         rewards=[1.0],
         reward_parts=[{"acc": 1.0}],
         failures=[None],

@@ -436,7 +436,7 @@ class EvalSettings(Config):
 
     num_samples: PositiveInt = 1
     """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n
-    and maj@n beside the greedy accuracy."""
+    and maj@n, on what is judged (of several turns the last), beside the greedy accuracy."""
     output_dir: Annotated[PathText, Field(min_length=1)] = "runs/eval"
     """Where results.json, samples.jsonl and config.yaml go."""
     seed: Annotated[int, Field(ge=0)] = 0

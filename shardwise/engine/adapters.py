@@ -55,6 +55,10 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
 }
 """Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names, and
 whether a weight is [in, out] peft takes from the layer's class, whatever the file says."""
+_DRAW_THE_ADAPTER_ALONE = {True, False, "gaussian", "eva", "orthogonal"}
+"""Of init_lora_weights: how A and B were drawn, which loading replaces. The others change the base too."""
+_KEYS_OF_OURS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+"""Of what may not differ, what engine.lora can be given."""
 
 
 @torch.no_grad()
@@ -212,13 +216,22 @@ def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) ->
 def _check_config(model: PreTrainedModel, folder: Path, stored: dict[str, object]) -> None:
     """Whatever the tensors' names and shapes do not show must be equal: alpha, rsLoRA, DoRA and variants of peft."""
     ours = model.peft_config[ADAPTER].to_dict()
+    if stored.get("init_lora_weights") in _DRAW_THE_ADAPTER_ALONE:
+        ours |= {"init_lora_weights": stored["init_lora_weights"]}
     different = [
-        f"{key}={value!r} (here {ours.get(key)!r})"
+        key
         for key, value in sorted(stored.items())
         if key not in WITHOUT_EFFECT_ON_WEIGHTS and (ours.get(key) or None) != (value or None)
     ]
-    if different:
+    if not different:
+        return
+    shown = ", ".join(f"{key}={stored[key]!r} (here {ours.get(key)!r})" for key in different)
+    if foreign := [key for key in different if key not in _KEYS_OF_OURS]:
         raise ModelError(
-            f"{folder}: the adapter has {', '.join(different)}; give engine.lora the adapter's values (r is rank, "
-            "lora_alpha is alpha), or start without the adapter"
+            f"{folder}: the adapter has {shown}; engine.lora knows no {', '.join(foreign)}, so merge the adapter into "
+            "its base (peft's merge_and_unload) and give that as model.path"
         )
+    named = ", ".join(f"{_KEYS_OF_OURS[key]} ({key} in the file)" for key in different)
+    raise ModelError(
+        f"{folder}: the adapter has {shown}; give engine.lora the adapter's {named}, or start without the adapter"
+    )

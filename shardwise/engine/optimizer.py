@@ -215,11 +215,11 @@ class ShardedOptimizer:
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Raises ModelError if they are of an optimizer with another use of the loss scale."""
         if (numbers["loss_scaler"] is None) != (self.scaler is None):
-            saved, here = ("another dtype", "float16") if self.scaler is not None else ("float16", "another dtype")
+            saved, here = ("without", "with") if self.scaler is not None else ("with", "without")
             raise ModelError(
-                f"the state was saved by an engine that computes in {saved}, this one computes in {here} "
-                "(engine.param_dtype), and only float16 has a loss scale; resume with the same dtype, "
-                f"{BEGIN_WITHOUT_STATE}"
+                f"the state was saved by an engine {saved} float16 gradients, this one is {here} them "
+                "(engine.param_dtype, reduce_dtype, and param_dtype in module_precision), and only they have a loss "
+                f"scale; resume with the same dtypes, {BEGIN_WITHOUT_STATE}"
             )
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:

@@ -88,17 +88,17 @@ class _Tiled(torch.autograd.Function):
 
 
 def _compute(mlp: nn.Module, tokens: Tensor) -> tuple[Tensor, ...]:
-    """[n, D] -> [n, D], and the other outputs, each of n rows; models give their MLPs a batch dimension."""
+    """[n, D] -> [n, D], and the other outputs, each of n rows. Models give their MLPs a batch dimension, and some of
+    these (Llama 4's experts) return states without it."""
     out = mlp(tokens[None])
-    if isinstance(out, Tensor):
-        return (out[0],)
-    others = tuple(out[1:])
-    if not all(isinstance(other, Tensor) and other.shape[:1] == tokens.shape[:1] for other in others):
+    states, *others = (out,) if isinstance(out, Tensor) else out
+    outs = (states.flatten(0, -2), *others)
+    if not all(isinstance(one, Tensor) and one.shape[:1] == tokens.shape[:1] for one in outs):
         raise ModelError(
-            f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns, beside its hidden states, what does not have "
-            "a row for each token and cannot be put together from slices; set it to false for this model"
+            f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns what does not have a row for each token and "
+            "cannot be put together from slices; set it to false for this model"
         )
-    return out[0][0], *others
+    return outs
 
 
 def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Binds the advantage estimators of `algorithms` to a config, and to the samples of a step."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -144,8 +145,8 @@ def _weights_of_parts(scored: Scored) -> dict[str, float]:
 
 
 def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Where the turns of completions are, and what they answered: the environment's tokens right before them, or the
-    prompt.
+    """Where the turns of completions are, and what they answered: the environment's tokens right before them, which
+    may be none, or the prompt.
 
     Returns:
         turns [N, L] int64 of trained tokens, and states [N, K] int64, as `gigpo` takes them.
@@ -153,13 +154,13 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     turns, states = [], []
     for sample in samples:
-        mask = sample.loss_mask
-        begins = mask & ~mask.roll(1)  # position 0 is never trained
-        turns.append((begins.cumsum(0) - 1).clamp(min=0))
-        ends = (mask & ~mask.roll(-1)).nonzero().flatten() + 1
-        spans = zip(ends.tolist(), begins.nonzero().flatten().tolist()[1:], strict=False)  # nothing answers the last
-        prompt = (0, int(begins.int().argmax()))  # agents may write prompts of their own in one group
-        answered = [tuple(sample.token_ids[end:begin].tolist()) for end, begin in (prompt, *spans)]
+        assert sample.turn_starts is not None  # a rollout's
+        begins = sample.turn_starts or [len(sample.token_ids)]  # an agent may fail before it takes a turn
+        places = torch.arange(len(sample.token_ids))
+        turns.append((torch.searchsorted(torch.tensor(begins), places, right=True) - 1).clamp(min=0))
+        trained = sample.loss_mask.nonzero().flatten().tolist()
+        ends = [trained[index - 1] + 1 if (index := bisect_left(trained, begin)) else 0 for begin in begins]
+        answered = [tuple(sample.token_ids[end:begin].tolist()) for end, begin in zip(ends, begins, strict=True)]
         keys = [(sample.group, state) for state in answered]
         states.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))
     return padded(turns), padded(states)

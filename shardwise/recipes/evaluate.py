@@ -133,7 +133,7 @@ def _sampled_metrics(groups: list[RolloutGroup], config: RewardConfig) -> dict[s
     for k in sorted({*(2**power for power in range(num_samples.bit_length())), num_samples}):
         estimates = [pass_at_k(num_samples, sum(verdict), k) for verdict in verdicts]
         metrics[f"pass@{k}"] = sum(estimates) / len(estimates)
-    majority = [majority_is_correct(g.texts, verdict) for g, verdict in zip(groups, verdicts, strict=True)]
+    majority = [majority_is_correct(g.answers, verdict) for g, verdict in zip(groups, verdicts, strict=True)]
     metrics[f"maj@{num_samples}"] = sum(majority) / len(majority)
     return metrics
 
@@ -144,11 +144,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority_is_correct(texts: Sequence[str], correct: Sequence[bool]) -> bool:
-    """Whether the commonest final answer is a correct one; among equally common answers the first given counts."""
-    answers = [final_answer(text) for text in texts]
-    winner = Counter(answers).most_common(1)[0][0]
-    return correct[answers.index(winner)]
+def majority_is_correct(answers: Sequence[str], correct: Sequence[bool]) -> bool:
+    """Whether what most of the answers settle on is correct; of what as many settle on, the first given counts."""
+    settled = [final_answer(answer) for answer in answers]
+    winner = Counter(settled).most_common(1)[0][0]
+    return correct[settled.index(winner)]
 
 
 def by_source(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:

@@ -27,6 +27,11 @@ def require_words(stop_token_ids: Sequence[int], bad_token_ids: Sequence[int], v
             f"rollout.stop_token_ids and bad_token_ids have {unknown[0]}, but the model's vocabulary begins at 0 and "
             f"ends at {vocab_size - 1}; remove it"
         )
+    if both := sorted(set(stop_token_ids) & set(bad_token_ids)):
+        raise ConfigError(
+            f"rollout.stop_token_ids and bad_token_ids both have {both[0]}, which never comes and so ends nothing; "
+            "remove it from one of them"
+        )
     if len(set(bad_token_ids)) == vocab_size:
         raise ConfigError(
             f"rollout.bad_token_ids leave none of the model's {vocab_size} tokens to draw; remove some of them"

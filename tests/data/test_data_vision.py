@@ -331,6 +331,7 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
             )
         ],
         texts=["5"],
+        answers=["5"],
         rewards=[1.0],
         reward_parts=[{}],
         failures=[None],

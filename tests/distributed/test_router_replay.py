@@ -144,6 +144,7 @@ def sampled_and_scored(folder):
             example=Example(uid=str(n), prompt_ids=ids, prompt="", data_source="", ground_truth=None),
             completions=completions,
             texts=["", ""],
+            answers=["", ""],
             rewards=[0.0, 0.0],
             reward_parts=[{}, {}],
             failures=[None, None],

@@ -250,8 +250,7 @@ def loaded_logits(folder, lora, adapter_folder):
 def test_which_way_round_a_weight_is_says_the_layer_and_not_the_adapters_file(run_ranks, folders, tmp_path, said):
     """As in peft, which corrects `fan_in_fan_out` for the layer it finds."""
     start = random_adapter(folders["gpt2"], VARIANTS["conv1d"], tmp_path / "start")
-    config = json.loads((start / "adapter_config.json").read_text())
-    (start / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": said}))
+    change_config(start, fan_in_fan_out=said)
     expected = logits(peft_model(folders["gpt2"], start))
     [found] = run_ranks(loaded_logits, 1, folders["gpt2"], VARIANTS["conv1d"], start)
     for ours, theirs, plain in zip(found, expected, peft_free_logits(folders["gpt2"]), strict=True):
@@ -266,7 +265,7 @@ def load_into(folder, lora, adapter_folder):
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        ({"rank": 4}, "the adapter has r=3 (here 4); give engine.lora the adapter's values"),
+        ({"rank": 4}, "the adapter has r=3 (here 4); give engine.lora the adapter's rank (r in the file), or start"),
         ({"alpha": 6}, "the adapter has lora_alpha=12.0 (here 6"),
         ({"use_dora": True}, "use_dora=False (here True)"),
         ({"target_modules": ["q_proj"]}, "8 not part of the model: base_model.model.model.layers.0.mlp.down_proj.lora"),
@@ -281,6 +280,35 @@ def test_adapter_of_another_form_is_refused_with_both_values(run_ranks, folders,
         run_ranks(load_into, 1, folders["llama"], lora.model_copy(update=update), start)
     assert f"ModelError: {start}: " in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("initial", [False, "gaussian", "eva", "orthogonal"])
+def test_how_an_adapter_was_drawn_does_not_matter(run_ranks, folders, tmp_path, initial):
+    lora = VARIANTS["lora"]
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    expected = logits(peft_model(folders["llama"], start))
+    change_config(start, init_lora_weights=initial)
+    [found] = run_ranks(loaded_logits, 1, folders["llama"], lora, start)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("init_lora_weights", "pissa"), ("bias", "all"), ("rank_pattern", {"q": 2})]
+)
+def test_what_engine_lora_has_no_key_for_is_refused_with_what_to_do(run_ranks, folders, tmp_path, key, value):
+    lora = VARIANTS["lora"]
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    change_config(start, **{key: value})
+    with pytest.raises(RankError) as error:
+        run_ranks(load_into, 1, folders["llama"], lora, start)
+    assert f"the adapter has {key}={value!r} (here " in str(error.value)
+    assert f"; engine.lora knows no {key}, so merge the adapter into its base" in str(error.value)
+
+
+def change_config(folder, **changes):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_adapter_of_another_shape_or_unreadable_is_refused(run_ranks, folders, tmp_path):

@@ -341,7 +341,7 @@ OTHERS = {
         {},
         "of the wrong shape or dtype: master/model.embed_tokens.weight is float32 [101, 30], expected bfloat16",
     ),
-    "a loss scale": ({"param_dtype": "float16"}, {}, "computes in another dtype, this one computes in float16"),
+    "a loss scale": ({"param_dtype": "float16"}, {}, "an engine without float16 gradients, this one is with them"),
     "adapters": ({"lora": LORA}, {}, "missing: master/"),
 }
 

@@ -217,17 +217,40 @@ def test_other_outputs_of_each_token_are_put_together_with_their_gradients(num_t
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+class Flattening(GatedMLP):
+    """As Llama 4's experts: its states have no batch dimension."""
+
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+def test_states_without_a_batch_dimension_are_put_together_too(num_tokens):
+    torch.manual_seed(0)
+    plain = Flattening()
+    tiled = TiledMLP(deepcopy(plain), 4)
+    hidden = torch.randn(1, num_tokens, HIDDEN, dtype=torch.float64)
+    for theirs, ours in zip(run(plain, hidden), run(tiled, hidden), strict=True):
+        torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=0, atol=1e-12)
+
+
 class WithLoss(nn.Module):
     def forward(self, x):
         return x, x.sum()
 
 
-def test_mlp_that_returns_what_is_not_of_each_token_is_refused():
+class Pooling(nn.Module):
+    def forward(self, x):
+        return x[:, :1]
+
+
+@pytest.mark.parametrize("mlp", [WithLoss(), Pooling()])
+def test_mlp_that_returns_what_is_not_of_each_token_is_refused(mlp):
     with pytest.raises(ModelError) as error:
-        TiledMLP(WithLoss(), 2)(torch.ones(1, 4, 3))
+        TiledMLP(mlp, 2)(torch.ones(1, 4, 3))
     assert str(error.value) == (
-        "engine.apply_tiled_mlp=true: WithLoss returns, beside its hidden states, what does not have a row for each "
-        "token and cannot be put together from slices; set it to false for this model"
+        f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns what does not have a row for each token and cannot "
+        "be put together from slices; set it to false for this model"
     )
 
 
@@ -273,11 +296,12 @@ def gradients(folder, options):
 
 
 @pytest.mark.parametrize(
-    ("family", "num_shards"), [("qwen3", 2), ("qwen3", 3), ("qwen3", 64), ("gpt_oss", 3), ("granitemoeshared", 3)]
+    ("family", "num_shards"),
+    [("qwen3", 2), ("qwen3", 3), ("qwen3", 64), ("gpt_oss", 3), ("granitemoeshared", 3), ("llama4_text", 3)],
 )
 def test_engine_with_tiled_mlps_has_the_gradients_of_one_without(run_ranks, tmp_path, family, num_shards):
     """Parameters gathered by FSDP, with recomputation around the slices too; experts whose MLP returns its router's
-    scores."""
+    scores, or states without a batch dimension."""
     if family == "qwen3":
         tiny_folder(family, tmp_path)
     else:

@@ -112,6 +112,7 @@ def make_group():
             ),
             completions=with_spans(request, completions),
             texts=texts or [f"text {i}" for i in range(count)],
+            answers=texts or [f"text {i}" for i in range(count)],
             rewards=list(rewards),
             reward_parts=parts or [{"b": reward} for reward in rewards],
             failures=["it raised" if one else None for one in failed or [False] * count],

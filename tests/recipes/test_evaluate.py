@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from itertools import combinations
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -76,6 +77,13 @@ def test_summary_without_samples_is_the_greedy_accuracy_alone(make_group):
         "sums": {"num_prompts": 1, "greedy_accuracy": 1.0},
         "all": {"num_prompts": 1, "greedy_accuracy": 1.0},
     }
+
+
+def test_the_vote_is_on_the_last_turns_which_are_judged(make_group):
+    """What an environment said, or the policy in turns before, is no answer."""
+    sampled = make_group([0.0, 1.0, 1.0], texts=["1 no: 7", "2 no: 8", "3 no: 8"])
+    sampled = replace(sampled, texts=[f"{text} so north" for text in sampled.texts], answers=["south", *2 * ["north"]])
+    assert summarize([make_group([0.0])], [sampled], REWARD)["all"]["maj@3"] == 1.0
 
 
 def test_three_samples_give_pass_at_1_and_2(make_group):

@@ -602,27 +602,34 @@ def test_every_array_is_of_its_own_sample(make_group):
     assert len(set(itertools.chain(*(s.advantages[s.loss_mask].tolist() for s in whole)))) == 12
 
 
-def test_turns_are_runs_of_trained_tokens_and_states_what_stands_before_them():
-    def sample(group, token_ids, trained):
+def test_turns_begin_where_they_did_and_states_are_what_stands_before_them():
+    def sample(group, token_ids, trained, turn_starts):
         mask = torch.tensor([character == "x" for character in trained])
-        return Sample(uid="a", token_ids=torch.tensor(token_ids), loss_mask=mask, group=group)
+        return Sample(uid="a", token_ids=torch.tensor(token_ids), loss_mask=mask, group=group, turn_starts=turn_starts)
 
     samples = [
-        sample(0, [5, 6, 1, 9, 7, 7, 2, 9], "..xx..xx"),
-        sample(0, [5, 6, 1, 7, 7, 3, 8, 4], "..x..x.x"),
-        sample(1, [5, 2, 7, 7, 2], ".x..x"),
-        sample(1, [5, 2, 2], "..."),  # its reward failed
+        sample(0, [5, 6, 1, 9, 7, 7, 2, 9], "..xx..xx", [2, 6]),
+        sample(0, [5, 6, 1, 7, 7, 3, 8, 4], "..x..x.x", [2, 5, 7]),
+        sample(1, [5, 2, 7, 7, 2], ".x..x", [1, 4]),
+        sample(1, [5, 2, 2], "...", [1]),  # its reward failed
+        sample(1, [5, 3], "..", []),  # an agent that failed at once
     ]
     turns, states = turns_and_states(samples)
-    assert [turns[row, samples[row].loss_mask.nonzero().flatten()].tolist() for row in range(4)] == [
+    assert [turns[row, samples[row].loss_mask.nonzero().flatten()].tolist() for row in range(5)] == [
         [0, 0, 1, 1],
         [0, 1, 2],
         [0, 1],
+        [],
         [],
     ]
     prompt, told = states[0, :2].tolist()
     assert states[1, :3].tolist() == [prompt, told, states[1, 2]]
     assert len({prompt, told, int(states[1, 2]), *states[2, :2].tolist()}) == 5  # other groups have other states
-    _, states = turns_and_states([samples[0], sample(0, [8, 1, 9, 7, 7, 2, 9], ".xx..xx")])
+    _, states = turns_and_states([samples[0], sample(0, [8, 1, 9, 7, 7, 2, 9], ".xx..xx", [1, 5])])
     assert states[0, 0] != states[1, 0]  # an agent has written a prompt of its own
     assert states[0, 1] == states[1, 1]
+    unanswered = sample(0, [5, 6, 1, 9, 2, 9], "..xxxx", [2, 4])
+    turns, states = turns_and_states([samples[0], unanswered])
+    assert turns[1, 2:6].tolist() == [0, 0, 1, 1]
+    assert states[1, 0] == states[0, 0]
+    assert len(set(states.flatten().tolist())) == 3  # nothing was said, which is a state too

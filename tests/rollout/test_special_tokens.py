@@ -25,6 +25,11 @@ def test_trap_33_words_outside_the_vocabulary_are_refused():
             require_words(stop, bad, 10)
 
 
+def test_a_stop_token_that_never_comes_is_refused():
+    with pytest.raises(ConfigError, match=r"stop_token_ids and bad_token_ids both have 3, which never comes"):
+        require_words([5, 3], [3, 4], 10)
+
+
 def test_a_vocabulary_of_which_nothing_may_be_drawn_is_refused():
     """A draw among none of them would be of one of them."""
     require_words([], [*range(9), 3], 10)

@@ -75,7 +75,6 @@ class Conversation:
         self._prompt: list[Message] = []
         self._prompt_ids: list[int] = []
         self._completion = empty_completion()
-        self._last_turn_start = 0
         self._messages: list[Message] = []
         self._said: list[Message] = []
         self._turns: list[str] = []
@@ -122,8 +121,7 @@ class Conversation:
         """Answers what was asked last."""
         asked = self._asked
         assert asked is not None
-        before = with_observation(self._completion, asked.observed)
-        self._completion, self._last_turn_start = with_turn(before, turn), len(before.token_ids)
+        self._completion = with_turn(with_observation(self._completion, asked.observed), turn)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         message = chat_format.read_turn(
             before_stop(text, self._request.stop),
@@ -176,14 +174,7 @@ class Conversation:
             prompt=self._tokenizer.decode(self._prompt_ids),
             messages=self._prompt,
         )
-        return Episode(
-            example,
-            completion,
-            turns=self._turns,
-            said=self._said,
-            outcome=outcome,
-            last_turn_start=self._last_turn_start,
-        )
+        return Episode(example, completion, turns=self._turns, said=self._said, outcome=outcome)
 
     def _repeats(self, messages: list[Message]) -> bool:
         assert self._asked is not None

@@ -29,8 +29,6 @@ class Episode:
     """Messages after the prompt: turns, and what the environment answered."""
     outcome: Answer | None = None
     """What the environment makes of it; None where there is none."""
-    last_turn_start: int = 0
-    """Which of the completion's tokens begins the last turn. What was said before it need not have any tokens."""
 
     @property
     def last_turn(self) -> str:
@@ -40,7 +38,7 @@ class Episode:
     @property
     def ids_before_last_turn(self) -> list[int]:
         """The completion's tokens that the last turn answers: earlier turns, and what the environment said."""
-        return self.completion.token_ids[: self.last_turn_start]
+        return self.completion.token_ids[: self.completion.turn_starts[-1]] if self.turns else []
 
 
 @dataclass(slots=True)
@@ -71,12 +69,14 @@ class _Game:
 
 def empty_completion() -> Completion:
     """Before the first turn."""
-    return Completion(token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], num_turns=0)
+    return Completion(
+        token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], turn_starts=[]
+    )
 
 
 def with_turn(before: Completion, turn: Completion) -> Completion:
     """A completion after one more turn of the policy's."""
-    return replace(before.then(turn), num_turns=before.num_turns + 1)
+    return replace(before.then(turn), turn_starts=[*before.turn_starts, len(before.token_ids)])
 
 
 def with_observation(before: Completion, token_ids: list[int]) -> Completion:
@@ -174,7 +174,6 @@ class Episodes:
 
     def _take_turn(self, game: _Game, turn: Completion) -> None:
         episode = game.episode
-        episode.last_turn_start = len(episode.completion.token_ids)
         episode.completion = with_turn(episode.completion, turn)
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         episode.turns.append(text)

@@ -125,6 +125,7 @@ class Rollouter:
                 example=example,
                 completions=[episode.completion for episode in group],
                 texts=[self._text(episode) for episode in group],
+                answers=[episode.last_turn for episode in group],
                 rewards=[result.score for result in judged],
                 reward_parts=[result.parts for result in judged],
                 failures=[result.failure for result in judged],

@@ -13,7 +13,7 @@ from shardwise.recipes.sampling.sampled_tokens import num_spanned
 from shardwise.recipes.sampling.samples import reward_columns, to_samples
 from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, SampledSpan
 
-FORMAT = 3
+FORMAT = 4
 """Of rollouts in checkpoints: raised when those that were written before can no longer be read."""
 
 

@@ -44,6 +44,7 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
                     loss_mask=is_trained & (group.has_baseline and not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
                     experts=experts,
+                    turn_starts=[num_prompt + start for start in completion.turn_starts],
                     spans=completion.spans,
                     reward=reward,
                     group=number,
@@ -82,12 +83,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 def staleness_metrics(groups: Sequence[RolloutGroup], *, version: int) -> Metrics:
     """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
-    maximum, and the share of completions at each number, by their oldest tokens. And of tokens the mean, and the share
-    of completions that new weights went on with. Of completions without a token, such as those of agents that failed at
-    once, nothing is counted."""
+    maximum, and the share of completions at each number, by their oldest tokens. And of sampled tokens the mean, and
+    the share of completions that new weights went on with. Of completions without a token, such as those of agents that
+    failed at once, nothing is counted."""
     completions = [completion for group in groups for completion in group.completions if completion.token_ids]
     ages = [version - completion.policy_version for completion in completions]
-    of_tokens = [version - sampled for completion in completions for sampled in completion.versions]
+    of_tokens = [version - sampled for completion in completions for sampled in completion.sampled_versions]
     oldest = max(ages, default=0)
     shares = {f"staleness/share_{age}": MetricValue.mean(ages.count(age), len(ages)) for age in range(oldest + 1)}
     return {

@@ -188,6 +188,7 @@ def sampled_and_scored(folder: str, samples: list[Sample], engine) -> list[tuple
             ),
             completions=completions,
             texts=[""],
+            answers=[""],
             rewards=[0.0],
             reward_parts=[{}],
             failures=[None],

@@ -123,7 +123,8 @@ def test_turns_and_observations_become_one_completion_by_hand():
     assert completion.token_ids == [2, 4, 9, 7, 2, 4, 3, 9]
     assert completion.is_sampled == [True] * 3 + [False] * 3 + [True] * 2
     assert completion.logprobs == pytest.approx([-0.2, -0.4, -0.9, 0, 0, 0, -0.3, -0.9])
-    assert (completion.num_turns, completion.num_sampled, completion.finish_reason) == (2, 5, "stop")
+    assert (completion.turn_starts, completion.num_sampled, completion.finish_reason) == ([0, 6], 5, "stop")
+    assert episode[0].ids_before_last_turn == completion.token_ids[:6]
     assert completion.policy_version == 4
     assert episode[0].turns == ["24", "3"]
     assert episode[0].said == [

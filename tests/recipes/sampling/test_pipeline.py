@@ -41,6 +41,7 @@ class Engines:
             example=EXAMPLES[row],
             completions=[completion],
             texts=["x"],
+            answers=["x"],
             rewards=[0.5],
             reward_parts=[{}],
             failures=[None],
@@ -157,14 +158,14 @@ def test_a_rollout_comes_back_from_json_as_it_was():
     assert Rollout.from_json(json.loads(json.dumps(rollout.to_json())), EXAMPLES) == rollout
 
 
-FORMAT_3 = """{
-    "format": 3, "greedy_rewards": null,
+FORMAT_4 = """{
+    "format": 4, "greedy_rewards": null,
     "groups": [{
-        "example": "row 2", "row_prompt_ids": [2], "texts": ["x"], "rewards": [0.5], "reward_parts": [{}],
-        "failures": [null], "has_baseline": true,
+        "example": "row 2", "row_prompt_ids": [2], "texts": ["x"], "answers": ["x"],
+        "rewards": [0.5], "reward_parts": [{}], "failures": [null], "has_baseline": true,
         "completions": [{
             "token_ids": [1], "logprobs": [-0.1], "finish_reason": "stop", "policy_version": 0, "token_versions": null,
-            "is_sampled": null, "num_turns": 1, "prompt_ids": null, "experts": null,
+            "is_sampled": null, "turn_starts": [0], "prompt_ids": null, "experts": null,
             "spans": [{"start": 1, "end": 2, "digest": 7}]
         }]
     }],
@@ -177,18 +178,18 @@ FORMAT_3 = """{
 
 def test_a_rollout_of_a_checkpoint_is_read_in_the_format_that_it_names_and_in_no_other():
     """What a checkpoint of this format holds. Once it cannot be read any more, raise the format and write it anew."""
-    written = json.loads(FORMAT_3)
+    written = json.loads(FORMAT_4)
     assert json.loads(json.dumps(Rollout.from_json(written, EXAMPLES).to_json())) == written
     del written["format"]  # as the versions before wrote it, without spans
     del written["groups"][0]["completions"][0]["spans"]
     with pytest.raises(
-        ModelError, match=r"in format 1, and this version of Shardwise reads 3; resume it with the version"
+        ModelError, match=r"in format 1, and this version of Shardwise reads 4; resume it with the version"
     ):
         Rollout.from_json(written, EXAMPLES)
 
 
 def test_a_rollout_of_a_row_that_is_gone_names_it():
-    written = json.loads(FORMAT_3)
+    written = json.loads(FORMAT_4)
     uid = written["groups"][0]["example"]
     with pytest.raises(DataError, match=f"rollouts of the row '{uid}', .* give data.train_files as they were"):
         Rollout.from_json(written, [example for example in EXAMPLES if example.uid != uid])
@@ -196,7 +197,7 @@ def test_a_rollout_of_a_row_that_is_gone_names_it():
 
 def test_a_rollout_of_a_row_that_has_another_prompt_names_it():
     """A row that was put before it changes the numbers of lines, which names are made of."""
-    written, shifted = json.loads(FORMAT_3), [replace(one, prompt_ids=[*one.prompt_ids, 9]) for one in EXAMPLES]
+    written, shifted = json.loads(FORMAT_4), [replace(one, prompt_ids=[*one.prompt_ids, 9]) for one in EXAMPLES]
     with pytest.raises(
         DataError, match=r"rollouts of the row 'row 2', .* none of that name and prompt; .* allow others"
     ):

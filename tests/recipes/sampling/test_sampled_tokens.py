@@ -49,6 +49,7 @@ def group_of(*completions, uid="5", failed=None) -> RolloutGroup:
         example=Example(uid=uid, prompt_ids=PROMPT, prompt="", data_source="", ground_truth=None),
         completions=list(completions),
         texts=[""] * count,
+        answers=[""] * count,
         rewards=[0.0] * count,
         reward_parts=[{}] * count,
         failures=["it raised" if one else None for one in failed or [False] * count],

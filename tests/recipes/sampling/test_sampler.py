@@ -242,7 +242,7 @@ def test_pass_rates_go_by_what_is_correct_and_not_by_the_reward(make_group):
 def kept_by(make_group, settings, *, rewards, parts=None, num_turns=(1, 1)):
     """Whether dynamic sampling keeps a group."""
     group = make_group(rewards, parts=parts)
-    completions = [replace(c, num_turns=n) for c, n in zip(group.completions, num_turns, strict=True)]
+    completions = [replace(c, turn_starts=list(range(n))) for c, n in zip(group.completions, num_turns, strict=True)]
     sampler, _, _ = sampler_of(make_group, settings, {})
     return sampler._teaches(replace(group, completions=completions))
 

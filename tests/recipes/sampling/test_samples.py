@@ -119,11 +119,14 @@ def test_what_an_environment_said_is_neither_trained_nor_counted_as_written(make
         group.completions[0],
         is_sampled=[True, False, False, True, True],
         logprobs=[-0.5, 0.0, 0.0, -0.25, -1.0],
-        num_turns=2,
+        turn_starts=[0, 3],
     )
     group = replace(group, completions=[completion])
     (sample,) = to_samples([group])
     assert sample.loss_mask.tolist() == [False, False, True, False, False, True, True]
+    assert sample.turn_starts == [2, 5]
+    by_two = replace(group, completions=[replace(completion, token_versions=[3, 3, 3, 5, 5])])
+    assert staleness_metrics([by_two], version=5)["staleness/token_mean"].result() == 2 / 3  # of those it sampled
     assert sample.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, 0.0, 0.0, -0.25, -1.0]
     found = {name: value.result() for name, value in rollout_metrics([group]).items()}
     assert (found["rollout/num_turns"], found["rollout/observed_tokens"], found["rollout/response_tokens"]) == (2, 2, 3)
@@ -134,7 +137,7 @@ def test_a_completion_of_an_agents_own_prompt_is_trained_behind_it(make_group):
     """And one of an agent that failed before its first turn trains nothing."""
     group = make_group([1.0, 0.0], lengths=[2, 1], failed=[False, True])
     own = replace(group.completions[0], prompt_ids=[1, 2, 3], is_sampled=[False, True])
-    empty = replace(group.completions[1], token_ids=[], logprobs=[], is_sampled=[], num_turns=0)
+    empty = replace(group.completions[1], token_ids=[], logprobs=[], is_sampled=[], turn_starts=[])
     group = replace(group, completions=[own, empty])
     first, second = to_samples([group], mask_failed=True)
     assert first.token_ids.tolist() == [1, 2, 3, 100, 101]
