@@ -27,11 +27,14 @@ def checksums(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int 
     """By name, a few tensors at a time, or many small ones. None for those on the meta device, which cannot be read."""
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
     waiting: deque[_Waiting] = deque()
+    num_bytes = 0
     with ThreadPoolExecutor(num_threads) as pool:
         for name, tensor in weights:
             digest = None if tensor.is_meta else pool.submit(on_current_stream(checksum, tensor.device), tensor)
-            waiting.append(_Waiting(name, tensor.nbytes, digest))
-            while len(waiting) > num_threads and sum(one.num_bytes for one in waiting) > _WAITING_BYTES:
+            waiting.append(_Waiting(name, 0 if tensor.is_meta else tensor.nbytes, digest))
+            num_bytes += waiting[-1].num_bytes
+            while len(waiting) > num_threads and num_bytes > _WAITING_BYTES:
+                num_bytes -= waiting[0].num_bytes
                 yield waiting.popleft().finished()
         while waiting:
             yield waiting.popleft().finished()

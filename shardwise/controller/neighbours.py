@@ -15,34 +15,35 @@ from shardwise.controller.roll_call import RollCall
 _FAREWELL_TAG = 2
 """Over the same connections travel commands, with 0, and shards for a checkpoint, with 1."""
 _AS_LONG_AS_IT_LIVES = timedelta(days=30)
-_PATIENCE_SECONDS = 2.0
-"""For the farewell of a rank that is done as this one is."""
 
 
 @contextmanager
 def watching_neighbour(rank: Rank, links: Connections, store: dist.Store) -> Iterator[None]:
     """Inside, a thread of this rank reports to rank 0 that the next one (after the last, the first) is lost when its
-    connection closes. Of ranks that die together the one before them tells: one connection each, not one of rank 0 to
-    every other.
+    connection closes. Of ranks that die together the one before them tells: one thread each, not one of rank 0 for
+    every other. At the end, unless this rank has failed, it waits for the next one to be done too: an interpreter that
+    ends while a thread is in gloo may abort.
 
-    Waits for: the next rank's farewell, at the end, for a moment. Unblocked by: that, or the end of its process.
+    Waits for: the next rank's farewell, at the end. Unblocked by: that, or the end of its process.
 
     Args:
         links: of all ranks, and no other use of _FAREWELL_TAG on them.
         store: that of all ranks.
     """
-    roll = RollCall(another_connection(store), rank.rank, rank.world_size)
     after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
 
     def wait() -> None:
         try:
             links.recv([torch.empty(1, dtype=torch.uint8)], after, _FAREWELL_TAG).wait(_AS_LONG_AS_IT_LIVES)
         except RuntimeError:
-            roll.report_loss(after)
+            with suppress(RuntimeError):  # the store is gone too
+                RollCall(another_connection(store), rank.rank, rank.world_size).report_loss()
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     yield
-    with suppress(RuntimeError):  # it is gone already
+    with suppress(RuntimeError):  # the store or the rank before is gone
+        if RollCall(store, rank.rank, rank.world_size).has_left():
+            return
         links.send([torch.zeros(1, dtype=torch.uint8)], before, _FAREWELL_TAG).wait()
-    waiting.join(_PATIENCE_SECONDS)
+    waiting.join()

@@ -137,8 +137,8 @@ class Peers:
 @contextmanager
 def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, timeout_seconds: float) -> Iterator[Peers]:
     """Every rank of a host keeps its activity in one folder, which the first of them makes. Rank 0 is sent what others
-    pass on. They end when it has given no sign of life for `timeout_seconds`, at least a minute, and it ends half a
-    minute later than that when one of them gives none.
+    pass on. They end when it has given no sign of life for `timeout_seconds`, at least a minute. It ends when one
+    of them is reported lost (`neighbours.py`) and does not answer, or gives no sign for half a minute more than that.
 
     Waits for: the first rank of the host. Unblocked by: the timeout of the store.
     """
@@ -172,7 +172,8 @@ def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
 @contextmanager
 def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Iterator[None]:
     """Inside, rank 0 gives signs of life, is sent the first signal that another rank passes on, and ends where one is
-    lost, or silent for so long, while it may wait for no collective but for a judge, or that one's part of a save."""
+    lost, or silent for so long: it may wait for what no collective tells the end of, such as a judge, or that one's
+    part of a save."""
 
     def hear(is_over: threading.Event) -> None:
         is_told = False
@@ -186,14 +187,15 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
                     return
 
     def miss(is_over: threading.Event) -> None:
-        silences = _Silences()
+        silences, num_asked = _Silences(), 0
         with suppress(RuntimeError):
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
                 at_work = {rank: answer for rank, answer in roll.answers().items() if answer != DONE}
                 if missed := silences.missed(at_work, silence_seconds):
                     _end_alone(_silent(roll.named(missed), silence_seconds))
                     return
-                if roll.is_loss_reported():
+                if (num_losses := roll.num_losses()) > num_asked:
+                    num_asked = num_losses
                     if is_over.wait(_LEAVE_SECONDS) or roll.has_left():
                         return  # the main thread has found out, and tells more
                     if (lost := roll.why_one_is_lost(seconds=_ANSWER_SECONDS)) is not None:

@@ -16,7 +16,7 @@ from shardwise.controller.failures import Failure, Note
 _SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
 """Ranks. A host that is gone may have had more."""
-_LOSS = "roll/loss"
+_LOSSES = "roll/losses"
 DONE = b"done"
 """The last answer of a rank that is no longer needed."""
 
@@ -42,13 +42,14 @@ class RollCall:
         """Says why this rank ends."""
         self._say(_note_of(self._rank), json.dumps(asdict(note)))
 
-    def report_loss(self, rank: int) -> None:
-        """Says that another rank closed its connection and left no word to this one."""
-        self._say(_LOSS, str(rank))
+    def report_loss(self) -> None:
+        """Says that another rank closed its connection to this one without a farewell. Raises RuntimeError: the store
+        is gone."""
+        self._store.add(_LOSSES, 1)
 
-    def is_loss_reported(self) -> bool:
-        """Whether any rank did so. Raises RuntimeError: the store is gone."""
-        return self._store.check([_LOSS])
+    def num_losses(self) -> int:
+        """That were reported. Raises RuntimeError: the store is gone."""
+        return self._store.add(_LOSSES, 0)
 
     def has_left(self) -> bool:
         """Whether this rank has said why it ends. Raises RuntimeError: the store is gone."""

@@ -55,8 +55,8 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
 }
 """Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names, and
 whether a weight is [in, out] peft takes from the layer's class, whatever the file says."""
-_DRAW_THE_ADAPTER_ALONE = {True, False, "gaussian", "eva", "orthogonal"}
-"""Of init_lora_weights: how A and B were drawn, which loading replaces. The others change the base too."""
+_DRAW_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
+"""Of init_lora_weights: how A and B were drawn, which loading replaces. Others change the base or the ranks too."""
 _KEYS_OF_OURS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Of what may not differ, what engine.lora can be given."""
 

@@ -92,13 +92,13 @@ def _compute(mlp: nn.Module, tokens: Tensor) -> tuple[Tensor, ...]:
     these (Llama 4's experts) return states without it."""
     out = mlp(tokens[None])
     states, *others = (out,) if isinstance(out, Tensor) else out
-    outs = (states.flatten(0, -2), *others)
-    if not all(isinstance(one, Tensor) and one.shape[:1] == tokens.shape[:1] for one in outs):
+    rows = (states.flatten(0, -2) if isinstance(states, Tensor) and states.dim() > 1 else states, *others)
+    if not all(isinstance(one, Tensor) and one.shape[:1] == tokens.shape[:1] for one in rows):
         raise ModelError(
             f"engine.apply_tiled_mlp=true: {type(mlp).__name__} returns what does not have a row for each token and "
             "cannot be put together from slices; set it to false for this model"
         )
-    return outs
+    return rows
 
 
 def mlp_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:

@@ -158,8 +158,9 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         begins = sample.turn_starts or [len(sample.token_ids)]  # an agent may fail before it takes a turn
         places = torch.arange(len(sample.token_ids))
         turns.append((torch.searchsorted(torch.tensor(begins), places, right=True) - 1).clamp(min=0))
-        trained = sample.loss_mask.nonzero().flatten().tolist()
-        ends = [trained[index - 1] + 1 if (index := bisect_left(trained, begin)) else 0 for begin in begins]
+        trained = sample.loss_mask.nonzero().flatten().tolist()  # all that was sampled, or nothing
+        num_before = [bisect_left(trained, begin) for begin in begins]
+        ends = [trained[number - 1] + 1 if number else 0 for number in num_before]  # of the turns before
         answered = [tuple(sample.token_ids[end:begin].tolist()) for end, begin in zip(ends, begins, strict=True)]
         keys = [(sample.group, state) for state in answered]
         states.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))

@@ -68,6 +68,8 @@ class Manifest:
         self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
         self.checksums: dict[str, int] = {}
         """Of what was noted so far, by name."""
+        self._hashed: set[str] = set()
+        """Names of what is noted or will be."""
         self._num_bytes = 0
         self._seconds_of_proof = 0.0
 
@@ -91,6 +93,7 @@ class Manifest:
             WeightSyncError: the engine has no place for such a tensor.
         """
         self.require_place(name, tensor.dtype, tuple(tensor.shape))
+        self._hashed.add(name)
         hashing = pool.submit(on_current_stream(_checksum_if_finite, tensor.device), tensor)
 
         def noted() -> int:
@@ -108,7 +111,7 @@ class Manifest:
 
     def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
-        if name in self.checksums:
+        if name in self._hashed or name in self.checksums:
             raise self._error(f"{name} was sent twice")
         if self._forms is None:
             return

@@ -282,7 +282,7 @@ def test_adapter_of_another_form_is_refused_with_both_values(run_ranks, folders,
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("initial", [False, "gaussian", "eva", "orthogonal"])
+@pytest.mark.parametrize("initial", [False, "gaussian", "orthogonal"])
 def test_how_an_adapter_was_drawn_does_not_matter(run_ranks, folders, tmp_path, initial):
     lora = VARIANTS["lora"]
     start = random_adapter(folders["llama"], lora, tmp_path / "start")
@@ -294,7 +294,8 @@ def test_how_an_adapter_was_drawn_does_not_matter(run_ranks, folders, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("init_lora_weights", "pissa"), ("bias", "all"), ("rank_pattern", {"q": 2})]
+    ("key", "value"),
+    [("init_lora_weights", "pissa"), ("init_lora_weights", ["a"]), ("bias", "all"), ("rank_pattern", {"q": 2})],
 )
 def test_what_engine_lora_has_no_key_for_is_refused_with_what_to_do(run_ranks, folders, tmp_path, key, value):
     lora = VARIANTS["lora"]

@@ -244,7 +244,17 @@ class Pooling(nn.Module):
         return x[:, :1]
 
 
-@pytest.mark.parametrize("mlp", [WithLoss(), Pooling()])
+class Naming(nn.Module):
+    def forward(self, x):
+        return {"states": x}
+
+
+class Summing(nn.Module):
+    def forward(self, x):
+        return x.sum((0, 1))
+
+
+@pytest.mark.parametrize("mlp", [WithLoss(), Pooling(), Naming(), Summing()])
 def test_mlp_that_returns_what_is_not_of_each_token_is_refused(mlp):
     with pytest.raises(ModelError) as error:
         TiledMLP(mlp, 2)(torch.ones(1, 4, 3))

@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,15 @@ def test_a_tensor_without_a_place_is_not_passed_on():
     with pytest.raises(WeightSyncError):
         received.extend(Manifest(1, SERVED).record([("x", torch.zeros(1)), *SERVED]))
     assert received == []
+
+
+def test_a_tensor_that_is_being_hashed_is_known_to_be_sent_already():
+    manifest = Manifest(3)
+    with ThreadPoolExecutor(1) as pool:
+        noted = manifest.hashed(*SERVED[0], pool)
+        with pytest.raises(WeightSyncError, match="a was sent twice"):
+            manifest.hashed(*SERVED[0], pool)
+        assert noted() == dict(checksums(SERVED))["a"]
 
 
 def test_what_is_sent_is_hashed_behind_what_gathered_it(monkeypatch):
