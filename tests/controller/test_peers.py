@@ -332,12 +332,18 @@ def test_the_ranks_of_a_host_find_the_folder_of_its_first(monkeypatch, group):
     assert os.environ.get("GROUP_RANK") == group
 
 
-@pytest.mark.usefixtures("_often")
-def test_all_are_asked_once_for_each_loss_that_is_reported(monkeypatch):
-    """A rank that lives may have closed a connection all the same."""
-    store, asked = dist.HashStore(), []
+@pytest.fixture
+def asked(_often, monkeypatch):
+    """How long rank 0 gave all to answer, each time that it asked them; all live."""
+    asked = []
     monkeypatch.setattr(peers, "_LEAVE_SECONDS", 0.02)
     monkeypatch.setattr(RollCall, "why_one_is_lost", lambda roll, seconds: asked.append(seconds))
+    return asked
+
+
+def test_all_are_asked_once_for_each_loss_that_is_reported(asked):
+    """A rank that lives may have closed a connection all the same."""
+    store = dist.HashStore()
     with watched(Rank(0, 3, 0), store):
         for number in (1, 2):
             RollCall(store, number, 3).report_loss()
@@ -349,11 +355,8 @@ def test_all_are_asked_once_for_each_loss_that_is_reported(monkeypatch):
             assert len(asked) == number
 
 
-@pytest.mark.usefixtures("_often")
-def test_of_a_loss_that_the_main_thread_tells_nobody_is_asked(monkeypatch):
-    store, asked = dist.HashStore(), []
-    monkeypatch.setattr(peers, "_LEAVE_SECONDS", 0.02)
-    monkeypatch.setattr(RollCall, "why_one_is_lost", lambda roll, seconds: asked.append(seconds))
+def test_of_a_loss_that_the_main_thread_tells_nobody_is_asked(asked):
+    store = dist.HashStore()
     with watched(Rank(0, 3, 0), store):
         RollCall(store, 0, 3).leave(Note.of(RuntimeError("Connection closed by peer"), 0))
         RollCall(store, 1, 3).report_loss()
