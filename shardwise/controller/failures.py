@@ -94,6 +94,12 @@ class Failure:
         """On stderr, the message last."""
         print(f"{self.traceback}error: {self.message}", file=sys.stderr)
 
+    def end_process(self) -> None:
+        """Prints it and ends this process, whose main thread waits for another rank or for something else."""
+        self.print()
+        sys.stderr.flush()
+        os._exit(self.code)
+
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it only tells that another rank is gone or hangs: torch's transports raise RuntimeErrors for that, and

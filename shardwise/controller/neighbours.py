@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwise.controller.failures import Failure
 from shardwise.controller.process_group import Connections, Rank, another_connection
 from shardwise.controller.roll_call import RollCall
 
@@ -18,13 +19,14 @@ _AS_LONG_AS_IT_LIVES = timedelta(days=30)
 
 
 @contextmanager
-def watching_neighbour(rank: Rank, links: Connections, store: dist.Store) -> Iterator[None]:
+def watching_neighbour(rank: Rank, links: Connections, store: dist.Store, *, timeout_seconds: float) -> Iterator[None]:
     """Inside, a thread of this rank reports to rank 0 that the next one (after the last, the first) is lost when its
     connection closes. Of ranks that die together the one before them tells: one thread each, not one of rank 0 for
     every other. At the end, unless this rank has failed, it waits for the next one to be done too: an interpreter that
     ends while a thread is in gloo may abort.
 
-    Waits for: the next rank's farewell, at the end. Unblocked by: that, or the end of its process.
+    Waits for: the next rank's farewell, at the end. Unblocked by: that, the end of its process, or `timeout_seconds`,
+    when this process ends with an error that names it.
 
     Args:
         links: of all ranks, and no other use of _FAREWELL_TAG on them.
@@ -46,4 +48,9 @@ def watching_neighbour(rank: Rank, links: Connections, store: dist.Store) -> Ite
         if RollCall(store, rank.rank, rank.world_size).has_left():
             return
         links.send([torch.zeros(1, dtype=torch.uint8)], before, _FAREWELL_TAG).wait()
-    waiting.join()
+    waiting.join(timeout_seconds)
+    if waiting.is_alive():
+        Failure(
+            f"rank {rank.rank} is done, and rank {after} has not been for {timeout_seconds:.0f} s "
+            "(engine.collective_timeout_seconds): it hangs; what was saved is whole"
+        ).end_process()

@@ -5,13 +5,11 @@ live."""
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -149,7 +147,7 @@ def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, tim
     company = (
         _hearing(beside, roll, silence + _LATER_SECONDS)
         if rank.rank == 0
-        else _listening(beside, roll, silence, partial(_end_alone, _silent(f"rank {rank.rank}: rank 0", silence)))
+        else _listening(beside, roll, silence, _silent(f"rank {rank.rank}: rank 0", silence).end_process)
     )
     with company, _watched_on_host(rank, store, reports) as peers:
         yield peers
@@ -192,14 +190,14 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
                 at_work = {rank: answer for rank, answer in roll.answers().items() if answer != DONE}
                 if missed := silences.missed(at_work, silence_seconds):
-                    _end_alone(_silent(roll.named(missed), silence_seconds))
+                    _silent(roll.named(missed), silence_seconds).end_process()
                     return
                 if (num_losses := roll.num_losses()) > num_asked:
                     num_asked = num_losses
                     if is_over.wait(_LEAVE_SECONDS) or roll.has_left():
                         return  # the main thread has found out, and tells more
                     if (lost := roll.why_one_is_lost(seconds=_ANSWER_SECONDS)) is not None:
-                        _end_alone(lost)
+                        lost.end_process()
                         return
 
     with _threads(hear, miss):
@@ -254,13 +252,6 @@ def _silent(whose: str, silence_seconds: float) -> Failure:
         f"{_LEAST_SILENCE_SECONDS:.0f}): the host or the network to it is down, or the process was killed or is "
         "stopped; the same command goes on from the last checkpoint"
     )
-
-
-def _end_alone(failure: Failure) -> None:
-    """Ends this process, whose main thread waits for another rank, or for what has nothing to do with it."""
-    failure.print()
-    sys.stderr.flush()
-    os._exit(failure.code)
 
 
 @contextmanager

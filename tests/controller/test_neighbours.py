@@ -28,7 +28,7 @@ rank, store = Rank(number, 3, number), dist.FileStore(str(folder / "store"), 3)
 with ExitStack() as stack:
     stack.enter_context(watched_by_peers(rank, store, None, timeout_seconds=600))
     links = connect("background", rank, store, timeout=timedelta(minutes=10))
-    stack.enter_context(watching_neighbour(rank, links, store))
+    stack.enter_context(watching_neighbour(rank, links, store, timeout_seconds=float(sys.argv[4])))
     for tag in (0, 1):  # commands, and shards for a checkpoint
         sent, came = torch.full((9,), number), torch.zeros(9, dtype=torch.int64)
         works = [links.send([sent], (number - 1) % 3, tag), links.recv([came], (number + 1) % 3, tag)]
@@ -49,10 +49,10 @@ def ranks(tmp_path):
     """Of three, each a process; they do what they are told until they are killed, or asked to end."""
     started = []
 
-    def start(how):
+    def start(how, timeout_seconds=60):
         started.extend(
             subprocess.Popen(
-                [sys.executable, "-c", RANK, str(tmp_path), str(number), how],
+                [sys.executable, "-c", RANK, str(tmp_path), str(number), how, str(timeout_seconds)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -89,3 +89,14 @@ def test_ranks_that_are_done_say_farewell_and_wait_for_one_that_is_late(ranks, t
     for process in processes:
         said, told = process.communicate(timeout=60)
         assert (process.returncode, said, "error" in told) == (0, "done\n", False), told
+
+
+def test_f03_a_rank_that_is_never_done_is_named_after_the_timeout(ranks, tmp_path):
+    """Rank 1 takes three seconds longer than rank 0 waits for it."""
+    processes = ranks("ends", timeout_seconds=1)
+    (tmp_path / "end").touch()
+    _, told = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 1
+    assert (
+        "error: rank 0 is done, and rank 1 has not been for 1 s (engine.collective_timeout_seconds): it hangs" in told
+    )

@@ -97,7 +97,7 @@ def run_rank(
             save_seconds = timeout_seconds if save_timeout_seconds is None else save_timeout_seconds
             links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
             if is_unwatched:
-                stack.enter_context(watching_neighbour(rank, links, store))
+                stack.enter_context(watching_neighbour(rank, links, store, timeout_seconds=timeout_seconds))
             beside = BackgroundWorker(rank.rank, links)
             worker = Worker(
                 device,
