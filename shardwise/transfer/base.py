@@ -69,7 +69,7 @@ class Manifest:
         self.checksums: dict[str, int] = {}
         """Of what was noted so far, by name."""
         self._hashed: set[str] = set()
-        """Names of what is noted or will be."""
+        """Names of what is being hashed, or was: it is noted later."""
         self._num_bytes = 0
         self._seconds_of_proof = 0.0
 
