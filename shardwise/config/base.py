@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
@@ -100,6 +100,11 @@ class Config(BaseModel):
         """Every key at its default, for a class without required keys. Unlike `cls()` it builds no validators, which
         takes milliseconds of each class wherever the configuration is imported."""
         return cls.model_construct()
+
+    @classmethod
+    def commands(cls) -> Mapping[str, type["Config"]]:
+        """The configs of all commands by name, if this is one of them: what is unknown here may be a key of another."""
+        return {}
 
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load` reads it back to an equal object."""
@@ -361,8 +366,8 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     """The commands that have the key, else the same name elsewhere, else the most similar one beside it, else, of a key
     in a group, one anywhere, else what is valid here."""
     path = ".".join(part for part in location if isinstance(part, str))
-    if commands := _commands_with(cls, path):
-        return f"; it is a key of {commands}"
+    if commands := [f"`shardwise {name}`" for name, other in cls.commands().items() if path in key_paths(other)]:
+        return f"; it is a key of {', '.join(commands)}"
     everything = list(key_paths(cls))
     group, _, name = path.rpartition(".")
     siblings = [other for other in everything if other.rpartition(".")[0] == group]
@@ -373,15 +378,6 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
         if nearest:
             return f"; did you mean {by_name[nearest[0]]}?"
     return f"; valid keys here: {_listed(siblings, path)}" if siblings else ""
-
-
-def _commands_with(cls: type[Config], path: str) -> str:
-    """The other commands whose config has the key; empty where there is none, or `cls` is no command's."""
-    from shardwise.config.recipes import RECIPES  # which is made of what this module defines
-
-    if cls not in RECIPES.values():
-        return ""
-    return ", ".join(f"`shardwise {name}`" for name, config in RECIPES.items() if path in key_paths(config))
 
 
 def _listed(names: Sequence[str], near: str | None = None) -> str:

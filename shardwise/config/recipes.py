@@ -44,7 +44,14 @@ from shardwise.config.trainer import (
 )
 
 
-class SFTConfig(Config):
+class _CommandConfig(Config):
+    @classmethod
+    def commands(cls) -> Mapping[str, type[Config]]:
+        """See Config."""
+        return RECIPES
+
+
+class SFTConfig(_CommandConfig):
     """`shardwise sft`: supervised fine-tuning."""
 
     model: ModelConfig
@@ -61,7 +68,7 @@ class SFTConfig(Config):
         return self
 
 
-class PreferenceConfig(Config):
+class PreferenceConfig(_CommandConfig):
     """`shardwise preference`: DPO, IPO, SimPO and ORPO on pairs of answers, KTO on labelled ones."""
 
     model: ModelConfig
@@ -155,7 +162,7 @@ class TeacherConfig(Config):
     `max_tokens_per_micro_batch` of the two caps."""
 
 
-class DistillConfig(Config):
+class DistillConfig(_CommandConfig):
     """`shardwise distill`: a student learns a teacher's distributions over the whole vocabulary, on given answers."""
 
     model: ModelConfig
@@ -178,7 +185,7 @@ class DistillConfig(Config):
         return self
 
 
-class RewardModelConfig(Config):
+class RewardModelConfig(_CommandConfig):
     """`shardwise reward-model`: a model that scores answers, from pairs of them."""
 
     model: ModelConfig
@@ -231,7 +238,7 @@ class SourceTeacherConfig(TeacherConfig):
     """Teaches the rows of this source; null teaches those that no other teacher has."""
 
 
-class RLConfig(Config):
+class RLConfig(_CommandConfig):
     """`shardwise rl`: reinforcement learning with verifiable rewards."""
 
     model: ModelConfig
@@ -446,7 +453,7 @@ class EvalSettings(Config):
     hangs, with the stacks of every rank. null: no limit."""
 
 
-class EvalConfig(Config):
+class EvalConfig(_CommandConfig):
     """`shardwise eval`: accuracy of a model on the validation files, per data source."""
 
     model: ModelConfig

@@ -39,7 +39,9 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
         paths = _paths_of_classes(model, policy.transformer_layer_cls_to_wrap, key)
         for outer, inner in pairwise(paths):
             if is_within(inner, outer):
-                raise ConfigError(f"{key}: {inner} is inside {outer}; name the class of one of them")
+                one_class = len({type(model.get_submodule(path)).__name__ for path in (inner, outer)}) == 1
+                remedy = "they are of one class; name another" if one_class else "name the class of one of them"
+                raise ConfigError(f"{key}: {inner} is inside {outer}; {remedy}")
         return paths
     path_of = {id(module): path for path, module in model.named_modules()}
     layers = [path_of[id(layer)] for layer in decoder_layers(model)]
@@ -119,10 +121,11 @@ class Units:
         for inner in self.inner:
             for path in paths:
                 if is_within(inner, path):
+                    what = "it" if inner == path else f"{inner} inside it"
+                    by = "engine.ep_size" if inner in self._spread_experts else self._named_by(inner)
                     raise ConfigError(
-                        f"{key} computes {path} piece by piece, but {inner} inside it is an FSDP unit of its own"
-                        f"{' (engine.ep_size)' if inner in self._spread_experts else ''} and would be gathered for "
-                        "every piece; remove one of the two"
+                        f"{key} computes {path} piece by piece, but {what} is an FSDP unit of its own ({by}) and would "
+                        "be gathered for every piece; remove one of the two"
                     )
 
     def shard(self, root: nn.Module, hf_model: PreTrainedModel, head: nn.Module, mesh: EngineMesh) -> list[FSDPModule]:

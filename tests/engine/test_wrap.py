@@ -95,6 +95,18 @@ def test_of_an_adapted_module_the_unit_is_the_outermost_adapter():
     assert {type(model.get_submodule(path)).__name__ for path in paths} == {"ParamWrapper"}
 
 
+def test_a_class_that_holds_others_of_itself_is_refused():
+    """peft's adapters of a Linear are Linears, inside one that is called so too."""
+    model = qwen_moe()
+    inject_lora(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError) as error:
+        layer_paths(model, WrapPolicyConfig(transformer_layer_cls_to_wrap=["Linear"]))
+    assert str(error.value) == (
+        "engine.wrap_policy.transformer_layer_cls_to_wrap: model.layers.0.self_attn.q_proj.lora_A.default is inside "
+        "model.layers.0.self_attn.q_proj; they are of one class; name another"
+    )
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -150,22 +162,35 @@ def test_tied_weights_cannot_be_units(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    ("options", "inner"),
+    ("options", "inner", "by"),
     [
-        ({"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}}, "model.layers.0.mlp.experts"),
-        ({"module_precision": [{"module": "model.layers.1.mlp.gate"}]}, "model.layers.1.mlp.gate"),
-        ({"module_precision": [{"module": "model.layers.1.mlp"}]}, "model.layers.1.mlp"),
+        (
+            {"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}},
+            "model.layers.0.mlp.experts",
+            "engine.wrap_policy.moe_experts=['Qwen3MoeExperts']",
+        ),
+        (
+            {"module_precision": [{"module": "model.layers.1.mlp.gate"}]},
+            "model.layers.1.mlp.gate",
+            "engine.module_precision=model.layers.1.mlp.gate",
+        ),
+        (
+            {"module_precision": [{"module": "model.layers.1.mlp"}]},
+            "model.layers.1.mlp",
+            "engine.module_precision=model.layers.1.mlp",
+        ),
     ],
 )
-def test_what_is_computed_in_pieces_must_be_one_unit(options, inner):
+def test_what_is_computed_in_pieces_must_be_one_unit(options, inner, by):
     model, config = qwen_moe(), EngineConfig(**options)
     units = Units(model, config, Precision(model, config))
     outer = ".".join(inner.split(".")[:4])
     with pytest.raises(ConfigError) as error:
         units.require_whole([f"{layer}.mlp" for layer in LAYERS], "engine.apply_tiled_mlp=true")
     assert str(error.value) == (
-        f"engine.apply_tiled_mlp=true computes {outer} piece by piece, but {inner} inside it is an FSDP unit of its "
-        "own and would be gathered for every piece; remove one of the two"
+        f"engine.apply_tiled_mlp=true computes {outer} piece by piece, but "
+        f"{'it' if inner == outer else f'{inner} inside it'} is an FSDP unit of its own ({by}) and would be gathered "
+        "for every piece; remove one of the two"
     )
     units.require_whole([f"{layer}.self_attn" for layer in LAYERS], "anything")
 
