@@ -69,6 +69,16 @@ def require_generates(folder: Path, config: PreTrainedConfig) -> None:
             )
 
 
+def require_no_critic(folder: Path, config: PreTrainedConfig) -> None:
+    """Raises ModelError: the folder holds a critic, whose head no reward model has."""
+    for name in config.architectures or ():
+        if name.endswith("ForTokenClassification"):
+            raise ModelError(
+                f"{folder} holds a {name}, a critic, which values every token where a reward model scores a whole "
+                "sequence; give a reward model, or the language model to train one from"
+            )
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
     """What generation_config.json says; None where there is none.
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import transformers
-from tiny_models import IMAGE, VIDEO, tiny_folder, tiny_vision_model
+from tiny_models import IMAGE, VIDEO, tiny_folder, tiny_model, tiny_vision_model
 from transformers import AutoModelForSequenceClassification, CLIPConfig, Qwen3Config
 
 from shardwise.config import ModelError
@@ -111,6 +111,18 @@ def test_reward_models_and_critics_are_not_taken_for_language_models(tmp_path, n
         require_generates(tmp_path, Qwen3Config(architectures=[name]))
     for others in (["Qwen3ForCausalLM"], [], None):
         require_generates(tmp_path, Qwen3Config(architectures=others))
+
+
+def test_a_critic_is_not_taken_for_a_reward_model(tmp_path):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForTokenClassification"]}))
+    with pytest.raises(ModelError, match=f"{tmp_path} holds a Qwen3ForTokenClassification, a critic, which values"):
+        build_on_meta(tmp_path, "sequence_scores")
+    build_on_meta(tmp_path, "token_values")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    for head in ("sequence_scores", "token_values"):  # critics may start from reward models
+        build_on_meta(tmp_path, head)
 
 
 def test_the_tokens_of_images_and_videos_are_those_that_the_config_names(tmp_path):

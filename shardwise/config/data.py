@@ -102,7 +102,7 @@ class PreferenceDataConfig(SequenceDataConfig):
     rejected_column: str = "rejected"
     """The worse answer. Both answer the same messages: conversations are compared from where they part."""
     margin_column: str | None = None
-    """How much better the chosen answer is, a number; null: all pairs count alike."""
+    """How much better the chosen answer is, a number from 0 on; null: all pairs count alike."""
     response_column: str = "response"
     """Of rows without pairs (kto): the answer. Of a conversation the assistant's last turn."""
     label_column: str = "label"

@@ -426,11 +426,13 @@ class RLConfig(_CommandConfig):
             self._require_plain(lora)
         if lora is not None and lora.adapter_path is not None and self.algorithm.kl_coef > 0:
             raise ValueError(_started_adapter("algorithm.kl_coef"))
-        if lora is not None and lora.dropout:
-            raise ValueError(
-                f"engine.lora.dropout={lora.dropout} would make the logprobs of two passes over the same tokens "
-                "differ, and their ratio noise; reinforcement learning needs 0"
-            )
+        critic = None if self.critic is None else self.critic.engine
+        for key, engine, numbers in (("engine", self.engine, "logprobs"), ("critic.engine", critic, "values")):
+            if engine is not None and engine.lora is not None and engine.lora.dropout:
+                raise ValueError(
+                    f"{key}.lora.dropout={engine.lora.dropout} would make the {numbers} of two passes over the same "
+                    "tokens differ by noise; reinforcement learning needs 0"
+                )
         if lora is not None and self.reference is not None:
             raise ValueError(
                 "reference has no effect with engine.lora: the reference policy is the policy without its adapter; "

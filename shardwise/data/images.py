@@ -5,6 +5,7 @@ import json
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from errno import ENAMETOOLONG, ENOENT
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,8 @@ _MERGES = "merge_size"
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
+_LONGEST_SHOWN = 300
+"""Characters of a path in an error."""
 _NUM_THREADS = 4
 """That read images at a time; decoding and resizing leave the interpreter to others."""
 _ORIENTATION = 0x0112
@@ -93,9 +96,15 @@ class ImageReader:
             case {"bytes": bytes(data)} | bytes(data):
                 source = data
             case str(given) | {"path": str(given)}:
-                if "://" in given or given.startswith("data:"):
-                    raise DataError(f"{name}: {given[:60]!r} is a URL; download the image and give its path or bytes")
-                source, name = str(folder / given), f"{name} ({given})"
+                if given.startswith("data:"):
+                    raise DataError(
+                        f"{name}: {_shown(given)!r} is a data URL; decode it, and give a file's path or bytes"
+                    )
+                if "://" in given:
+                    raise DataError(
+                        f"{name}: {_shown(given)!r} is a URL; download the image and give its path or bytes"
+                    )
+                source, name = str(folder / given), f"{name} ({_shown(given)})"
             case Image():
                 source = _stored(cell, name)
             case _:
@@ -186,14 +195,24 @@ def _opened(source: str | bytes, name: str) -> "Image":
 
     try:
         return Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=FORMATS)
-    except FileNotFoundError:
-        raise DataError(f"{name}: there is no file {source!r}; give a path from the data file's folder") from None
+    except IsADirectoryError:
+        raise DataError(f"{name}: {source!r} is a folder; give the path of an image file in it") from None
     except UnidentifiedImageError:
         raise DataError(f"{name} is damaged, or no image: none of {', '.join(FORMATS)} can be read there") from None
     except Image.DecompressionBombError:  # of more than twice as many, without saying how high and wide
         raise DataError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read; scale it down") from None
     except (OSError, ValueError, SyntaxError) as error:
+        if isinstance(error, OSError) and error.errno in (ENOENT, ENAMETOOLONG):
+            raise DataError(
+                f"{name}: there is no file {_shown(str(source))!r}; give a path from the data file's folder, or bytes "
+                "(base64 has to be decoded into them)"
+            ) from None
         raise DataError(f"{name} cannot be read: {error}; fix it or remove the row") from None
+
+
+def _shown(text: str) -> str:
+    """A path as it is; of what is longer than any, such as base64, the beginning."""
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:60]}..."
 
 
 def _size(image: "Image", name: str) -> tuple[int, int]:

@@ -292,6 +292,11 @@ def _margin(config: PreferenceDataConfig, row: Row) -> float:
             f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number: '
             f"{preview(cell)}"
         )
+    if cell < 0:
+        raise DataError(
+            f'{row.origin}: column "{config.margin_column}" is {preview(cell)}: it says how much better the chosen '
+            "answer is, so from 0 on; exchange the two answers and drop the sign, or remove the row"
+        )
     return float(cell)
 
 

@@ -139,7 +139,8 @@ def prompt_examples(
             prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), image_refs, row.origin)
         overlong = len(prompt_ids) > limit
         if overlong and (config.on_overlong == "error" or (image_refs and config.on_overlong == "truncate")):
-            raise DataError(_overlong(row, "prompt", len(prompt_ids), "data.max_prompt_tokens", limit))
+            policies = "drop (one with images is not truncated)" if image_refs else "drop or truncate"
+            raise DataError(_overlong(row, "prompt", len(prompt_ids), "data.max_prompt_tokens", limit, policies))
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
@@ -179,7 +180,7 @@ def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list
     limit = config.max_sequence_tokens
     longest = max(len(token_ids) for token_ids, _ in sequences)
     if longest > limit and config.on_overlong == "error":
-        raise DataError(_overlong(row, "sequence", longest, "data.max_sequence_tokens", limit))
+        raise DataError(_overlong(row, "sequence", longest, "data.max_sequence_tokens", limit, "drop or truncate"))
     if longest > limit and config.on_overlong == "drop":
         return None
     cut = [(token_ids[:limit], loss_mask[:limit]) for token_ids, loss_mask in sequences]
@@ -409,10 +410,10 @@ def _ground_truth(config: EvalDataConfig, row: Row) -> Any:
     return ground_truth
 
 
-def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int) -> str:
+def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int, policies: str) -> str:
     return (
         f"{row.origin}: the {what} has {num_tokens} tokens, more than {setting}={limit}; "
-        "raise it, or set data.on_overlong to drop or truncate"
+        f"raise it, or set data.on_overlong to {policies}"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,8 +28,10 @@ from shardwise.durable import fsync_folder
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.export import named_failures
 from shardwise.engine.gathering import gathered, gathered_in_order
+from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
-from shardwise.engine.lora import ADAPTER, adapted_weights, adapter_names, inject_lora
+from shardwise.engine.lora import ADAPTER, TASK_TYPES, adapted_weights, adapter_names, inject_lora
+from shardwise.engine.quantized import FORMAT, quantized_weights
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
@@ -57,6 +60,9 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
 whether a weight is [in, out] peft takes from the layer's class, whatever the file says."""
 _DRAW_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 """Of init_lora_weights: how A and B were drawn, which loading replaces. Others change the base or the ranks too."""
+_QUANTIZE_BASE = "quantize_base"
+"""In the metadata of WEIGHTS_NAME: the format of the base that the adapter was trained on, where that was quantised. Of
+this adapter_config.json knows nothing, and peft would warn of a key of ours."""
 _KEYS_OF_OURS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Of what may not differ, what engine.lora can be given."""
 
@@ -139,6 +145,10 @@ class StagedAdapter:
     """An adapter on its way into a folder, as it was when it was staged."""
 
     _config: Any
+    _generation_config: Any
+    """Of a language model: what ends a completion of the adapted one. None for others."""
+    _metadata: dict[str, str]
+    """Of the file with the tensors."""
     _tensors: dict[str, Tensor]
     """Whole ones on rank 0, nothing elsewhere: adapters are small."""
 
@@ -155,7 +165,8 @@ class StagedAdapter:
         for name, tensor in adapter_weights(model, torch.float32):
             if dist.get_rank() == 0:
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
-        return cls(config, tensors)
+        metadata = {"format": "pt"} | ({_QUANTIZE_BASE: FORMAT} if quantized_weights(model) else {})
+        return cls(config, model.generation_config if model.can_generate() else None, metadata, tensors)
 
     def nonfinite_names(self) -> list[str]:
         """Of the tensors that hold NaN or an infinity; on rank 0."""
@@ -164,11 +175,46 @@ class StagedAdapter:
     def write(self, folder: Path) -> None:
         """On rank 0: into an existing folder, durably. Raises OSError."""
         self._config.save_pretrained(str(folder))
+        if self._generation_config is not None:
+            self._generation_config.save_pretrained(folder)
         try:
-            save_file(self._tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+            save_file(self._tensors, folder / WEIGHTS_NAME, metadata=self._metadata)
         except SafetensorError as error:  # what a full disk is to it
             raise OSError(str(error)) from None
         fsync_folder(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """What an adapter in a folder is put on, and how."""
+
+    lora: LoraConfig
+    head: HeadName
+    """Of the model that it adapts."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Raises ModelError: there is no adapter, or none of LoRA."""
+        try:
+            stored = PeftLoraConfig.from_pretrained(str(folder))
+        except (ValueError, OSError, TypeError) as error:
+            raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
+        targets = stored.target_modules
+        with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
+            is_quantized = _QUANTIZE_BASE in file.metadata
+        lora = LoraConfig(
+            rank=stored.r,
+            alpha=stored.lora_alpha,
+            target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+            target_parameters=sorted(stored.target_parameters or ()),
+            # Of value heads peft names all that there may be, and they are trained whole without being named.
+            modules_to_save=[name for name in stored.modules_to_save or () if name not in VALUE_PROJECTIONS],
+            use_dora=stored.use_dora,
+            use_rslora=stored.use_rslora,
+            quantize_base=FORMAT if is_quantized else None,
+        )
+        heads = {task_type: head for head, task_type in TASK_TYPES.items()}
+        return cls(lora, heads.get(stored.task_type, "logprobs"))
 
 
 @torch.no_grad()
@@ -197,6 +243,12 @@ def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) ->
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
     with closing(SafetensorsReader(folder / WEIGHTS_NAME, require_finite=require_finite)) as file:
+        if _QUANTIZE_BASE in file.metadata and not quantized_weights(model):
+            raise ModelError(
+                f"{folder}: the adapter was trained on a base in 4 bits, and this one is whole; set "
+                f"engine.lora.quantize_base={FORMAT}, or merge it first (`shardwise export`) and give the result as "
+                "model.path"
+            )
         expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
         if problems := differences(expected, {name: list(spec.shape) for name, spec in file.specs.items()}):
             raise ModelError(

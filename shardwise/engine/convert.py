@@ -15,9 +15,9 @@ from shardwise.config import ConfigError, ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import stored_dtypes
 from shardwise.engine.export import export_folder, require_finite
-from shardwise.engine.heads import VALUE_PROJECTIONS
+from shardwise.engine.heads import HeadName, fresh_head
 from shardwise.engine.loading import load_weights
-from shardwise.engine.model_classes import class_named
+from shardwise.engine.model_classes import class_named, kind_of, model_from_config
 from shardwise.engine.model_folder import take_generation_config
 from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
@@ -41,14 +41,16 @@ def convert_folder(
         ModelError, ConfigError: on every rank: source or adapter cannot be loaded. ExportError: on every rank: target
             cannot be written, or a weight holds NaN or an infinity in the dtype.
     """
+    head: HeadName = "logprobs"
     with raised_on_every_rank(ModelError, ConfigError):
-        model = on_meta(source, dtype)
-        if adapter is not None:
-            _inject_adapter(model, source, adapter)
+        if adapter is None:
+            model = on_meta(source, dtype)
+        else:
+            model, head = _adapted(source, adapter, dtype, tokenizer)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
     model.requires_grad_(False).to_empty(device=device)
-    load_weights(model, source)
+    load_weights(model, source, fresh=fresh_head(model, head))
     if adapter is not None:
         from shardwise.engine.adapters import load_adapter
 
@@ -58,29 +60,38 @@ def convert_folder(
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
 
 
-def _inject_adapter(model: PreTrainedModel, source: Path, adapter: Path) -> None:
-    from shardwise.engine.lora import inject_lora, stored_lora  # importing peft takes seconds
+def _adapted(source: Path, adapter: Path, dtype: torch.dtype, tokenizer: Any) -> tuple[PreTrainedModel, HeadName]:
+    """The model that an adapter was trained on, with a place for the adapter; and its head, which the adapter holds if
+    it is a value head."""
+    from shardwise.engine.adapters import StoredForm  # importing peft takes seconds
+    from shardwise.engine.lora import inject_lora
 
-    lora = stored_lora(adapter)
-    if not set(VALUE_PROJECTIONS).isdisjoint(lora.modules_to_save) and model.get_output_embeddings() is not None:
-        raise ModelError(
-            f"{adapter} is the adapter of a critic or reward model, and {source} is a language model, which has no "
-            "head to merge its head into; train with engine.lora.save_merged=true"
-        )
-    inject_lora(model, lora)
+    form = StoredForm.of(adapter)
+    model = on_meta(source, dtype, form.head)
+    take_generation_config(model, adapter)  # of a run: with the token that it learnt to end turns with
+    if form.head == "sequence_scores":
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    inject_lora(model, form.lora, form.head)
+    return model, form.head
 
 
-def on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that config.json names, every parameter in the dtype it will be stored in.
+def on_meta(folder: Path, dtype: torch.dtype, head: HeadName = "logprobs") -> PreTrainedModel:
+    """The model that config.json names, or one with a value head on it, every parameter in the dtype it will be stored
+    in.
 
     Raises:
         ModelError: its class is none of transformers, and none that an export made.
     """
-    config = read_model_config(folder)
-    model_class = _model_class(folder, config)
-    with blaming_config(folder, model_class.__name__), torch.device("meta"):
-        model = model_class._from_config(config, dtype=dtype)
-    take_generation_config(model, folder)
+    options: dict[str, Any] = {} if head == "logprobs" else {"num_labels": 1}
+    config = read_model_config(folder, **options)
+    if head == "logprobs":
+        model_class = _model_class(folder, config)
+        with blaming_config(folder, model_class.__name__), torch.device("meta"):
+            model = model_class._from_config(config, dtype=dtype)
+        take_generation_config(model, folder)
+    else:
+        with blaming_config(folder, kind_of(head)), torch.device("meta"):
+            model = model_from_config(config, head, dtype=dtype)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, stored in stored_dtypes(model, model.state_dict(), dtype).items():
         tensors[name].data = tensors[name].data.to(stored)

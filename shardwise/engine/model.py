@@ -57,7 +57,7 @@ from shardwise.families import (
     vision_reason,
     wrapper_reason,
 )
-from shardwise.model_config import blaming_config, read_model_config, require_generates
+from shardwise.model_config import blaming_config, read_model_config, require_generates, require_no_critic
 
 
 class ScoringModel(nn.Module):
@@ -310,6 +310,8 @@ def build_on_meta(
         require_generates(folder, config)
         if reason := wrapper_reason(config, language_model_of(config)):
             raise ModelError(f"{folder}: {reason}")
+    if head_name == "sequence_scores":
+        require_no_critic(folder, config)
     _check_groups_of_heads(folder, config)
     with blaming_config(folder, kind_of(head_name)), torch.device("meta"):
         try:

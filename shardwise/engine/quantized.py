@@ -7,7 +7,7 @@ offloads the packed rows as it does any weight.
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ BLOCK = 64
 CODE_BYTES = BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + torch.float32.itemsize
 """Of a block with its scale: 4.5 bits for each number."""
-FORMAT = "nf4"
+FORMAT: Final = "nf4"
 MIN_TORCH = "2.12"
 """FSDP of releases before makes every shard a parameter with gradients, which integers cannot have."""
 SHARDS_INTEGERS = torch.__version__ >= TorchVersion(MIN_TORCH)

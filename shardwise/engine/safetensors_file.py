@@ -197,7 +197,9 @@ class SafetensorsReader:
         header = json.loads(self.header[8:])
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+        """What the file says of itself."""
         entries = {name: _entry(name, entry) for name, entry in header.items()}
         end = 0
         for name, (spec, start) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):

@@ -279,8 +279,13 @@ DISTILL = [*RL, "algorithm.advantage=distill"]
         ),
         (
             [*RL, "engine.lora.dropout=0.5"],
-            "engine.lora.dropout=0.5 would make the logprobs of two passes over the same tokens differ, and their "
-            "ratio noise; reinforcement learning needs 0",
+            "engine.lora.dropout=0.5 would make the logprobs of two passes over the same tokens differ by noise; "
+            "reinforcement learning needs 0",
+        ),
+        (
+            [*RL, "algorithm.advantage=gae", "critic.engine.lora.dropout=0.5"],
+            "critic.engine.lora.dropout=0.5 would make the values of two passes over the same tokens differ by noise; "
+            "reinforcement learning needs 0",
         ),
         (
             [*RL, "algorithm.advantage=remax", "rollout.group_size=1", "rollout.dynamic_sampling={}"],

@@ -151,6 +151,10 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
     assert second.images is None
 
 
+LONG = "A" * 100_000
+"""As base64 is."""
+
+
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
     ("question", "images", "reason"),
@@ -163,6 +167,10 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
         ("<image>", ["none.png"], "image 1 (none.png): there is no file"),
         ("<image>", ["text.png"], "image 1 (text.png) is damaged, or no image: none of JPEG, PNG, WEBP"),
         ("<image>", ["https://example.org/a.png"], "image 1: 'https://example.org/a.png' is a URL; download"),
+        ("<image>", [LONG], f"image 1 ({LONG[:60]}...): there is no file"),
+        ("<image>", [f"data:image/png;base64,{LONG}"], "AAAAA...' is a data URL; decode it, and give a file's path or"),
+        ("<image>", ["."], "is a folder; give the path of an image file in it"),
+        ("<image>", [""], "is a folder; give the path of an image file in it"),
         ("<image>", [7], "image 1 is a number, expected a path"),
         ("<image>", ["long.png"], "image 1 (long.png) has 402 x 2 pixels: absolute aspect ratio must be smaller"),
         ("<image>", ["huge.png"], "image 1 (huge.png) has 10000 x 9000 pixels, more than the 89,478,485 that are read"),
@@ -194,6 +202,7 @@ def test_what_is_wrong_with_an_image_names_row_and_file(load, picture, tmp_path,
         load(rows)
     assert str(error.value).startswith("rows.jsonl line 2: ")
     assert reason in str(error.value)
+    assert len(str(error.value)) < 600
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
@@ -347,7 +356,7 @@ def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path
     row = {"prompt": "<image>Which?", "answer": "5", "images": ["a.png"]}
     with pytest.raises(DataError, match=r"line 1: column \"images\" has images, .* rollout\.engine=embedded"):
         ask([row], vision=None)
-    with pytest.raises(DataError, match=r"more than data\.max_prompt_tokens=3; .* drop"):
+    with pytest.raises(DataError, match=r"=3; .* to drop \(one with images is not truncated\)$"):
         ask([row], max_prompt_tokens=3, on_overlong="truncate")
 
 

@@ -215,6 +215,7 @@ PARTED = '"chosen" and "rejected" do not answer the same messages: after'
         ),
         ({"gap": "2"}, 'column "gap" is a string, expected a finite number: "2"'),
         ({"gap": True}, 'column "gap" is a boolean, expected a finite number: true'),
+        ({"gap": -0.5}, 'column "gap" is -0.5: it says how much better the chosen answer is, so from 0 on; exchange'),
         ({"gap": float("nan")}, 'column "gap" is a number, expected a finite number: NaN'),
     ],
 )

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 from sharded_lora import needs_integer_shards
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from shardwise.data.synthetic import preference_problems
 
 SFT_STEPS, RL_STEPS = 3, 3
 
@@ -57,6 +59,60 @@ def test_f31_exported_model_is_what_peft_makes_of_base_and_adapter(sft, assets, 
     moved = [name for name in start if not torch.equal(start[name], merged[name])]
     assert all("_proj." in name for name in moved)
     assert len(moved) == 14, "seven linear layers in each of two layers"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lora"),
+    [
+        ("preference", "{rank: 4}"),
+        pytest.param("preference", "{rank: 4, quantize_base: nf4}", marks=needs_integer_shards),
+        ("reward-model", "{rank: 4}"),
+        pytest.param("reward-model", "{rank: 4, quantize_base: nf4}", marks=needs_integer_shards),
+    ],
+)
+def test_an_exported_adapter_is_the_model_that_was_saved_beside_it(assets, command, tmp_path, recipe, lora):
+    """File by file: on the base as it was trained on, with the reward model's head, and with the token that the chat
+    template ends turns with among those that end completions."""
+    pairs = preference_problems(tmp_path / "pairs", seed=0, num_held_out=8).pairs_train
+    base = shutil.copytree(assets.model, tmp_path / "base")
+    GenerationConfig(eos_token_id=0).save_pretrained(base)
+    trained = command(
+        *[recipe, f"model.path={base}", f"data.train_files={pairs}", "data.max_sequence_tokens=64"],
+        *["data.max_train_rows=16", "trainer.batch_size=8", "trainer.total_steps=2", "trainer.learning_rate=1e-2"],
+        *["trainer.tensorboard=false", f"trainer.output_dir={tmp_path / 'run'}", f"engine.lora={lora}"],
+    )
+    assert trained.code == 0, trained.err
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
+    out = tmp_path / "out"
+    done = command("export", str(checkpoint / "adapter"), str(out))
+    assert done.code == 0, done.err
+    files = {path.name: path.read_bytes() for path in (checkpoint / "hf").iterdir()}
+    assert files.keys() == {path.name for path in out.iterdir()}
+    for name, content in files.items():
+        assert (out / name).read_bytes() == content, name
+    if recipe == "preference":
+        assert json.loads(files["generation_config.json"])["eos_token_id"] == [0, 1]
+
+
+@needs_integer_shards
+def test_an_adapter_of_a_base_in_4_bits_does_not_go_on_over_a_whole_one(assets, command, tmp_path):
+    options = [
+        *["sft", f"model.path={assets.model}", f"data.train_files={assets.sft}", "data.max_sequence_tokens=64"],
+        *["data.max_train_rows=8", "trainer.batch_size=4", "trainer.total_steps=1", "trainer.tensorboard=false"],
+    ]
+    lora = "rank: 2, save_merged: false"
+    first = command(*options, f"trainer.output_dir={tmp_path / 'a'}", f"engine.lora={{{lora}, quantize_base: nf4}}")
+    assert first.code == 0, first.err
+    adapter = tmp_path / "a" / "checkpoints" / "step_1" / "adapter"
+    lora = f"{lora}, adapter_path: {adapter}"
+    done = command(*options, f"trainer.output_dir={tmp_path / 'b'}", f"engine.lora={{{lora}}}")
+    assert done.code == 2
+    assert (
+        f"{adapter}: the adapter was trained on a base in 4 bits, and this one is whole; set "
+        "engine.lora.quantize_base=nf4, or merge it first (`shardwise export`) and give the result as model.path"
+    ) in done.err
+    done = command(*options, f"trainer.output_dir={tmp_path / 'b'}", f"engine.lora={{{lora}, quantize_base: nf4}}")
+    assert done.code == 0, done.err
 
 
 def test_f32_adapters_do_not_go_on_over_another_base(assets, command, tmp_path):

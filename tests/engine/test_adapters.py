@@ -227,7 +227,7 @@ def test_exported_folder_is_read_back_bit_for_bit(run_ranks, folders, tmp_path):
     start = random_adapter(folders["llama"], lora, tmp_path / "start")
     run_ranks(export_twice, 4, folders["llama"], lora, start, tmp_path / "a", tmp_path / "b")
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    assert files == ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     original, exported = (load_file(tmp_path / at / files[1]) for at in ("start", "a"))

@@ -7,13 +7,19 @@ import pytest
 import torch
 from ranks import RankError
 from tiny_models import tiny_folder, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from shardwise.engine.convert import convert_folder
 from shardwise.engine.model_classes import model_from_config
 
 
 class NoTokenizer:
+    pad_token_id = eos_token_id = None
+
     def save_pretrained(self, folder):
         pass
 
@@ -92,12 +98,29 @@ def test_a_folder_without_an_adapter_is_refused(run_ranks, tmp_path):
         run_ranks(convert, 2, str(source), str(tmp_path / "out"), "float32", "20KB", str(source))
 
 
-def test_a_critics_adapter_is_not_merged_into_a_language_model(run_ranks, tmp_path):
-    from peft import LoraConfig
+@pytest.mark.parametrize(
+    ("task_type", "auto_class"),
+    [("TOKEN_CLS", AutoModelForTokenClassification), ("SEQ_CLS", AutoModelForSequenceClassification)],
+)
+def test_an_adapter_with_its_head_is_merged_as_peft_merges_it_on_a_language_model(
+    run_ranks, tmp_path, task_type, auto_class
+):
+    """As peft writes it, which names layers in modules_to_save that no model of this family has."""
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     source = tiny_folder("llama", tmp_path / "source")
-    LoraConfig(task_type="TOKEN_CLS", target_modules=["q_proj"], modules_to_save=["score"]).save_pretrained(
-        str(tmp_path / "adapter")
-    )
-    with pytest.raises(RankError, match=r"is the adapter of a critic or reward model, and .* has no head to merge"):
-        run_ranks(convert, 1, str(source), str(tmp_path / "out"), "float32", "20KB", str(tmp_path / "adapter"))
+    torch.manual_seed(0)
+    head = auto_class.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    model = get_peft_model(head, LoraConfig(task_type=task_type, r=3, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    assert model.peft_config["default"].modules_to_save == ["classifier", "score"]
+    run_ranks(convert, 2, str(source), str(tmp_path / "out"), "float32", "20KB", str(tmp_path / "adapter"))
+    base = auto_class.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    found = auto_class.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert found.config.num_labels == 1
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)
