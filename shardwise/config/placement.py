@@ -27,7 +27,7 @@ class Split(Choice):
     num_ranks: PositiveInt = 1
     """So many ranks sample."""
     timeout_seconds: WholeDeadline = 3600
-    """How long a sampling rank may take for one batch of requests."""
+    """How long a sampling rank may take for one batch of requests, however many of them it has answered by then."""
     medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
     """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them
     have mapped, which needs them on the host of rank 0, or safetensors files in `folder`."""

@@ -56,7 +56,8 @@ class TrainerConfig(OptimizerConfig):
     stall_timeout_seconds: Deadline | None = 7200.0
     """How long rank 0 may stay in one phase or command, or sample without a completion that ends, before the run ends
     as one that hangs, with the stacks of every rank; longer than engine.collective_timeout_seconds, by which ranks that
-    wait for each other find out. null: no limit."""
+    wait for each other find out. A wait for ranks that only sample has the deadline rollout.placement.timeout_seconds,
+    and counts from there on. null: no limit."""
     save_state: bool = True
     """Checkpoints hold state/ beside the weights: what a run is resumed from. 12 bytes for each trained parameter with
     AdamW and float32 masters."""

@@ -32,8 +32,9 @@ class StallLimit:
         return None if seconds is None else cls(seconds, key)
 
     def error(self, activity: Activity) -> RankStalledError | None:
-        """What to say of a rank that has begun nothing new for too long; None: nothing."""
-        if activity.seconds <= self.seconds:
+        """What to say of a rank that has begun nothing new for too long; None: nothing. A wait that ends by itself
+        counts from its deadline on, for a process that is stopped keeps none."""
+        if activity.seconds <= self.seconds + activity.deadline_seconds:
             return None
         return RankStalledError(
             f"rank 0 has not gone on for {activity.seconds:.0f} s ({self.key}={self.seconds:g}); if it is only slow, "

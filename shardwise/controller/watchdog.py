@@ -48,6 +48,8 @@ class Activity:
     Of every thread that does."""
     since: float = 0.0
     """When this began or last went on, as time.monotonic()."""
+    deadline_seconds: float = 0.0
+    """How long its command may wait for other ranks before that ends by itself; 0 where the command does more."""
     serves: bool = False
     """It does nothing but what it is told."""
     pid: int = 0
@@ -89,7 +91,7 @@ class _Record:
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
         self.activity = Activity(pid=os.getpid())
-        self._commands: dict[int, str] = {}
+        self._commands: dict[int, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.change()
 
@@ -98,13 +100,17 @@ class _Record:
         with self._lock:
             self._write(**fields)
 
-    def command(self, command: str) -> None:
+    def command(self, command: str, deadline_seconds: float = 0.0) -> None:
         """Sets what this thread serves or calls; "" for nothing."""
         with self._lock:
             self._commands.pop(threading.get_ident(), None)
             if command:
-                self._commands[threading.get_ident()] = command
-            self._write(command="` and `".join(self._commands.values()))
+                self._commands[threading.get_ident()] = command, deadline_seconds
+            commands = self._commands.values()
+            self._write(
+                command="` and `".join(text for text, _ in commands),
+                deadline_seconds=max((seconds for _, seconds in commands), default=0.0),
+            )
 
     def _write(self, **fields: Any) -> None:
         self.activity = replace(self.activity, since=time.monotonic(), **fields)
@@ -157,11 +163,16 @@ def own_activity() -> Activity:
 
 
 @contextmanager
-def commanded(method: str, arguments: Sequence[Any]) -> Iterator[None]:
-    """The body serves or calls a method."""
+def commanded(method: str, arguments: Sequence[Any], *, deadline_seconds: float = 0.0) -> Iterator[None]:
+    """The body serves or calls a method.
+
+    Args:
+        deadline_seconds: how long it may wait for other ranks, of which it hears nothing meanwhile, before it raises;
+            0 where it does more than that.
+    """
     texts = (argument for argument in arguments if isinstance(argument, str))
     word = next((text for text in texts if 0 < len(text) <= _WORD_CHARACTERS), "")
-    _record.command(f"{method} {word}".rstrip())
+    _record.command(f"{method} {word}".rstrip(), deadline_seconds)
     yield
     _record.command("")  # not after an error: then it tells where
 

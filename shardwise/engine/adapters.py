@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from shardwise.engine.export import named_failures
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
-from shardwise.engine.lora import ADAPTER, TASK_TYPES, adapted_weights, adapter_names, inject_lora
+from shardwise.engine.lora import ADAPTER, TASK_TYPES, adapted_weights, adapter_names, inject_lora, stored_config
 from shardwise.engine.quantized import FORMAT, quantized_weights
 from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
@@ -195,10 +194,7 @@ class StoredForm:
     @classmethod
     def of(cls, folder: Path) -> Self:
         """Raises ModelError: there is no adapter, or none of LoRA."""
-        try:
-            stored = PeftLoraConfig.from_pretrained(str(folder))
-        except (ValueError, OSError, TypeError) as error:
-            raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
+        stored = stored_config(folder)
         targets = stored.target_modules
         with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
             is_quantized = _QUANTIZE_BASE in file.metadata

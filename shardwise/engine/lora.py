@@ -7,6 +7,7 @@ layer and is sharded like it. What is drawn, merged, read and written is in adap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -18,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import ConfigError, LoraConfig
+from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.engine.freeze import named_by_prefix
 from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
@@ -91,6 +92,14 @@ def inject_lora(
         raise ConfigError(_refused_by_peft(model, config, f"it would adapt other layers ({', '.join(others[:3])})"))
     if quantized:
         quantize_layers(model, [f"{name}.base_layer" if f"{name}.weight" in adapted else name for name in quantized])
+
+
+def stored_config(folder: Path) -> PeftLoraConfig:
+    """What an adapter's folder says of it. Raises ModelError: it holds none, or none of LoRA."""
+    try:
+        return PeftLoraConfig.from_pretrained(str(folder))
+    except (ValueError, OSError, TypeError) as error:
+        raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
 
 
 def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:

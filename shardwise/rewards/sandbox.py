@@ -71,12 +71,15 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
         ConfigError: a protection is missing on this machine, and allow_unsafe is false.
         RuntimeError: the sandbox itself failed.
     """
-    with scratch_folder() as folder, tempfile.TemporaryFile() as given:
+    with scratch_folder() as scratch, tempfile.TemporaryFile() as given:
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
+        folder = scratch / "work"
+        folder.mkdir(mode=0o700)
         file = folder / "program.py"
         file.write_bytes(program.encode(errors="replace"))
         if os.geteuid() == 0:
+            scratch.chmod(0o711)  # nobody passes it; a start removes abandoned ones only where it owns them
             os.chown(folder, NOBODY, NOBODY)
             os.chown(file, NOBODY, NOBODY)
         outcome, status = _supervise(str(folder), given.fileno(), limits, allow_unsafe)
@@ -94,7 +97,7 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
 
 
 def _supervise(folder: str, stdin_fd: int, limits: Limits, allow_unsafe: bool) -> tuple[Outcome, dict[str, Any]]:
-    settings = asdict(limits) | {"folder": folder, "allow_unsafe": allow_unsafe}
+    settings = asdict(limits) | {"folder": folder, "allow_unsafe": allow_unsafe, "caller": os.getpid()}
     status_read, status_write = os.pipe()
     try:
         process = subprocess.Popen(

@@ -57,7 +57,7 @@ def main(settings_text: str, status_fd: int) -> None:
     """Builds the sandbox, runs the program in it and says how it ended.
 
     Args:
-        settings_text: JSON: folder, allow_unsafe and the limits.
+        settings_text: JSON: folder, allow_unsafe, the caller's process id and the limits.
         status_fd: gets lines of JSON: {"missing": [...]} where the program was not run, else {"exit_code": n}, and
             {"not_started": why} before it where Python could not be started.
     """
@@ -70,6 +70,8 @@ def main(settings_text: str, status_fd: int) -> None:
         _report(status_fd, {"missing": missing})
         return
     die_with_parent()
+    if os.getppid() != settings["caller"]:  # it had died before
+        return
     first = os.fork()
     if first == 0:
         os._exit(_be_process_one(settings, folder, status_fd, confined=not missing))

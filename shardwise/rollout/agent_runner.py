@@ -1,12 +1,13 @@
 """Programs that play episodes by themselves, beside the caller."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.rollout.loop_thread import LoopThread
-from shardwise.rollout.timed_calls import USER_ERRORS, is_coroutine, uncancelled
+from shardwise.rollout.timed_calls import is_coroutine, uncancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +50,8 @@ class AgentRunner:
 
 
 async def _await(call: Callable[[], Any], done: Callable[[Any], None]) -> None:
-    try:
-        result = await uncancelled(call())
-    except USER_ERRORS as error:
-        result = error
+    # In a task of its own: what it raises is the result, also where it cancels that; to be broken off is raised here.
+    [result] = await asyncio.gather(uncancelled(call()), return_exceptions=True)
     done(result)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError, validate_call
 
@@ -72,10 +72,12 @@ class ToolEnvironment:
             call if number < num_made else replace(call, error=why_not)
             for number, call in enumerate(self._read(response, self._schemas))
         ]
-        results = await asyncio.gather(*map(self._answer, calls))
+        # What a call raises is its result, also where it cancels its task; a cancellation of the step is raised here.
+        results = await asyncio.gather(*map(self._call, calls), return_exceptions=True)
         self._num_calls += len(calls)
         messages = [
-            {"role": "tool", "name": call.name, "content": result} for call, result in zip(calls, results, strict=True)
+            {"role": "tool", "name": call.name, "content": self._answer(call, result)}
+            for call, result in zip(calls, results, strict=True)
         ]
         return messages or None
 
@@ -86,12 +88,10 @@ class ToolEnvironment:
     def close(self) -> None:
         """There is nothing to release."""
 
-    async def _answer(self, call: ToolCall) -> str:
-        try:
-            result = await self._call(call)
-        except _CallError as error:
+    def _answer(self, call: ToolCall, result: str | BaseException) -> str:
+        if isinstance(result, BaseException):
             self._num_errors += 1
-            result = f"error: {error}"
+            result = f"error: {result if isinstance(result, _CallError) else _CallError.of(call, result)}"
         return result if len(result) <= self._max_chars else f"{result[: self._max_chars]}..."
 
     async def _call(self, call: ToolCall) -> str:
@@ -110,7 +110,7 @@ class ToolEnvironment:
         except WrongArguments as error:
             raise _CallError(f"{call.name}: {error}") from None
         except USER_ERRORS as error:
-            raise _CallError(f"{call.name}: {type(error).__name__}: {error_text(error)}") from None
+            raise _CallError.of(call, error) from None
 
     def _require_choices(self, call: ToolCall) -> None:
         """Raises _CallError: an argument, or an item of one that is a list, is none of those that the schema names."""
@@ -159,3 +159,8 @@ def checked(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 class _CallError(Exception):
     """What the policy is told about a call that went wrong."""
+
+    @classmethod
+    def of(cls, call: ToolCall, error: BaseException) -> Self:
+        """What the tool raised."""
+        return cls(f"{call.name}: {type(error).__name__}: {error_text(error)}")

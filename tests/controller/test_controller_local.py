@@ -12,6 +12,7 @@ from ranks import call_store
 from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, process_group
+from shardwise.controller.stall import StallLimit, watching_itself
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +101,28 @@ def sleep_in_both_groups():
 
 def test_calls_beside_a_part_keep_the_deadline_of_the_whole(run_ranks):
     assert run_ranks(sleep_in_both_groups, 2)[0] == ([None, None], [None, None])
+
+
+def sleep_within_a_stall_limit(first):
+    """Of rank 0: what the stall clock said while rank 1 slept for longer than it allows, in the group of the ranks from
+    `first`."""
+    control, stalls = torch.distributed.group.WORLD, []
+    if torch.distributed.get_rank() == 1:
+        serve(Sleeper(), control)
+        return None
+    whole = RankGroup(Sleeper(), control, timeout_seconds=20)
+    part = whole.part(first, 2, timeout_seconds=5, timeout_key="short")
+    with watching_itself(StallLimit(0.5, "stall"), stalls.append):
+        part.call("sleep", 1.5)
+    whole.shutdown()
+    return [str(error) for error in stalls]
+
+
+def test_rank_0_that_waits_for_ranks_with_a_deadline_of_their_own_does_not_stall(run_ranks):
+    """In a group with rank 0, whose own part of a call has no deadline, it does."""
+    assert run_ranks(sleep_within_a_stall_limit, 2, 1)[0] == []
+    (told,) = run_ranks(sleep_within_a_stall_limit, 2, 0)[0]
+    assert "(stall=0.5)" in told
 
 
 HANGING = """

@@ -39,6 +39,16 @@ def test_whatever_begins_or_goes_on_leaves_it_alone(mark):
     assert stays(1.2, marks=mark) == []
 
 
+def test_a_wait_with_a_deadline_counts_from_there_on():
+    began = time.monotonic()
+    with commanded("generate", [], deadline_seconds=2):
+        assert stays(1.2) == []
+        assert len(stays(30)) == 1
+    assert time.monotonic() - began > 2.4
+    with commanded("train", []):
+        assert len(stays(1.2)) == 1, "the deadline is that of the other command"
+
+
 def test_without_a_limit_nothing_watches():
     with watching_itself(StallLimit.of("trainer.stall_timeout_seconds", None), pytest.fail):
         time.sleep(0.05)

@@ -4,6 +4,7 @@ Every test lets the same program do its work outside the sandbox too, or shows o
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -280,6 +281,30 @@ def test_f45_allow_unsafe_runs_with_what_there_is(monkeypatch, tmp_path):
     child.write_text(source)
     monkeypatch.setattr(sandbox, "_CHILD", child)
     assert run_python("print(1)", limits=Limits(), allow_unsafe=True).stdout == "1\n"
+
+
+def test_the_folder_of_a_caller_that_is_killed_goes_at_the_next_start(tmp_path):
+    """Also where the caller is root, and the program's files are not."""
+    code = (
+        "import os\n"
+        "from shardwise.rewards import sandbox\n"
+        "sandbox._read_until_end = lambda *_: os.kill(os.getpid(), 9)\n"
+        "sandbox.run_python('', limits=sandbox.Limits())\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, env=environment).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    code = "from shardwise.scratch import scratch_folder\nwith scratch_folder() as folder: print(folder)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).name != left.name
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_caller_that_died_before_it_began_no_program_runs(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(RuntimeError, match="the sandbox ended without an answer"):
+        run_python("print(1)", limits=Limits(), allow_unsafe=True)
 
 
 def test_the_death_of_the_caller_ends_the_program():

@@ -40,13 +40,31 @@ async def cancels_itself():
     raise asyncio.CancelledError
 
 
+async def cancels_its_task():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(5)
+
+
+class Unusual(BaseException):
+    pass
+
+
+async def raises_something_unusual():
+    raise Unusual
+
+
 def interrupts():
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
-    [(cancels_itself, "RuntimeError('the call was cancelled from inside')"), (interrupts, "KeyboardInterrupt()")],
+    [
+        (cancels_itself, "RuntimeError('the call was cancelled from inside')"),
+        (cancels_its_task, "CancelledError('')"),
+        (raises_something_unusual, "Unusual()"),
+        (interrupts, "KeyboardInterrupt()"),
+    ],
 )
 def test_what_an_agent_lets_out_is_its_own_failure(runner, call, told):
     assert repr(run(runner, call)[0].get(timeout=5)) == told

@@ -67,6 +67,32 @@ def interrupts() -> None:
     raise KeyboardInterrupt
 
 
+class Quit(BaseException):
+    pass
+
+
+def quits() -> None:
+    raise Quit("enough")
+
+
+async def quits_later() -> None:
+    raise Quit("enough")
+
+
+async def generator_ends() -> None:
+    raise GeneratorExit
+
+
+async def withdraws() -> None:
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
+
+async def withdraws_at_its_end() -> str:
+    asyncio.current_task().cancel()
+    return "never read"
+
+
 async def blocks() -> str:
     time.sleep(2.2)
     return "too late"
@@ -82,6 +108,7 @@ def environment(*more, **options):
         "max_result_chars": 70,
     }
     more += (orders, orders_later, mutters, cancels, interrupts, blocks)
+    more += (quits, quits_later, generator_ends, withdraws, withdraws_at_its_end)
     tools = {tool.__name__: checked(tool) for tool in (add, slow_echo, nap, fails, active_threads, *more)}
     return ToolEnvironment(tools, **(defaults | options))
 
@@ -141,6 +168,11 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_made():
         (call("mutters"), "error: mutters: Mute: (its __str__ raised ValueError)"),
         (call("cancels"), "error: cancels: RuntimeError: the call was cancelled from inside"),
         (call("interrupts"), "error: interrupts: KeyboardInterrupt: "),
+        (call("quits"), "error: quits: Quit: enough"),
+        (call("quits_later"), "error: quits_later: Quit: enough"),
+        (call("generator_ends"), "error: generator_ends: GeneratorExit: "),
+        (call("withdraws"), "error: withdraws: CancelledError: "),
+        (call("withdraws_at_its_end"), "error: withdraws_at_its_end: CancelledError: "),
         (call("blocks"), "error: blocks: TimeoutError: no answer within 2 s: it blocked the event loop; await"),
         ("<tool_call>{</tool_call>", "error: the tool call is not valid JSON"),
         (call("nap", seconds=9), "error: nap: TimeoutError: no answer within 2 s"),
@@ -153,6 +185,31 @@ def test_a_call_that_cannot_be_answered_tells_the_policy_why(asked, answer):
     assert first.startswith(answer)
     assert second == "2"  # the others are answered; a number may be text, as some models write it
     assert made.reward() == {"score": 0.0, "tool_calls": 2, "tool_errors": 1}
+
+
+def test_a_step_that_is_cancelled_cancels_its_calls_and_answers_none():
+    ended = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("waits")
+            raise
+
+    made = environment(waits)
+    made.reset(example())
+
+    async def cancelled():
+        step = asyncio.create_task(made.step(call("waits") + call("withdraws")))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        await step
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert ended == ["waits"]
+    assert made.reward()["tool_calls"] == 0
 
 
 def test_long_results_are_cut():
