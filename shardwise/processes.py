@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +43,14 @@ def end_group_with(lifeline_fd: int) -> None:
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+def start_resource_tracker() -> None:
+    """Starts Python's so that the signal of `end_group_with` does not end it: it removes what shared memory the others
+    leave behind."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # which it inherits
+    resource_tracker.ensure_running()
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def end_group(group: int) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CHILD = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from shardwise.processes import die_with, end_group_with
+from shardwise.processes import die_with, end_group_with, start_resource_tracker
 {bind}
 print("bound", flush=True)
 while True:
@@ -58,6 +58,28 @@ def test_a_process_and_what_it_started_end_with_the_other_end_of_a_pipe():
     os.close(writer)
     assert process.wait(SECONDS) == -signal.SIGIO
     assert process.stdout.read() == b""  # to the end: the grandchild too is gone
+
+
+TRACKED = """
+from multiprocessing.shared_memory import SharedMemory
+start_resource_tracker()
+end_group_with({reader})
+memory = SharedMemory({name!r}, create=True, size=4096)
+"""
+
+
+def test_a_process_that_ends_with_the_other_end_of_a_pipe_leaves_no_shared_memory():
+    reader, writer = os.pipe()
+    memory = Path("/dev/shm", f"shardwise-test-{os.getpid()}")
+    process = child(TRACKED.format(reader=reader, name=memory.name), pass_fds=[reader])
+    assert memory.is_file()
+    os.close(writer)
+    assert process.wait(SECONDS) == -signal.SIGIO
+    process.stdout.close()
+    deadline = time.monotonic() + SECONDS
+    while memory.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

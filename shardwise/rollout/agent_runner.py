@@ -51,8 +51,8 @@ class AgentRunner:
 
 async def _await(call: Callable[[], Any], done: Callable[[Any], None]) -> None:
     # In a task of its own: what it raises is the result, also where it cancels that; to be broken off is raised here.
-    [result] = await asyncio.gather(uncancelled(call()), return_exceptions=True)
-    done(result)
+    outcomes = await asyncio.gather(uncancelled(call()), return_exceptions=True)
+    done(outcomes[0])
 
 
 def _run(call: Callable[[], Any], done: Callable[[Any], None]) -> None:

@@ -37,6 +37,7 @@ _NUM_SHOWN_UIDS = 3
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError, TrainingError)}
 """Those of an engine that mean the same in another process."""
 _PHASES: dict[str, Phase] = {"generate": "serve", "load": "load"}
+_OF_THE_TRACKER = "ignore:resource_tracker:UserWarning"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -131,12 +132,14 @@ class EngineProcess:
         method: str,
         *arguments: Any,
         uids: Iterable[str] = (),
+        on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
         """Returns what the engine does.
 
         Args:
             uids: of the requests among the arguments.
+            on_finished: is called with the place of each request when the engine is done with it.
             is_interrupted: is asked until it is true; the engine then returns what it has. None: it is not.
         Raises:
             ProcessLost: the process died, or hung and was ended. ConfigError, DataError, ModelError, TrainingError: as
@@ -146,7 +149,13 @@ class EngineProcess:
         self._send(method, *arguments)
         if method in _PHASES:
             fault_point(_PHASES[method], pid=self.pid)
-        return self._answer(method, uids, self._config.request_timeout_seconds, is_interrupted)
+        return self._answer(
+            method,
+            uids,
+            self._config.request_timeout_seconds,
+            on_finished=on_finished,
+            is_interrupted=is_interrupted,
+        )
 
     def close(self) -> None:
         """Ends the process and all that it has started."""
@@ -170,6 +179,8 @@ class EngineProcess:
         method: str,
         uids: Iterable[str],
         seconds: float,
+        *,
+        on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
         """The answer to what was sent last. Every `finished` that comes before it gives the others `seconds` more."""
@@ -195,6 +206,7 @@ class EngineProcess:
             elif "finished" in message:
                 unfinished.pop(message["finished"], None)
                 since = noticed = now
+                on_finished(message["finished"])
             elif "error" in message:
                 raise self._error(message)
             else:
@@ -301,6 +313,8 @@ def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, s
     variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     # It starts in the rank's folder, for paths that are relative, and finds this package all the same.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    # What Python's resource tracker says of shared memory would come after the last words of those who left it.
+    variables["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _OF_THE_TRACKER)))
     if device.type == "cuda":
         first = device.index or 0
         known = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -7,16 +7,21 @@ another one.
     any other call  ->  {"result": ...}, or {"error": class, "message": ..., "traceback": ...}
 
 Messages are those of `codec.py`: nothing is unpickled. Weights come through memory that both sides have mapped.
+
+An engine that has lost a worker gives no answer: its process ends.
 """
 
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import active_children
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,10 +29,13 @@ from torch import Tensor
 
 from shardwise.checksum import checksum
 from shardwise.codec import decode, encode
+from shardwise.console import tell
 from shardwise.ops import release_cached_blocks
-from shardwise.processes import die_with, end_group_with
+from shardwise.processes import die_with, end_group_with, how_it_ended, start_resource_tracker
 from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.shared_weights import Form, SharedWeights, packed
+
+_GLANCE_SECONDS = 0.01
 
 
 def serve(
@@ -44,6 +52,7 @@ def serve(
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whether the job ends is the parent's to decide
         signal.signal(number, signal.SIG_IGN)
+    start_resource_tracker()
     end_group_with(lifeline_fd)
     die_with(parent)
     for descriptor in (commands_fd, probes_fd, memory_fd):
@@ -61,11 +70,14 @@ def serve(
     _send(commands, _answer(begin))
     if served is None:
         return
+    workers = _Workers()
     with suppress(EOFError, ConnectionResetError):
         while True:
             message = decode(torch.frombuffer(bytearray(commands.recv_bytes()), dtype=torch.uint8))
             if message["method"] != "interrupt":  # whose call has returned
-                _send(commands, _answer(partial(served.do, message["method"], message["arguments"])))
+                answer = _answer(partial(served.do, message["method"], message["arguments"]))
+                workers.require()
+                _send(commands, answer)
 
 
 class _Served:
@@ -122,6 +134,34 @@ class _Served:
                     f"other values of {name} arrived in the process of the rollout engine than were sent"
                 )
             yield name, tensor
+
+
+class _Workers:
+    """The processes that the engine has started. When one is gone this process ends, and says which: the engine may
+    wait for it for ever, or raise an error that does not name it."""
+
+    def __init__(self) -> None:
+        self._processes = active_children()
+        self._watcher = threading.Thread(target=self._end_with_one, daemon=True)
+        if self._processes:
+            self._watcher.start()
+
+    def require(self) -> None:
+        """Returns if all are there."""
+        if self._gone(seconds=0):
+            self._watcher.join()  # which ends this process
+
+    def _end_with_one(self) -> None:
+        """A thread. Waits for: the end of a process."""
+        for process in self._gone(seconds=None):
+            while (code := process.exitcode) is None:  # another thread, which has asked first, is about to note it
+                time.sleep(_GLANCE_SECONDS)
+            tell(f"its worker {process.name} {how_it_ended(code)}")
+        os._exit(1)
+
+    def _gone(self, *, seconds: float | None) -> list[BaseProcess]:
+        ended = wait([process.sentinel for process in self._processes], seconds)
+        return [process for process in self._processes if process.sentinel in ended]
 
 
 def _give_signs_of_life(probes: Connection) -> None:

@@ -67,21 +67,27 @@ class SupervisedEngine:
         on_finished: Callable[[int], None] | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
-        """See RolloutEngine.generate; `on_finished` is called when all completions have come.
+        """See RolloutEngine.generate. `on_finished` is told of a request once, also where the process is lost after
+        that and the next one is asked for it anew; that one may be interrupted in it.
 
         Raises:
             EngineLostError: too many processes were lost, or two did not get done with the same requests.
         """
         self._require_weights()
+        finished: set[int] = set()
+
+        def tell_once(place: int) -> None:
+            if on_finished is not None and place not in finished:
+                finished.add(place)
+                on_finished(place)
+
         found: list[list[Completion]] = self._ask(
             "generate",
             list(requests),
             uids=[request.uid for request in requests],
+            on_finished=tell_once,
             is_interrupted=is_interrupted,
         )
-        for place, group in enumerate(found):
-            if on_finished is not None and all(one.finish_reason != "interrupted" for one in group):
-                on_finished(place)
         return found
 
     def logprobs(
@@ -165,6 +171,7 @@ class SupervisedEngine:
         method: str,
         *arguments: Any,
         uids: Sequence[str] = (),
+        on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
         """The answer of a process, of the next one where one is lost. Raises EngineLostError as `generate`."""
@@ -172,7 +179,9 @@ class SupervisedEngine:
         while True:
             process = self._ready()
             try:
-                return process.call(method, *arguments, uids=uids, is_interrupted=is_interrupted)
+                return process.call(
+                    method, *arguments, uids=uids, on_finished=on_finished, is_interrupted=is_interrupted
+                )
             except ProcessLost as lost:
                 self._bury(process, method, lost, is_last=is_second)
                 is_second = isinstance(lost, RequestsLost)

@@ -104,6 +104,7 @@ def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
         raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {said(error)}") from error
     # What vLLM runs when it is collected ends the process group, which is the trainer's.
     llm.llm_engine.engine_core._finalizer.detach()
+    llm.collective_rpc(WeightLoader.end_with.__name__, args=(os.getpid(),))
     llm.collective_rpc(WeightLoader.unlink_shared_memory.__name__)
     return llm
 

@@ -3,6 +3,7 @@
 vLLM is imported when it is used, so that this file can be read without it.
 """
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.checksum import checksum
 from shardwise.config import ConfigError, TrainingError
+from shardwise.processes import die_with
 from shardwise.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -26,10 +28,15 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class WeightLoader:
-    """What vLLM's worker gains: all weights at once, by their names in a checkpoint; and names of shared memory taken
-    away."""
+    """What vLLM's worker gains: all weights at once, by their names in a checkpoint; an end with its engine; and names
+    of shared memory taken away."""
 
     model_runner: Any
+
+    def end_with(self, process: int) -> None:
+        """Ends with that of the engine, also where it hangs or is stopped, and its word to leave would reach nobody."""
+        if process != os.getpid():
+            die_with(process)
 
     def unlink_shared_memory(self) -> None:
         """On a CPU the workers of an engine have mapped each other's memory when vLLM is there. Without its names it

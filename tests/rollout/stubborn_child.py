@@ -1,9 +1,10 @@
 """A rollout engine's own process, as shardwise.recipes.rank.engine_child, whose engine never gets done with the row
-"stuck", and prints before it begins."""
+"stuck", loses its worker in the rows "waits" and "raises", and prints before it begins."""
 
 import json
 import sys
 import time
+from multiprocessing import Process
 from pathlib import Path
 
 from shardwise.recipes.rank.heavy_imports import heavy_imports
@@ -19,9 +20,17 @@ class Stubborn:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
+        self._worker = Process(target=time.sleep, args=(1000,), name="Worker-1", daemon=True)
+        self._worker.start()
 
     def generate(self, requests, on_finished, is_interrupted):
         print(f"generating {len(requests)}", flush=True)
+        for what in {"waits", "raises"} & {request.uid for request in requests}:
+            self._worker.kill()
+            self._worker.join()
+            if what == "raises":
+                raise RuntimeError("cancelled")
+            time.sleep(1000)
         found = self._engine.generate(
             [request for request in requests if request.uid != "stuck"], on_finished=on_finished
         )

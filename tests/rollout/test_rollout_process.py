@@ -37,6 +37,11 @@ def test_the_process_is_alone_in_its_world(job):
     assert "CUDA_VISIBLE_DEVICES" not in found
 
 
+def test_warnings_that_the_user_has_asked_for_are_kept(job, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert environment_of(CPU)["PYTHONWARNINGS"] == "error,ignore:resource_tracker:UserWarning"
+
+
 @pytest.mark.parametrize(
     ("visible", "index", "num_devices", "expected"),
     [(None, 2, 1, "2"), (None, 1, 2, "1,2"), ("7,5,GPU-ab", 1, 1, "5"), ("7,5,GPU-ab", 1, 2, "5,GPU-ab")],

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shardwise.fault_plan import begin_plan
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sampling.rollouter import rest_of
 from shardwise.rollout import EngineProcess, SupervisedEngine, environment_of
+from shardwise.rollout.process import ProcessLost
 from shardwise.rollout.serving import _Served
 from shardwise.rollout.shared_weights import packed
 from shardwise.transfer import WeightSyncError, sync_local
@@ -266,16 +268,51 @@ class InThisProcess:
     """Stands in for an EngineProcess: what a process does with its calls, without one."""
 
     def __init__(self, engine, memory_fd) -> None:
-        self._served = _Served(engine, memory_fd, lambda place: None, lambda: False)
+        self._served = _Served(engine, memory_fd, self._tell, lambda: False)
 
     def start(self):
         return packed(self._served.forms)
 
-    def call(self, method, *arguments, **_):
+    def call(self, method, *arguments, on_finished=None, **_):
+        self._on_finished = on_finished
         return self._served.do(method, arguments)
+
+    def _tell(self, place) -> None:
+        self._on_finished(place)
 
     def close(self) -> None:
         pass
+
+
+def test_requests_are_told_as_they_are_finished(supervised):
+    """An interruption follows the first one, and meets the others in the middle."""
+    first, *others = REQUESTS
+    told = []
+    groups = supervised.generate(
+        [replace(first, num_completions=1, max_tokens=1), *(replace(other, max_tokens=100) for other in others)],
+        on_finished=told.append,
+        is_interrupted=lambda: bool(told),
+    )
+    assert told[0] == 0
+    assert len(told) < len(REQUESTS)
+    assert "interrupted" in {completion.finish_reason for group in groups for completion in group}
+    assert "interrupted" not in {completion.finish_reason for place in told for completion in groups[place]}
+
+
+def test_a_request_is_told_once_where_it_is_asked_of_two_processes(open_engine):
+    told, engine = [], open_engine()
+
+    class LostAfterTwo(InThisProcess):
+        def _tell(self, place):
+            super()._tell(place)
+            if len(told) == 2:
+                raise ProcessLost("died")
+
+    processes = iter([LostAfterTwo, InThisProcess])
+    supervised = SupervisedEngine(lambda memory_fd: next(processes)(engine, memory_fd), max_restarts=1, name="it")
+    assert supervised.generate(REQUESTS, on_finished=told.append) == engine.generate(REQUESTS)
+    assert supervised.take_restarts() == 1
+    assert sorted(told) == list(range(len(REQUESTS)))
 
 
 def test_weights_that_sleeping_dropped_are_loaded_again_from_memory_before_anything_is_sampled(open_engine):
@@ -350,6 +387,17 @@ def test_f08_a_model_that_cannot_be_loaded_is_no_reason_to_restart(tmp_path):
     with pytest.raises(Exception, match=r"config\.json is not a model config: ") as caught:
         build_rollout(ModelConfig(path=str(tmp_path)), config, dtype=torch.float32, device=CPU)
     assert type(caught.value).__name__ == "ModelError"
+
+
+@pytest.mark.parametrize("uid", ["waits", "raises"])
+def test_f08_an_engine_that_has_lost_a_worker_is_lost_whatever_it_makes_of_that(model_folders, uid):
+    engine = open_stubborn(model_folders["llama"], max_restarts=0)
+    with pytest.raises(EngineLostError, match="was lost 1 times") as caught:
+        engine.generate([GenerateRequest(uid=uid, prompt_ids=[5], max_tokens=1, temperature=1.0)])
+    engine.close()
+    history = str(caught.value).splitlines()[-1]
+    assert "in `generate`, it ended its process with exit code 1; it last printed: " in history
+    assert history.endswith("generating 1 | its worker Worker-1 ended its process by SIGKILL (out of memory?)")
 
 
 @pytest.mark.full

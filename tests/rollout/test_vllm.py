@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +17,13 @@ from vllm_engines import ARGS, CPU, needs_vllm, open_engine, request, vllm_folde
 
 from shardwise.config import (
     ConfigError,
+    EngineLostError,
     ModelConfig,
     ModelError,
     SamplingConfig,
     TrainingError,
 )
+from shardwise.processes import end_group
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.rollout import SupervisedEngine, VllmEngine
 from shardwise.transfer import sync_local
@@ -232,8 +237,8 @@ def test_an_engine_that_does_not_sleep_stays_awake(folder):
     assert llm.calls == []
 
 
-def open_supervised(folder, **args) -> SupervisedEngine:
-    engine = {"type": "vllm", "process": {"max_restarts": 2}, "args": ARGS | args}
+def open_supervised(folder, *, max_restarts=2, **args) -> SupervisedEngine:
+    engine = {"type": "vllm", "process": {"max_restarts": max_restarts}, "args": ARGS | args}
     config = SamplingConfig(engine=engine, max_concurrent_sequences=4)
     return build_rollout(ModelConfig(path=str(folder)), config, dtype=torch.float32, device=CPU)
 
@@ -270,7 +275,81 @@ def test_f06_trap_25_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves
     assert {completion.policy_version for group in after for completion in group} == {5}
     assert supervised.take_restarts() == 1
     supervised.close()
+    wait_until(lambda: not marked(f"{folder}-{size}"))
+
+
+def wait_until(condition) -> None:
     deadline = time.monotonic() + 20
-    while marked(f"{folder}-{size}") and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert not marked(f"{folder}-{size}")
+
+
+def workers(engine: int) -> list[int]:
+    """Of vLLM in this process."""
+    children = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
+    return [pid for pid in children if Path(f"/proc/{pid}/cmdline").read_text().startswith("VLLM::Worker")]
+
+
+def shared(engine: int) -> list[Path]:
+    """Memory that has a name and that this process shares with others: queues and semaphores."""
+    lines = Path(f"/proc/{engine}/maps").read_text().splitlines()
+    found = {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+    return [path for path in found if path.exists()]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_f06_f08_trap_25_vllm_that_loses_a_worker_is_replaced_and_at_last_the_error_names_it(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    wanted = [request(uid=f"row {i}", num_completions=3, max_tokens=12) for i in range(4)]
+    supervised = open_supervised(folder, max_restarts=1, tensor_parallel_size=2)
+    names = shared(supervised.pid)
+    before = supervised.generate(wanted)
+    os.kill(workers(supervised.pid)[1], signal.SIGKILL)
+    assert supervised.generate(wanted) == before
+    assert supervised.take_restarts() == 1
+    names += shared(supervised.pid)
+    assert len(names) >= 4
+    os.kill(workers(supervised.pid)[0], signal.SIGKILL)
+    with pytest.raises(EngineLostError, match="was lost 2 times") as caught:
+        supervised.generate(wanted)
+    supervised.close()
+    _, first, second = str(caught.value).splitlines()
+    assert "its worker VllmWorker-1 ended its process by SIGKILL" in first
+    assert "its worker VllmWorker-0 ended its process by SIGKILL" in second
+    assert "leaked" not in first + second
+    assert not [name for name in names if name.exists()]
+
+
+RANK = """
+import os, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from test_vllm import open_supervised
+if __name__ == "__main__":
+    print(open_supervised(Path({folder!r}), tensor_parallel_size=2).pid, flush=True)
+    sys.stdin.read()
+    os._exit(1)
+"""
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_and_a_worker_that_is_stopped_end_with_a_rank_that_leaves_at_once(folder, marked, monkeypatch, tmp_path):
+    monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    paths = [str(path) for path in reversed(Path(__file__).parents[:3])]
+    code = RANK.format(paths=paths, folder=str(folder))
+    rank = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    engine = int(rank.stdout.readline())
+    names = shared(engine)
+    assert len(names) >= 2
+    os.kill(workers(engine)[1], signal.SIGSTOP)
+    rank.communicate("")
+    assert rank.returncode == 1
+    try:
+        wait_until(lambda: not marked(str(tmp_path)))
+        assert not [name for name in names if name.exists()]
+    finally:
+        end_group(engine)
