@@ -451,7 +451,7 @@ class EvalSettings(Config):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""
     stall_timeout_seconds: Deadline | None = 7200.0
-    """How long rank 0 may sample without a completion that ends, or judge them, before the command ends as one that
+    """How long rank 0 may sample without being done with a prompt, or judge them, before the command ends as one that
     hangs, with the stacks of every rank. null: no limit."""
 
 

@@ -54,7 +54,7 @@ class TrainerConfig(OptimizerConfig):
     save_timeout_seconds: Deadline = 3600.0
     """How long a save in the background may take, with what is tried again, before the run ends as one that hangs."""
     stall_timeout_seconds: Deadline | None = 7200.0
-    """How long rank 0 may stay in one phase or command, or sample without a completion that ends, before the run ends
+    """How long rank 0 may stay in one phase or command, or sample without being done with a prompt, before the run ends
     as one that hangs, with the stacks of every rank; longer than engine.collective_timeout_seconds, by which ranks that
     wait for each other find out. A wait for ranks that only sample has the deadline rollout.placement.timeout_seconds,
     and counts from there on. null: no limit."""
