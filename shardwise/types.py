@@ -399,6 +399,12 @@ class MetricValue:
     count: float | Tensor = 1.0
     """What a mean is divided by."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("sum", "mean", "max"):
+            raise TypeError(
+                "MetricValue is made by MetricValue.mean(total, count), MetricValue.sum(total) or MetricValue.max(total)"
+            )
+
     @classmethod
     def sum(cls, total: float | Tensor) -> Self:
         return cls("sum", total)

@@ -36,6 +36,11 @@ def test_a_metric_that_only_some_parts_have_is_kept():
     assert {name: value.result() for name, value in merged.items()} == {"a": 1.5, "b": 1.0}
 
 
+def test_a_metric_that_does_not_say_how_it_merges_is_refused():
+    with pytest.raises(TypeError, match=r"^MetricValue is made by MetricValue\.mean\(total, count\), "):
+        MetricValue(3.0, 4.0)
+
+
 def test_a_mean_over_nothing_is_zero():
     assert MetricValue.mean(0.0, 0).result() == 0.0
 

@@ -6,9 +6,9 @@ Half of the demonstrations call the calculator and half answer from memory, whic
 learning leaves a policy that does both, and reinforcement learning finds out which one pays.
 """
 
+import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,4 +60,6 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/calculator"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/calculator"), help="default: %(default)s")
+    main(parser.parse_args().folder)

@@ -3,8 +3,8 @@
 python examples/vl_digits/evaluate.py MODEL_FOLDER [runs/vl_digits/validation.jsonl]
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -40,5 +40,9 @@ def accuracy(model_folder: Path, rows_file: Path) -> float:
 
 
 if __name__ == "__main__":
-    validation = Path(sys.argv[2] if len(sys.argv) > 2 else "runs/vl_digits/validation.jsonl")
-    print(f"held-out accuracy {accuracy(Path(sys.argv[1]), validation):.3f}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_folder", type=Path)
+    held_out = Path("runs/vl_digits/validation.jsonl")
+    parser.add_argument("rows_file", nargs="?", type=Path, default=held_out, help="default: %(default)s")
+    arguments = parser.parse_args()
+    print(f"held-out accuracy {accuracy(arguments.model_folder, arguments.rows_file):.3f}")

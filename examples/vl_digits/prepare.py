@@ -1,15 +1,15 @@
 """Makes what examples/vl_digits_sft.yaml and vl_digits_grpo.yaml learn from: a small random Qwen3-VL, and
 digits drawn with PIL. Needs pillow.
 
-python examples/vl_digits/prepare.py [runs/vl_digits [NUMBER_OF_TRAINING_ROWS]]
+python examples/vl_digits/prepare.py [runs/vl_digits [NUM_TRAIN]]
 
 A row asks for the digits of one to three pictures. Held-out rows have drawings of their own: places, sizes, angles and
 colours are drawn anew for every digit.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,5 +139,8 @@ def tokenizer_with_images() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    folder, num_train, *_ = [*sys.argv[1:], *("runs/vl_digits", NUM_TRAIN)[len(sys.argv) - 1 :]]
-    main(Path(folder), int(num_train))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/vl_digits"), help="default: %(default)s")
+    parser.add_argument("num_train", nargs="?", type=int, default=NUM_TRAIN, help="rows; default: %(default)s")
+    arguments = parser.parse_args()
+    main(arguments.folder, arguments.num_train)

@@ -363,8 +363,9 @@ def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
-    """The commands that have the key, else the same name elsewhere, else the most similar one beside it, else, of a key
-    in a group, one anywhere, else what is valid here."""
+    """The commands that have the key; else the same name below its group, or elsewhere, else the most similar one
+    beside it, else, of a key in a group, a very similar one anywhere. What is valid here, where that is little or
+    nothing else helps."""
     path = ".".join(part for part in location if isinstance(part, str))
     if commands := [f"`shardwise {name}`" for name, other in cls.commands().items() if path in key_paths(other)]:
         return f"; it is a key of {', '.join(commands)}"
@@ -372,12 +373,16 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     group, _, name = path.rpartition(".")
     siblings = [other for other in everything if other.rpartition(".")[0] == group]
     same = [other for other in everything if other.rpartition(".")[2] == name]
-    for candidates in (same, siblings, everything if group else []):
+    below = [other for other in same if other.startswith(f"{group}.")]
+    valid = f"valid keys here: {_listed(siblings, path)}"
+    for candidates, cutoff in ((below, 1.0), (same, 1.0), (siblings, 0.6), (everything if group else [], 0.8)):
         by_name = {other.rpartition(".")[2]: other for other in reversed(candidates)}
-        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=cutoff)
         if nearest:
-            return f"; did you mean {by_name[nearest[0]]}?"
-    return f"; valid keys here: {_listed(siblings, path)}" if siblings else ""
+            found = by_name[nearest[0]]
+            is_far = bool(group) and not found.startswith(f"{group}.") and 0 < len(siblings) <= _MOST_LISTED
+            return f"; did you mean {found}?{f' {valid}' if is_far else ''}"
+    return f"; {valid}" if siblings else ""
 
 
 def _listed(names: Sequence[str], near: str | None = None) -> str:

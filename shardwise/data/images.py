@@ -72,7 +72,7 @@ class ImageReader:
         except (ImportError, ValueError, OSError) as error:
             raise ModelError(
                 f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
-                "package pillow (pip install shardwise[vision])"
+                "package pillow (pip install pillow)"
             ) from None
         if not processor.do_resize:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.config import ConfigError, DataError, ReasoningGymTask
 
-INSTALL = "pip install 'shardwise[reasoning-gym]'"
+INSTALL = "pip install reasoning-gym"
 
 
 def check_task(path: Path) -> ReasoningGymTask:

@@ -16,7 +16,7 @@ from shardwise.types import Example
 try:
     import verifiers.v1 as vf
 except ImportError as error:
-    raise ImportError(f"verifiers cannot be imported ({error}); pip install 'shardwise[verifiers]'") from error
+    raise ImportError(f"verifiers cannot be imported ({error}); pip install verifiers") from error
 
 Tree = dict[str, Any]
 

@@ -262,6 +262,11 @@ def test_file_that_is_absent_binary_or_empty(tmp_path):
         ),
         ("qqqq=1", "qqqq: unknown key; valid keys here: model, data, engine, trainer"),
         ("drop_out=1", "drop_out: unknown key; valid keys here: model, data, engine, trainer"),  # lora.dropout is far
+        ("engine.wrap_policy.qqq=1", "engine.wrap_policy.qqq: unknown key; valid keys here: engine.wrap_policy."),
+        (
+            "engine.wrap_policy.path=1",
+            "engine.wrap_policy.path: unknown key; did you mean model.path? valid keys here: engine.wrap_policy.",
+        ),
         ("rollout.engine=vllm", "rollout: unknown key; it is a key of `shardwise rl`, `shardwise eval`"),
         ("algorithm={kl_coef: 1}", "algorithm: unknown key; it is a key of `shardwise rl`"),
         ("data.max_prompt_tokens=9", "data.max_prompt_tokens: unknown key; it is a key of `shardwise rl`, `shardwise "),

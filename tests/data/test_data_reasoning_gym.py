@@ -23,7 +23,7 @@ SUMS = "{task: chain_sum, size: 3, seed: 5, arguments: {min_terms: 2, max_terms:
 
 def test_without_the_package_it_is_said_how_to_install_it(task, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(DataError, match=r"names a task of reasoning-gym.*pip install 'shardwise\[reasoning-gym\]'"):
+    with pytest.raises(DataError, match=r"names a task of reasoning-gym.*pip install reasoning-gym"):
         check_files([task(SUMS)])
 
 

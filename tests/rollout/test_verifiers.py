@@ -67,7 +67,7 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.delitem(sys.modules, "shardwise.rollout.verifiers", raising=False)
     config = AgentEnvironment(path="shardwise.rollout.verifiers:play", parameters=PARAMETERS)
-    with pytest.raises(ConfigError, match=r"verifiers cannot be imported.*pip install 'shardwise\[verifiers\]'"):
+    with pytest.raises(ConfigError, match=r"verifiers cannot be imported.*pip install verifiers"):
         load_agent(config)
 
 
