@@ -402,7 +402,8 @@ class MetricValue:
     def __post_init__(self) -> None:
         if self.kind not in ("sum", "mean", "max"):
             raise TypeError(
-                "MetricValue is made by MetricValue.mean(total, count), MetricValue.sum(total) or MetricValue.max(total)"
+                "MetricValue is made by MetricValue.mean(total, count), MetricValue.sum(total) or "
+                "MetricValue.max(total)"
             )
 
     @classmethod

@@ -26,8 +26,8 @@ from shardwise.processes import end_group_with
 from shardwise.rewards.base import RewardFunction
 from shardwise.rewards.worker import load_with_parameters, work
 
-NUM_PIPES = 3
-"""Of a worker: jobs, results, lifeline."""
+NUM_PIPES = 4
+"""Of a worker: jobs, results, lifeline, and one for what it prints."""
 
 
 def main(control_fd: int, lifeline_fd: int) -> None:
@@ -89,25 +89,33 @@ def _serve(control: socket.socket, functions: Sequence[RewardFunction], memory_b
         request, pipes, _, _ = socket.recv_fds(control, 1, NUM_PIPES, socket.MSG_CMSG_CLOEXEC)
         if not request:
             break
-        job_fd, result_fd, lifeline_fd = pipes
+        job_fd, result_fd, lifeline_fd, output_fd = pipes
         pid = os.fork()
         if pid == 0:
             for fd in (control.fileno(), wakeup_read, wakeup_write, *result_fds.values()):
                 os.close(fd)
-            _become_worker(functions, memory_bytes, job_fd, result_fd, lifeline_fd)
+            _become_worker(functions, memory_bytes, job_fd, result_fd, lifeline_fd, output_fd)
         result_fds[pid] = result_fd
-        os.close(job_fd)
-        os.close(lifeline_fd)
+        for fd in (job_fd, lifeline_fd, output_fd):
+            os.close(fd)
     for pid in result_fds:
         _kill_group(pid)
         os.waitpid(pid, 0)
 
 
 def _become_worker(
-    functions: Sequence[RewardFunction], memory_bytes: int | None, job_fd: int, result_fd: int, lifeline_fd: int
+    functions: Sequence[RewardFunction],
+    memory_bytes: int | None,
+    job_fd: int,
+    result_fd: int,
+    lifeline_fd: int,
+    output_fd: int,
 ) -> NoReturn:
     try:
         os.setsid()
+        for standard_fd in (1, 2):
+            os.dup2(output_fd, standard_fd)
+        os.close(output_fd)
         if memory_bytes is not None:
             _limit_memory(memory_bytes)
         signal.set_wakeup_fd(-1)

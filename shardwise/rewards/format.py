@@ -22,8 +22,10 @@ def pattern_match(
         pattern: must match the whole text, up to white space around it; `.` matches line breaks too.
         tags: names; the score is the share of them that stand exactly once as `<name>` and, behind it, as `</name>`.
     Raises:
-        ValueError: both or none of the two are given, or the pattern is no regular expression.
+        ValueError: both or none of the two are given, tags are no list, or the pattern is no regular expression.
     """
+    if isinstance(tags, str):
+        raise ValueError(f"tags={tags!r} is a text, whose letters would be the tags; give a list")
     if (pattern is None) == (not tags):
         raise ValueError(f"pattern={pattern!r} and tags={tags!r}: give one of the two")
     if pattern is not None:

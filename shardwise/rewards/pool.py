@@ -110,7 +110,7 @@ class RewardPool:
                 worker.kill()
                 self._workers[place] = self._start()
                 if worker.jobs:
-                    yield worker.jobs.popleft(), Answer(failure=str(loss))
+                    yield worker.jobs.popleft(), Answer(failure=f"{loss}{worker.last_words()}")
                 pending.extendleft(reversed(worker.jobs))
 
     def _hand_out(self, pending: deque[int], messages: list[str]) -> None:

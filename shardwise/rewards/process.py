@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.config import ConfigError, FunctionReward, JudgeLostError
 from shardwise.processes import how_it_ended
+from shardwise.rewards.output import Output, RateLimitedLog
 
 START_SECONDS = 300.0
 """How long importing the reward functions may take; they may import torch on a busy, slow disk."""
@@ -47,7 +48,7 @@ class WorkerLost(Exception):
 class ForkServer:
     """A child that imports the reward functions, in a process group of its own, and forks the processes that call them.
 
-    No method blocks, apart from `close`, which takes milliseconds.
+    No method blocks, apart from `close`, which takes milliseconds, or a second where what it started keeps its output.
     """
 
     def __init__(self, functions: Sequence[FunctionReward], *, memory_bytes: int | None = None) -> None:
@@ -57,30 +58,39 @@ class ForkServer:
         """
         self.ready = False
         """Whether the functions are loaded."""
+        self.log = RateLimitedLog(
+            f"reward function {functions[0].function}" if len(functions) == 1 else "reward functions"
+        )
+        """For what this process and those it forks print."""
         self._functions = functions
         self._since = time.monotonic()
         self._unread = b""
         self._control, theirs = socket.socketpair()
         lifeline_read, self._lifeline_fd = os.pipe()
+        output_read, output_write = os.pipe()
         try:
             # It starts where this package lies, so that it finds the package whatever the working directory is.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardwise.rewards.fork_server", str(theirs.fileno()), str(lifeline_read)],
+                # Unbuffered, so that what was printed before a death is not lost.
+                [sys.executable, "-u", "-m", "shardwise.rewards.fork_server", str(theirs.fileno()), str(lifeline_read)],
                 cwd=_PACKAGE_ROOT,
                 env={**os.environ, **_ONE_THREAD},
                 pass_fds=(theirs.fileno(), lifeline_read),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
             )
         except OSError:
             self._control.close()
             os.close(self._lifeline_fd)
+            os.close(output_read)
             raise
         finally:
             theirs.close()
             os.close(lifeline_read)
+            os.close(output_write)
+        self._output = Output(output_read, self.log)
         entries = [{"function": entry.function, "parameters": entry.parameters} for entry in functions]
         setup = json.dumps({"folder": os.getcwd(), "functions": entries, "memory_bytes": memory_bytes}).encode()
         assert self._process.stdin is not None
@@ -144,6 +154,7 @@ class ForkServer:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_SECONDS)
         os.close(self._lifeline_fd)
+        self._output.finish()
 
     def wait_targets(self) -> list[tuple[int, int]]:
         """(file descriptor, selector events) that make `receive` worth calling."""
@@ -158,13 +169,16 @@ class ForkServer:
     def _import_failure(self, reason: str) -> str:
         specs = ", ".join(entry.function for entry in self._functions)
         whose = "the function" if len(self._functions) == 1 else "one of the functions"
-        return f"reward.functions={specs}: importing {whose} {reason}; it must import in a fresh Python process"
+        return (
+            f"reward.functions={specs}: importing {whose} {reason}{self._output.last_words()}; it must import in a "
+            "fresh Python process"
+        )
 
 
 class RewardProcess:
     """A process that calls reward functions on one job after the other, in a process group of its own.
 
-    No method blocks, apart from `kill`, which takes milliseconds.
+    No method blocks, apart from `kill`, which takes milliseconds, or a second where what it started keeps its output.
     """
 
     def __init__(self, server: ForkServer, *, timeout_seconds: float, memory_bytes: int | None = None) -> None:
@@ -186,15 +200,18 @@ class RewardProcess:
         self._head_since = time.monotonic()
         self._unsent = b""
         self._unread = b""
+        self._has_ended = False
         job_read, self._job_fd = os.pipe()
         self._result_fd, result_write = os.pipe()
         lifeline_read, self._lifeline_fd = os.pipe()
-        theirs = (job_read, result_write, lifeline_read)
+        output_read, output_write = os.pipe()
+        theirs = (job_read, result_write, lifeline_read, output_write)
         server.fork(theirs)
         for fd in theirs:
             os.close(fd)
         os.set_blocking(self._job_fd, False)
         os.set_blocking(self._result_fd, False)
+        self._output = Output(output_read, server.log)
 
     @property
     def ready(self) -> bool:
@@ -276,11 +293,17 @@ class RewardProcess:
         One that is not there yet will end by itself: it will find its pipe of jobs at its end.
         """
         if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._wait_for_end()
+            if not self._has_ended:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._wait_for_end()
+            self._output.finish()
         for fd in (self._job_fd, self._result_fd, self._lifeline_fd):
             os.close(fd)
+
+    def last_words(self) -> str:
+        """What it printed last, to follow how it ended; of one that was killed."""
+        return self._output.last_words()
 
     def _wait_for_end(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
@@ -316,7 +339,7 @@ class RewardProcess:
                 self.pid = message["ready"]
                 return None
             if "exit" in message:
-                self.pid = None  # the number may belong to another process by now; the server has ended the group
+                self._has_ended = True  # its number may belong to another process; the server has ended the group
                 raise WorkerLost(how_it_ended(message["exit"]) + self._limit)
             if message["job"] in self._taken_back:
                 return None

@@ -6,7 +6,7 @@
                                                           {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
 
 Where a function cannot work in this place at all, it says {"error": "why"} and ends. Standard output is not part of
-the protocol, so whatever user code prints can neither break nor block it.
+the protocol, so whatever user code prints cannot break it.
 """
 
 import functools
@@ -22,11 +22,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.config import ConfigError
-from shardwise.rewards.base import RewardFunction, describe_error, load_function, one_line, writable
+from shardwise.rewards.base import (
+    RewardFunction,
+    describe_error,
+    kind_of_callable,
+    load_function,
+    one_line,
+    writable,
+)
+from shardwise.rewards.format import pattern_match
+from shardwise.rewards.length import overlong_penalty, target_length
+from shardwise.rewards.repetition import ngram_repetition
 
 _READ_BYTES = 1 << 16
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every function is called with."""
+_INSTEAD = {
+    "class": "name a function, or an object of the class that can be called",
+    "coroutine function": "name a function (def) that runs it with asyncio.run",
+    "generator": "return the score, do not yield it",
+}
+"""Of what is no function."""
+_OF_THE_COMPLETION_ALONE = (pattern_match, overlong_penalty, target_length, ngram_repetition)
+"""Built-in functions that score an empty completion too, whatever the row is, unless their parameters are wrong."""
 
 
 def work(functions: Sequence[RewardFunction], job_fd: int, result_fd: int) -> None:
@@ -55,9 +73,12 @@ def load_with_parameters(spec: str, parameters: dict[str, Any]) -> RewardFunctio
     """The function, called with `parameters` beside the arguments of each call.
 
     Raises:
-        ConfigError: as `load_function`, or the function takes no such parameter, or needs one that is not given.
+        ConfigError: as `load_function`, or a call of it would give no score (`kind_of_callable`), or it takes no such
+            parameter, or needs one that is not given, or is a built-in one that its parameters keep from scoring.
     """
     function = load_function(spec)
+    if (kind := kind_of_callable(function)) != "function":
+        raise ConfigError(f"reward.functions={spec} is a {kind}, which returns no score; {_INSTEAD[kind]}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -69,7 +90,12 @@ def load_with_parameters(spec: str, parameters: dict[str, Any]) -> RewardFunctio
             f"reward.functions={spec}: cannot be called with {', '.join([*ARGUMENTS, *parameters])}: {error}; "
             f"it is {spec.rpartition(':')[2]}{signature}"
         ) from None
-    return functools.partial(function, **parameters)
+    bound = functools.partial(function, **parameters)
+    if any(function is known for known in _OF_THE_COMPLETION_ALONE):
+        empty = {"data_source": "", "solution_str": "", "ground_truth": None, "extra_info": {"num_response_tokens": 0}}
+        if "failure" in (answer := judge(bound, empty)):
+            raise ConfigError(f"reward.functions={spec} cannot work with parameters={parameters}: {answer['failure']}")
+    return bound
 
 
 def judge(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,11 @@ def test_tags_that_stand_once_and_in_order_count(text, score):
     assert call(text, tags=["think", "answer"]) == score
 
 
+def test_tags_that_are_a_text_are_an_error():
+    with pytest.raises(ValueError, match="tags='think' is a text, whose letters would be the tags; give a list"):
+        call("<think></think>", tags="think")
+
+
 def test_both_or_none_and_a_broken_pattern_are_errors():
     with pytest.raises(ValueError, match="give one of the two"):
         call("")

@@ -1,6 +1,6 @@
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,20 @@ def scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0
 
 def never(data_source, solution_str, ground_truth, extra_info):
     raise ValueError("never")
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def one_by_one(data_source, solution_str, ground_truth, extra_info):
+    yield 1.0
+
+class Half:
+    __hash__ = None
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return float(solution_str) / 2
+
+half = Half()
 
 class Custom:
     def __init__(self, config):
@@ -93,6 +107,61 @@ def test_parameters_that_do_not_fit_are_found_before_anything_is_scored(paramete
     assert "it is scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "parameters", "reason"),
+    [
+        ("format:pattern_match", {}, "ValueError: pattern=None and tags=None: give one of the two"),
+        ("format:pattern_match", {"pattern": "("}, "ValueError: pattern='(' is no regular expression: "),
+        (
+            "length:target_length",
+            {"target": 5, "tolerance": 2, "unit": "letters"},
+            "ValueError: unit='letters' is not known; use tokens, words or characters",
+        ),
+        ("length:overlong_penalty", {"max_length": 4, "buffer": 5}, "ValueError: buffer=5 must be from 1 to max"),
+        ("length:overlong_penalty", {"max_length": 4, "buffer": "2"}, "TypeError: "),
+        ("repetition:ngram_repetition", {"n": 0}, "ValueError: n=0 must be at least 1"),
+    ],
+)
+def test_parameters_that_a_built_in_function_refuses_are_found_before_anything_is_scored(spec, parameters, reason):
+    spec = f"shardwise.rewards.{spec}"
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(RewardConfig(functions={"function": spec, "parameters": parameters}))
+    assert str(caught.value).startswith(f"reward.functions={spec} cannot work with parameters={parameters}: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        ("format:pattern_match", {"tags": ["answer"]}),
+        ("length:target_length", {"target": 5, "tolerance": 2}),
+        ("length:overlong_penalty", {"max_length": 4, "buffer": 2}),
+        ("repetition:ngram_repetition", {}),
+        ("code:run_python_tests", {}),
+    ],
+)
+def test_parameters_that_a_built_in_function_takes_pass(spec, parameters):
+    check_rewards(RewardConfig(functions={"function": f"shardwise.rewards.{spec}", "parameters": parameters}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("later", "coroutine function, which returns no score; name a function (def) that runs it with asyncio.run"),
+        ("Custom", "class, which returns no score; name a function, or an object of the class that can be called"),
+        ("one_by_one", "generator, which returns no score; return the score, do not yield it"),
+    ],
+)
+def test_what_returns_no_score_when_it_is_called_is_refused_before_anything_is_scored(name, kind):
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(RewardConfig(functions=f"rules.py:{name}"))
+    assert str(caught.value) == f"reward.functions=rules.py:{name} is a {kind}"
+
+
+def test_an_object_that_can_be_called_scores():
+    check_rewards(RewardConfig(functions="rules.py:half"))
+    assert [result.score for result in score("rules.py:half", "4", "6")] == [2.0, 3.0]
+
+
 def test_f41_mask_leaves_a_failed_row_and_scores_the_others():
     first, second, third = score("rules.py:number", "1", "x", "3", on_failure="mask")
     assert (first.score, first.failure, third.score, third.failure) == (1.0, None, 3.0, None)
@@ -145,6 +214,30 @@ def test_a_manager_of_the_users_scores_and_is_closed():
     with custom(lambda jobs: [RewardResult(score=len(job.solution_str)) for job in jobs]) as rewards:
         assert [result.score for result in rewards.score(jobs("a", "bb"))] == [1, 2]
     assert rewards._manager.closed
+
+
+def test_the_manager_of_the_docs_scores():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+    Path("my_rewards.py").write_text(page.rpartition("```python\n")[2].partition("```")[0])
+    config = RewardConfig(functions="rules.py:never", manager="my_rewards.py:Manager", on_failure="value")
+    with make_rewards(config) as rewards:
+        good, bad, failed = rewards.score(
+            [
+                RewardJob(uid="a", data_source="", solution_str="so 5 ", ground_truth="5"),
+                RewardJob(uid="b", data_source="", solution_str="so 6", ground_truth=5),
+                RewardJob(uid="c", data_source="", solution_str="5", ground_truth=""),
+            ]
+        )
+    assert good == RewardResult(score=pytest.approx(0.995), parts={"acc": 1.0})
+    assert bad == RewardResult(score=pytest.approx(-0.004), parts={"acc": 0.0})
+    assert failed.failure == "the row has no ground truth"
+
+
+def test_the_docs_name_every_field_of_jobs_and_results():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+    section = page.rpartition("## A manager of your own")[2]
+    names = {field.name for kind in (RewardJob, RewardResult) for field in fields(kind)}
+    assert {name for name in names if f"`{name}`" not in section} == set()
 
 
 def test_what_a_manager_changes_in_its_jobs_is_its_own():

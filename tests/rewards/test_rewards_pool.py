@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.config import ConfigError, JudgeLostError, RewardConfig, RewardError
 from shardwise.rewards import RewardJob, Rewards, check_rewards
+from shardwise.rewards.output import MAX_LINE_CHARACTERS, MAX_LINES
 
 RULES = """
 import ctypes, os, signal, subprocess, sys, time
@@ -167,7 +168,10 @@ def test_f42_a_hang_is_ended_with_its_children_and_the_jobs_behind_it_are_scored
 
 def test_trap_22_printing_100_megabytes_neither_blocks_nor_breaks(capfd):
     assert [result.score for result in score(["print", "number 2", "print"], num_workers=1)] == [1.0, 2.0, 1.0]
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == MAX_LINES + 1
+    assert len(err) < 2 * MAX_LINES * MAX_LINE_CHARACTERS
 
 
 def test_a_process_that_died_while_idle_is_replaced_and_blamed_on_no_job():

@@ -1,0 +1,78 @@
+"""What reward processes print: read to its end, so that no print waits, and said on this process's standard error."""
+
+import threading
+import time
+from collections import deque
+
+from shardwise.console import tell
+
+MAX_LINES = 100
+PERIOD_SECONDS = 60.0
+"""So many lines are said in so much time: a print in every call would fill the disk in a long run."""
+MAX_LINE_CHARACTERS = 500
+_READ_BYTES = 1 << 16
+"""The longest line; of a longer one, each piece counts as one."""
+_DRAIN_SECONDS = 1.0
+_NUM_LAST_LINES = 5
+_LAST_LINE_CHARACTERS = 200
+
+
+class RateLimitedLog:
+    """Says lines on standard error under one name, at most `MAX_LINES` in `PERIOD_SECONDS`, and when it leaves some
+    out. Threads may share it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._since = time.monotonic()
+        self._num_lines = 0
+
+    def tell(self, line: str) -> None:
+        """Says the first `MAX_LINE_CHARACTERS` of it, if it says it."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._since >= PERIOD_SECONDS:
+                self._since, self._num_lines = now, 0
+            self._num_lines += 1
+            if self._num_lines <= MAX_LINES:
+                end = "..." if len(line) > MAX_LINE_CHARACTERS else ""
+                tell(f"{self._name}: {line[:MAX_LINE_CHARACTERS]}{end}")
+            elif self._num_lines == MAX_LINES + 1:
+                seconds = self._since + PERIOD_SECONDS - now
+                tell(
+                    f"{self._name}: more than {MAX_LINES} lines; what it prints in the next {seconds:.0f} s is left out"
+                )
+
+
+class Output:
+    """What a process and its children print. A thread of its own reads it, whatever the others here wait for."""
+
+    def __init__(self, read_fd: int, log: RateLimitedLog) -> None:
+        """
+        Args:
+            read_fd: of a pipe they write to, which is closed when nobody can write any more.
+            log: gets every line.
+        """
+        self._log = log
+        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._thread = threading.Thread(target=self._pass_on, args=(read_fd,), name="reward output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until what an ended process printed is passed on, or a moment where one it left behind may print."""
+        self._thread.join(_DRAIN_SECONDS)
+
+    def last_words(self) -> str:
+        """What an ended process printed last, to follow how it ended; empty where it printed nothing."""
+        self.finish()
+        return f"; it last printed: {' | '.join(self._last_lines)}" if self._last_lines else ""
+
+    def _pass_on(self, read_fd: int) -> None:
+        """The thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all that can write."""
+        with open(read_fd, "rb", buffering=_READ_BYTES) as lines:
+            while line := lines.readline(_READ_BYTES):
+                # Of a progress bar, what it shows last.
+                text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+                if text:
+                    self._last_lines.append(text[:_LAST_LINE_CHARACTERS])
+                    self._log.tell(text)
