@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss, changed_keys
 from shardwise.config.base import Config, Deadline, PathText
 from shardwise.config.data import (
+    DataConfig,
     EvalDataConfig,
     PreferenceDataConfig,
     PromptDataConfig,
@@ -61,7 +62,7 @@ class SFTConfig(_CommandConfig):
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:
-        _require_train_files(self.data.train_files)
+        _require_files(self.data, self.trainer)
         _require_room(self.data, {"engine": self.engine})
         _require_no_offload(self.engine, "supervised fine-tuning")
         require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
@@ -112,7 +113,7 @@ class PreferenceConfig(_CommandConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _require_train_files(self.data.train_files)
+        _require_files(self.data, self.trainer)
         layouts: dict[str, LayoutConfig] = {"engine": self.engine}
         if self.has_reference_engine:
             layouts["reference"] = self.reference_layout()
@@ -178,7 +179,7 @@ class DistillConfig(_CommandConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _require_train_files(self.data.train_files)
+        _require_files(self.data, self.trainer)
         _require_room(self.data, {"engine": self.engine, "teacher.engine": self.teacher_layout()})
         require_states_on_device(self.engine, self.trainer, engine="engine", optimizer="trainer")
         require_optimizer_fits(self.engine, self.trainer, engine="engine", optimizer="trainer")
@@ -199,7 +200,7 @@ class RewardModelConfig(_CommandConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _require_train_files(self.data.train_files)
+        _require_files(self.data, self.trainer)
         _require_room(self.data, {"engine": self.engine}, num_together=2)
         _require_defaults(self.data, ("response_column", "label_column"), "reward models, which learn from pairs")
         _require_no_offload(self.engine, "reward-model training")
@@ -258,7 +259,7 @@ class RLConfig(_CommandConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _require_train_files(self.data.train_files)
+        _require_files(self.data, self.trainer)
         self._require_room_for_sequences()
         self._require_parts_of_the_algorithm()
         self._require_fit_for_sampling()
@@ -498,6 +499,15 @@ RECIPES: dict[str, type[RecipeConfig]] = {
 """By the names of their commands."""
 
 
+def longest_sequence(config: RecipeConfig) -> tuple[str, int]:
+    """The keys that limit the sequences of a recipe's models, and the tokens that they allow. Not those of reward
+    models, which read the words with tokenizers of their own."""
+    if isinstance(config, RLConfig | EvalConfig):
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        return "data.max_prompt_tokens + rollout.max_response_tokens", longest
+    return "data.max_sequence_tokens", config.data.max_sequence_tokens
+
+
 def _started_adapter(what: str) -> str:
     return (
         f"{what} compares with the policy at its start, and that is the model with the adapter of "
@@ -541,9 +551,16 @@ def _require_context(rollout: SamplingConfig, data: EvalDataConfig) -> None:
         )
 
 
-def _require_train_files(files: list[str]) -> None:
-    if not files:
+def _require_files(data: DataConfig, trainer: TrainerConfig) -> None:
+    """Rows to train on, and held-out ones where trainer.keep_best goes by them."""
+    if not data.train_files:
         raise ValueError("data.train_files is empty; give at least one jsonl or parquet file or datasets folder")
+    best = trainer.keep_best
+    if best is not None and best.metric.startswith("val/") and not data.validation_files:
+        raise ValueError(
+            f"trainer.keep_best.metric={best.metric} is measured on held-out rows, and data.validation_files is empty; "
+            "give some, or a metric that is not of val/"
+        )
 
 
 def _require_room(data: SequenceDataConfig, layouts: Mapping[str, LayoutConfig], *, num_together: int = 1) -> None:

@@ -81,9 +81,13 @@ def preference_pairs(
             f'"{config.rejected_column}" are the same up to data.max_sequence_tokens={config.max_sequence_tokens}; '
             "set data.chosen_column and data.rejected_column to columns that differ, or raise the limit"
         )
-    loaded = loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
-    counts = {**loaded.counts, "num_dropped": len(rows) - num_kept, "num_identical": num_identical}
-    return Loaded(samples, counts)
+    counts = {
+        "num_rows": len(rows),
+        "num_dropped": len(rows) - num_kept,
+        "num_truncated": num_truncated,
+        "num_identical": num_identical,
+    }
+    return loaded_sequences(config, files, samples, counts)
 
 
 def labelled_samples(
@@ -117,9 +121,13 @@ def labelled_samples(
             continue
         num_truncated += fitted != [rendered]
         samples.append(make_sample(row.origin, *fitted[0], reward=reward, group=len(samples)))
-    loaded = loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
-    num_desirable = sum(sample.reward > 0 for sample in samples)
-    return Loaded(samples, {**loaded.counts, "num_desirable": num_desirable})
+    counts = {
+        "num_rows": len(rows),
+        "num_dropped": len(rows) - len(samples),
+        "num_truncated": num_truncated,
+        "num_desirable": sum(sample.reward > 0 for sample in samples),
+    }
+    return loaded_sequences(config, files, samples, counts)
 
 
 def check_pair_row(config: PreferenceDataConfig, row: Row) -> None:
@@ -244,17 +252,17 @@ def _check_answer(config: PreferenceDataConfig, row: Row, column: str) -> None:
 
 def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[str | list[Message], str]:
     """The prompt, and the answer in `column`."""
-    if isinstance(cell := get_column(row, column), list):
+    if isinstance(cell := get_column(row, column, config), list):
         raise DataError(
             f'{row.origin}: column "{column}" is a list, and data.apply_chat_template=false takes strings: '
             f"{preview(cell)}; set data.apply_chat_template=true"
         )
-    return get_prompt(config, row), get_text(row, column)
+    return get_prompt(config, row), get_text(row, column, config)
 
 
 def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:
     """The answer in `column` behind the messages that it answers."""
-    cell = get_column(row, column)
+    cell = get_column(row, column, config)
     if not isinstance(cell, str | list):
         raise DataError(
             f'{row.origin}: column "{column}" is {describe_type(cell)}, expected a string or a list of messages: '
@@ -286,7 +294,7 @@ def _parting(config: PreferenceDataConfig, row: Row, chosen: list[Message], reje
 def _margin(config: PreferenceDataConfig, row: Row) -> float:
     if config.margin_column is None:
         return 0.0
-    cell = get_column(row, config.margin_column)
+    cell = get_column(row, config.margin_column, config)
     if isinstance(cell, bool) or not isinstance(cell, int | float) or not math.isfinite(cell):
         raise DataError(
             f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number: '
@@ -301,7 +309,7 @@ def _margin(config: PreferenceDataConfig, row: Row) -> float:
 
 
 def _label(config: PreferenceDataConfig, row: Row) -> bool:
-    cell = get_column(row, config.label_column)
+    cell = get_column(row, config.label_column, config)
     if not isinstance(cell, bool):
         raise DataError(
             f'{row.origin}: column "{config.label_column}" is {describe_type(cell)}, expected true (desirable) or '

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
+from shardwise.console import counted, tell, warn
 from shardwise.data.chat import (
     Message,
     ToolSchema,
@@ -37,6 +38,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T", Sample, Example)
+
+_LOSSES = {
+    "num_dropped": "dropped",
+    "num_identical": "of these with the same answer twice",
+    "num_truncated": "truncated",
+}
+"""What is said of rows that are not left whole, by the count of them."""
+_TOLERATED_SHARE = 0.1
+"""Of rows that may be dropped without a warning."""
 
 Rendered = tuple[list[int], list[bool]]
 """Token ids [L] and loss mask [L]."""
@@ -91,7 +101,8 @@ def supervised_samples(
         if vision is not None and seen:
             sample = replace(sample, image_refs=seen, position_ids=vision.position_ids(sample.token_ids, seen))
         samples.append(sample)
-    return loaded_sequences(config, samples, num_read=len(rows), num_truncated=num_truncated)
+    counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(samples), "num_truncated": num_truncated}
+    return loaded_sequences(config, files, samples, counts)
 
 
 def prompt_examples(
@@ -153,7 +164,8 @@ def prompt_examples(
                 position_ids=vision.position_ids(torch.tensor(prompt_ids), image_refs),
             )
         examples.append(replace(example, tools=offered) if tools else example)
-    return _loaded(examples, len(rows), num_truncated, f"data.max_prompt_tokens={limit}", config.on_overlong)
+    counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(examples), "num_truncated": num_truncated}
+    return _loaded(examples, counts, files, f"data.max_prompt_tokens={limit}", config.on_overlong)
 
 
 def check_supervised_row(config: SupervisedDataConfig, row: Row) -> None:
@@ -188,15 +200,14 @@ def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list
 
 
 def loaded_sequences(
-    config: SequenceDataConfig, samples: list[Sample], *, num_read: int, num_truncated: int
+    config: SequenceDataConfig, files: Sequence[str], samples: list[Sample], counts: dict[str, int]
 ) -> Loaded[Sample]:
-    """What `fit` left of `num_read` rows with one sequence each.
+    """What `fit` left of the files' rows; says on standard error what it did not leave whole.
 
     Raises:
         DataError: nothing is left.
     """
-    limit = f"data.max_sequence_tokens={config.max_sequence_tokens}"
-    return _loaded(samples, num_read, num_truncated, limit, config.on_overlong)
+    return _loaded(samples, counts, files, f"data.max_sequence_tokens={config.max_sequence_tokens}", config.on_overlong)
 
 
 def make_sample(
@@ -218,7 +229,7 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
     Raises:
         DataError: no such column, or something else in it; shows the value.
     """
-    prompt = get_column(row, config.prompt_column)
+    prompt = get_column(row, config.prompt_column, config)
     if not isinstance(prompt, str | list):
         raise DataError(
             f'{row.origin}: column "{config.prompt_column}" is {describe_type(prompt)}, expected a string or a list of '
@@ -279,7 +290,7 @@ def _render_supervised(
     if _has_conversation(config, row):
         return render_conversation(
             tokenizer,
-            get_column(row, config.messages_column),
+            get_column(row, config.messages_column, config),
             row.origin,
             system_prompt=config.system_prompt,
             tools=tool_schemas(config, row),
@@ -314,7 +325,7 @@ def _prompt_and_response(config: SupervisedDataConfig, row: Row) -> tuple[str | 
             f'"{config.prompt_column}" with a response in "{config.response_column}"; the columns are '
             f"{describe_columns(row)}; set data.messages_column, or data.prompt_column and data.response_column"
         )
-    return get_prompt(config, row), get_text(row, config.response_column)
+    return get_prompt(config, row), get_text(row, config.response_column, config)
 
 
 def tool_schemas(config: SequenceDataConfig, row: Row) -> list[ToolSchema]:
@@ -353,7 +364,7 @@ def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSch
 
 def _tools_cell(row: Row, column: str) -> Any:
     """The cell of a column of tools, parsed where it is a string of JSON; None where there is none."""
-    cell = get_column(row, column) if has_column(row, column) else None
+    cell = plain_cell(row, column, get_cell(row, column))
     if not isinstance(cell, str):
         return cell
     try:
@@ -378,7 +389,9 @@ def _example(
     is_judged: bool,
 ) -> Example:
     """What the row asks, with the end of a prompt over the limit."""
-    extra_info = get_column(row, "extra_info") if has_column(row, "extra_info") else {}
+    extra_info = plain_cell(row, "extra_info", get_cell(row, "extra_info"))
+    if extra_info is None:
+        extra_info = {}
     if not isinstance(extra_info, dict):
         raise DataError(
             f'{row.origin}: column "extra_info" is {describe_type(extra_info)}, expected an object: '
@@ -393,7 +406,7 @@ def _example(
         uid=row.origin,
         prompt_ids=kept_ids,
         prompt=given if isinstance(given, str) and is_whole_text else tokenizer.decode(kept_ids),
-        data_source=get_text(row, config.data_source_column) if has_source else row.stem,
+        data_source=get_text(row, config.data_source_column, config) if has_source else row.stem,
         ground_truth=_ground_truth(config, row) if is_judged else None,
         extra_info=extra_info,
         messages=messages,
@@ -401,7 +414,7 @@ def _example(
 
 
 def _ground_truth(config: EvalDataConfig, row: Row) -> Any:
-    ground_truth = get_column(row, config.ground_truth_column)
+    ground_truth = get_column(row, config.ground_truth_column, config)
     if ground_truth is None or ground_truth != ground_truth:  # NaN is what pandas makes of null
         raise DataError(
             f'{row.origin}: column "{config.ground_truth_column}" is {preview(ground_truth)}, so the reward function '
@@ -417,12 +430,20 @@ def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int, po
     )
 
 
-def _loaded(rows: list[T], num_read: int, num_truncated: int, limit: str, on_overlong: str) -> Loaded[T]:
+def _loaded(rows: list[T], counts: dict[str, int], files: Sequence[str], limit: str, on_overlong: str) -> Loaded[T]:
+    """As `loaded_sequences`, of rows of any kind."""
+    num_read, num_dropped = counts["num_rows"], counts["num_dropped"]
     if not rows:
         effect = "drops them" if on_overlong == "drop" else "leaves nothing of them to train"
         raise DataError(
             f"0 of {num_read} rows left: all {num_read} are longer than {limit}, and data.on_overlong={on_overlong} "
             f"{effect}; raise the limit"
         )
-    counts = {"num_rows": num_read, "num_dropped": num_read - len(rows), "num_truncated": num_truncated}
+    if losses := [f"{counts[name]} {effect}" for name, effect in _LOSSES.items() if counts.get(name)]:
+        others = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
+        say = warn if num_dropped > _TOLERATED_SHARE * num_read else tell
+        say(
+            f"{files[0]}{others}: {num_read - num_dropped} of {num_read} rows, {', '.join(losses)} ({limit}, "
+            f"data.on_overlong={on_overlong})"
+        )
     return Loaded(rows, counts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import DataError
+from shardwise.config import DataError, HeldOutData
 from shardwise.data.reasoning_gym import check_task, task_rows
 
 _ACCEPTED = (
@@ -93,34 +93,32 @@ def has_column(row: Row, path: str) -> bool:
     return _find(row.values, path) is not None
 
 
-def get_column(row: Row, path: str) -> Any:
+def get_column(row: Row, path: str, config: HeldOutData) -> Any:
     """The cell at `path`, as plain JSON values.
 
     Args:
         path: a column; a dot goes into a nested one: `reward_model.ground_truth`.
+        config: has the key that names the column.
     Returns:
         str, number, bool, None, or lists and dicts of them: times in ISO format, decimals and utf-8 bytes as strings.
     Raises:
         DataError: there is no such column (names those there are, and the nearest), or the cell holds what JSON cannot.
     """
-    return plain_cell(row, path, get_cell(row, path))
-
-
-def get_cell(row: Row, path: str) -> Any:
-    """The cell at `path` as the file's reader gives it, bytes and all.
-
-    Raises:
-        DataError: there is no such column.
-    """
     cell = _find(row.values, path, absent=_ABSENT)
     if cell is _ABSENT:
         nearest = difflib.get_close_matches(path, _column_names(row), n=1)
         meant = f'did you mean "{nearest[0]}"? ' if nearest else ""
+        keys = " or ".join(f"data.{key}" for key, value in config if key.endswith("_column") and value == path)
         raise DataError(
             f'{row.origin}: there is no column "{path}"; the columns are {describe_columns(row)}; {meant}'
-            f'name the right one in the config (the key data.*_column that is "{path}")'
+            f"set {keys} to the right one"
         )
-    return cell
+    return plain_cell(row, path, cell)
+
+
+def get_cell(row: Row, path: str) -> Any:
+    """The cell at `path` as the file's reader gives it, bytes and all; None where there is no such column."""
+    return _find(row.values, path)
 
 
 def plain_cell(row: Row, path: str, cell: Any) -> Any:
@@ -128,13 +126,13 @@ def plain_cell(row: Row, path: str, cell: Any) -> Any:
     return _plain(cell, f'{row.origin}: column "{path}"')
 
 
-def get_text(row: Row, path: str) -> str:
-    """The cell at `path`, which must be a string.
+def get_text(row: Row, path: str, config: HeldOutData) -> str:
+    """The cell at `path`, which must be a string. Args as for `get_column`.
 
     Raises:
         DataError: no such column or not a string; shows the value.
     """
-    cell = get_column(row, path)
+    cell = get_column(row, path, config)
     if not isinstance(cell, str):
         raise DataError(f'{row.origin}: column "{path}" is {describe_type(cell)}, expected a string: {preview(cell)}')
     return cell

@@ -39,7 +39,7 @@ def _kernels() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"engine.lora.quantize_base needs bitsandbytes, which cannot be imported ({error}); "
-            'pip install bitsandbytes, or leave the key out'
+            "pip install bitsandbytes, or leave the key out"
         ) from None
     return cast(ModuleType, bitsandbytes.functional)
 

@@ -24,13 +24,14 @@ class OpenedModel:
     """As it was given, with `path` resolved to a local folder."""
     folder: Path
     tokenizer: PreTrainedTokenizerBase
-    context_tokens: int | None
-    """The longest sequence that the model was made for and computes the same in every batch; None where its config sets
-    no limit."""
-    context_key: str
-    """What sets it in config.json."""
     vision: Vision | None
     """How it is shown images; None for one that sees none."""
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest sequence that the model was made for and computes the same in every batch; None where its config
+        sets no limit."""
+        return _context(self.folder)[0]
 
     @property
     def turn_end_id(self) -> int | None:
@@ -69,12 +70,29 @@ class OpenedModel:
             )
 
     def require_context(self, keys: str, num_tokens: int) -> None:
-        """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the model's context."""
-        if self.context_tokens is not None and num_tokens > self.context_tokens:
-            raise ConfigError(
-                f"{keys} = {num_tokens} tokens, more than the {self.context_tokens} of the model's context "
-                f"({self.context_key} in {self.folder / 'config.json'}); lower it"
-            )
+        """As the function of that name."""
+        require_context(self.folder, keys, num_tokens)
+
+
+def require_context(folder: Path, keys: str, num_tokens: int) -> None:
+    """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the context of a folder's
+    model."""
+    context_tokens, key = _context(folder)
+    if context_tokens is not None and num_tokens > context_tokens:
+        raise ConfigError(
+            f"{keys} = {num_tokens} tokens, more than the {context_tokens} of the model's context "
+            f"({key} in {folder / 'config.json'}); lower it"
+        )
+
+
+def _context(folder: Path) -> tuple[int | None, str]:
+    """`context_tokens` of a folder's model, and what sets them in config.json."""
+    text_config = read_model_config(folder).get_text_config()
+    context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
+    rotary = rotary_limit(text_config)
+    if rotary is not None and (context is None or rotary.num_tokens < context):
+        context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
+    return context, key
 
 
 def open_model(config: ModelConfig) -> OpenedModel:
@@ -90,13 +108,9 @@ def open_model(config: ModelConfig) -> OpenedModel:
     text_config = read_model_config(folder).get_text_config()
     tokenizer = load_tokenizer(resolved)
     check_vocabulary(tokenizer, text_config.vocab_size)
-    context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
-    rotary = rotary_limit(text_config)
-    if rotary is not None and (context is None or rotary.num_tokens < context):
-        context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
     vision = Vision.load(folder, tokenizer)
     verify_weights(folder)
-    return OpenedModel(resolved, folder, tokenizer, context, key, vision)
+    return OpenedModel(resolved, folder, tokenizer, vision)
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shardwise.config import DistillConfig
+from shardwise.config.recipes import longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_companion, open_model
@@ -15,9 +16,8 @@ from shardwise.types import Metrics, MetricValue, Sample
 def train(config: DistillConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model, trainer = open_model(config.model), config.trainer
-    teacher_model = open_companion(
-        config.teacher.model, model, keys="data.max_sequence_tokens", num_tokens=config.data.max_sequence_tokens
-    )
+    keys, num_tokens = longest_sequence(config)
+    teacher_model = open_companion(config.teacher.model, model, keys=keys, num_tokens=num_tokens)
     rows = open_rows(supervised_samples, config.data, trainer, model, companions=[teacher_model])
     teacher = build_engine(group, "teacher", teacher_model.config, config.teacher_layout())
     student = build_engine(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import EvalConfig, RewardConfig
+from shardwise.config.recipes import longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
@@ -14,7 +15,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.reward_engines import build_reward_engines
-from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
+from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
 from shardwise.recipes.sampling.rollouter import Rollouter, is_correct
 from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
@@ -34,10 +35,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         and the powers of two below it, mean@n and maj@n.
     """
     model = open_model(config.model)
-    model.require_context(
-        "data.max_prompt_tokens + rollout.max_response_tokens",
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-    )
+    model.require_context(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)
@@ -50,6 +48,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         vision=model.vision_in(config.rollout),
         media_token_ids=model.media_token_ids,
     ).rows
+    warn_of_unseen_tools(config.rollout.environment, model.tokenizer)
     build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
     with (

@@ -23,6 +23,7 @@ from shardwise.config import (
     TrainerConfig,
 )
 from shardwise.config.base import Config
+from shardwise.config.recipes import longest_sequence
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import (
     Row,
@@ -37,6 +38,7 @@ from shardwise.data.chat import read_template
 from shardwise.engine import ParallelDims, resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.observability import METRICS
+from shardwise.recipes.build import require_context
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
@@ -52,9 +54,9 @@ T = TypeVar("T")
 
 def check_inputs(config: RecipeConfig) -> None:
     """Missing data files, columns that their first rows lack, missing chat templates and model folders, rewards that
-    cannot work, custom functions and environments that cannot be imported, an SGLang that is not there, a run in the
-    output folder that this config does not resume or evaluates into, an adapter of another model, or one whose
-    checkpoint has other hashes.
+    cannot work, custom functions and environments that cannot be imported, an SGLang that is not there, sequences
+    longer than a model's context, a run in the output folder that this config does not resume or evaluates into, an
+    adapter of another model, or one whose checkpoint has other hashes.
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
@@ -65,8 +67,11 @@ def check_inputs(config: RecipeConfig) -> None:
     check_row = _row_check(config)
     for row in first_rows(files):
         check_row(row)
+    longest = longest_sequence(config)
     for key, model in _parts(config, ModelConfig):
-        _check_model(key, model)
+        folder = _check_model(key, model)
+        if folder is not None and not key.startswith("reward."):
+            require_context(folder, *longest)
     if isinstance(config, EvalConfig):
         _require_no_run(Path(config.eval.output_dir))
     else:
@@ -145,8 +150,8 @@ def _require_restartable(trainer: TrainerConfig) -> None:
         )
 
 
-def _check_model(key: str, model: ModelConfig) -> None:
-    """Looks at what is on this machine: a model of the hub is left to whoever downloads it."""
+def _check_model(key: str, model: ModelConfig) -> Path | None:
+    """Looks at what is on this machine: a model of the hub is left to whoever downloads it. Returns its folder here."""
     if model.chat_template is not None:
         read_template(model.chat_template)
     try:
@@ -155,7 +160,7 @@ def _check_model(key: str, model: ModelConfig) -> None:
     except HFValidationError:
         is_local = True
     if not is_local:
-        return
+        return None
     try:
         folder = resolve_folder(latest_hf_folder(model.path), may_download=False)
     except ModelError as error:
@@ -164,6 +169,7 @@ def _check_model(key: str, model: ModelConfig) -> None:
         read_model_config(folder)
     except ModelError as error:
         raise ModelError(f"{key}.path: {error}") from None
+    return folder
 
 
 def default_num_ranks() -> int:

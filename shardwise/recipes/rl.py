@@ -14,6 +14,7 @@ from shardwise.config import (
     VllmRollout,
     allows_other_rows,
 )
+from shardwise.config.recipes import longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
@@ -27,7 +28,7 @@ from shardwise.recipes.learner import Engines, Learner
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.run import Run
-from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas
+from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
 from shardwise.recipes.sampling.pipeline import Pipeline
 from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import TokenAccount
@@ -37,8 +38,6 @@ from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.recipes.sync import WeightSync
 from shardwise.rewards import make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
-
-LENGTHS = "data.max_prompt_tokens + rollout.max_response_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     """Reads the data, builds every engine, and continues the run that is there, if one is."""
     ranks = Ranks.of(group, config)
     model = open_model(config.model)
-    model.require_context(LENGTHS, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    model.require_context(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
     model.require_media_banned(config.rollout)
     if config.data.apply_chat_template:
@@ -127,6 +126,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     rollout = without_media(config.rollout, model, companions)
     media_token_ids = companions.media_token_ids.union(model.media_token_ids)
     examples, held_out = _read_data(config, model, media_token_ids)
+    warn_of_unseen_tools(config.rollout.environment, model.tokenizer)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     rows_may_differ = allows_other_rows(config.trainer.resume_allow)
@@ -214,8 +214,8 @@ def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, versio
 
 def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
     """Raises as `open_companion`."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    open_other = partial(open_companion, main=policy, keys=LENGTHS, num_tokens=longest)
+    keys, num_tokens = longest_sequence(config)
+    open_other = partial(open_companion, main=policy, keys=keys, num_tokens=num_tokens)
     critic = None if config.critic is None else config.critic.model
     return Companions(
         critic=None if critic is None else open_other(critic),

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, Self
 
-from shardwise.config import ConfigError, ExportError, TrainingConfig
+from shardwise.config import ConfigError, ExportError, RLConfig, TrainingConfig
 from shardwise.console import counted, warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.controller.failures import is_lost_peer
@@ -320,6 +320,8 @@ class Run:
     def _announce(self) -> None:
         model = self._engines[""]
         ranks, steps = counted(self._group.size, "rank"), counted(self._total_steps, "step")
+        if isinstance(self._config, RLConfig) and (split := self._config.rollout.split) is not None:
+            ranks += f" and {counted(split.num_ranks, 'sampling rank')}"
         print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
             for damage in self._start.damage:

@@ -31,6 +31,27 @@ def test_training_without_train_files_is_refused(cls, overrides):
     )
 
 
+@pytest.mark.parametrize(
+    ("cls", "overrides"),
+    [
+        (SFTConfig, SFT),
+        (PreferenceConfig, SFT),
+        (RewardModelConfig, SFT),
+        (DistillConfig, [*SFT, "teacher.model.path=t"]),
+        (RLConfig, RL),
+    ],
+)
+def test_the_best_checkpoint_by_held_out_rows_needs_some(cls, overrides):
+    """With some, the last step is validated at least."""
+    best = [*overrides, "trainer.keep_last=1", "trainer.keep_best={metric: val/loss, mode: min}"]
+    assert message_of(cls, best) == (
+        "trainer.keep_best.metric=val/loss is measured on held-out rows, and data.validation_files is empty; give "
+        "some, or a metric that is not of val/"
+    )
+    assert cls.load(None, [*best, "data.validation_files=v"])
+    assert cls.load(None, [*best, "trainer.keep_best.metric=train/loss"])
+
+
 def test_sft_sequences_must_fit_a_micro_batch():
     fits = [*SFT, "engine.max_tokens_per_micro_batch=100", "data.max_sequence_tokens=100"]
     assert SFTConfig.load(None, fits).data.max_sequence_tokens == 100

@@ -174,10 +174,12 @@ def test_a_pair_goes_where_cutting_leaves_a_side_nothing_to_train_or_no_differen
 
 
 @pytest.mark.parametrize("settings", [{}, PLAIN])
-def test_pairs_of_one_answer_are_dropped_and_counted(tokenizer, write, settings):
+def test_pairs_of_one_answer_are_dropped_and_counted(tokenizer, write, settings, capsys):
     loaded = pairs(tokenizer, write({**PAIR, "rejected": "5"}, PAIR), **settings)
     assert [sample.uid for sample in loaded.rows] == ["train.jsonl line 2 chosen", "train.jsonl line 2 rejected"]
     assert loaded.counts == {"num_rows": 2, "num_dropped": 1, "num_truncated": 0, "num_identical": 1}
+    said = "train.jsonl: 1 of 2 rows, 1 dropped, 1 of these with the same answer twice (data.max_sequence_tokens=2048, "
+    assert said in capsys.readouterr().err
 
 
 def test_nothing_left_is_an_error_with_the_reason(tokenizer, write):

@@ -102,6 +102,31 @@ def test_overlong_sequences_are_cut_at_the_end_and_dropped_where_nothing_to_trai
     assert loaded.counts == {"num_rows": 3, "num_dropped": 1, "num_truncated": 1}
 
 
+def test_rows_that_are_not_left_whole_are_said_once_and_warned_of_where_many_are_dropped(tokenizer, write, capsys):
+    """More than a tenth are many: of ten rows two, and not one."""
+    rows = [SHORT] * 8
+    limit, policy = "data.max_sequence_tokens=6", {"max_sequence_tokens": 6, "on_overlong": "drop"}
+    supervised(tokenizer, write(*rows), **policy, **PLAIN)
+    assert capsys.readouterr() == ("", "")
+    (path,) = write(*rows, SHORT, LONG)
+    supervised(tokenizer, [path], **policy, **PLAIN)
+    assert capsys.readouterr() == ("", f"{path}: 9 of 10 rows, 1 dropped ({limit}, data.on_overlong=drop)\n")
+    (path,) = write(*rows, LONG, LONG)
+    supervised(tokenizer, [path], **policy, **PLAIN)
+    assert capsys.readouterr().err == f"warning: {path}: 8 of 10 rows, 2 dropped ({limit}, data.on_overlong=drop)\n"
+    supervised(
+        tokenizer, [path, *write(SHORT, FAR, name="b.jsonl")], max_sequence_tokens=6, on_overlong="truncate", **PLAIN
+    )
+    assert capsys.readouterr().err == (
+        f"{path} and 1 more file: 11 of 12 rows, 1 dropped, 2 truncated ({limit}, data.on_overlong=truncate)\n"
+    )
+    (path,) = write(RL_ROW, {**RL_ROW, "prompt": "100+200="})
+    prompts(tokenizer, [path], max_prompt_tokens=4, on_overlong="drop", **PLAIN)
+    assert capsys.readouterr().err == (
+        f"warning: {path}: 1 of 2 rows, 1 dropped (data.max_prompt_tokens=4, data.on_overlong=drop)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("policy", "effect"), [("drop", "drops them"), ("truncate", "leaves nothing of them to train")]
 )

@@ -7,8 +7,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import parquet
 
-from shardwise.config import DataError
+from shardwise.config import DataError, EvalDataConfig, PreferenceDataConfig
 from shardwise.data.sources import Row, check_files, first_rows, get_column, get_text, has_column, preview, read_rows
+
+CONFIG = PreferenceDataConfig()
 
 
 def write_jsonl(path, rows):
@@ -184,23 +186,29 @@ def row(**values):
 
 def test_get_column_goes_into_nested_columns_and_prefers_a_column_of_that_very_name():
     nested = row(reward_model={"ground_truth": "5", "style": "rule"})
-    assert get_column(nested, "reward_model.ground_truth") == "5"
-    assert get_column(nested, "reward_model") == {"ground_truth": "5", "style": "rule"}
-    assert get_column(row(**{"reward_model.ground_truth": "6"}), "reward_model.ground_truth") == "6"
+    assert get_column(nested, "reward_model.ground_truth", CONFIG) == "5"
+    assert get_column(nested, "reward_model", CONFIG) == {"ground_truth": "5", "style": "rule"}
+    assert get_column(row(**{"reward_model.ground_truth": "6"}), "reward_model.ground_truth", CONFIG) == "6"
 
 
 def test_missing_column_is_refused_with_the_columns_there_are():
     wrong = row(question="q", reward_model={"style": "rule", "truth": 1})
-    for path, meant in (
-        ("reward_model.ground_truth", 'did you mean "reward_model.truth"? '),
-        ("questoin", 'did you mean "question"? '),
-        ("prompt", ""),
+    for path, meant, config, keys in (
+        ("reward_model.ground_truth", 'did you mean "reward_model.truth"? ', EvalDataConfig(), "ground_truth_column"),
+        ("questoin", 'did you mean "question"? ', PreferenceDataConfig(prompt_column="questoin"), "prompt_column"),
+        ("good", "", PreferenceDataConfig(chosen_column="good"), "chosen_column"),
+        (
+            "good",
+            "",
+            PreferenceDataConfig(chosen_column="good", response_column="good", system_prompt="good"),
+            "chosen_column or data.response_column",
+        ),
     ):
         with pytest.raises(DataError) as error:
-            get_column(wrong, path)
+            get_column(wrong, path, config)
         assert str(error.value) == (
             f'train.jsonl line 412: there is no column "{path}"; the columns are "question", "reward_model.style", '
-            f'"reward_model.truth"; {meant}name the right one in the config (the key data.*_column that is "{path}")'
+            f'"reward_model.truth"; {meant}set data.{keys} to the right one'
         )
 
 
@@ -218,7 +226,7 @@ def test_cells_become_plain_json_values():
         "bytes": "ü".encode(),
         "list": [True, None, 1, 2.5, {"x": b"y"}],
     }
-    plain = get_column(row(info=cell), "info")
+    plain = get_column(row(info=cell), "info", CONFIG)
     assert json.loads(json.dumps(plain)) == {
         "date": "2026-01-02",
         "time": "2026-01-02T03:04:05+00:00",
@@ -230,11 +238,11 @@ def test_cells_become_plain_json_values():
 
 def test_cells_that_json_cannot_hold_are_refused_when_they_are_used():
     broken = row(image=b"\xff\xd8", wait=datetime.timedelta(1), fine="x")
-    assert get_column(broken, "fine") == "x"
+    assert get_column(broken, "fine", CONFIG) == "x"
     with pytest.raises(DataError, match=r'line 412: column "image" holds bytes that are not utf-8 text'):
-        get_column(broken, "image")
+        get_column(broken, "image", CONFIG)
     with pytest.raises(DataError, match=r'line 412: column "wait" holds a timedelta, which JSON cannot represent'):
-        get_column(broken, "wait")
+        get_column(broken, "wait", CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -249,19 +257,19 @@ def test_cells_that_json_cannot_hold_are_refused_when_they_are_used():
 )
 def test_cells_that_are_no_strings_are_refused_with_their_value(cell, what):
     with pytest.raises(DataError) as error:
-        get_text(row(answer=cell), "answer")
+        get_text(row(answer=cell), "answer", CONFIG)
     assert str(error.value) == f'train.jsonl line 412: column "answer" is {what}'
 
 
 @pytest.mark.parametrize("cell", ["a\ud83d", ["b", {"c": "a\ud83d"}], {"a\ud83d": 1}])
 def test_half_a_surrogate_pair_is_refused_with_its_row_and_column(cell):
     with pytest.raises(DataError) as error:
-        get_column(row(answer=cell), "answer")
+        get_column(row(answer=cell), "answer", CONFIG)
     assert str(error.value) == (
         'train.jsonl line 412: column "answer" holds half a surrogate pair, which is no character: '
         "'a\\ud83d'; fix or remove the row"
     )
-    assert get_column(row(answer="a\U0001f600"), "answer") == "a\U0001f600"
+    assert get_column(row(answer="a\U0001f600"), "answer", CONFIG) == "a\U0001f600"
 
 
 def test_text_in_parquet_that_is_not_utf_8_is_named_with_its_file(tmp_path):

@@ -138,7 +138,7 @@ def test_an_empty_data_file_is_named(sft):
     [
         ('{"prompt": "1+1=", ', ["train.jsonl line 4", "not valid JSON"]),
         ("[1, 2]", ["train.jsonl line 4", "a list", "one object a line"]),
-        ({"question": "1+1="}, ["train.jsonl line 4", "prompt", '"question"', "set data.|name the right one"]),
+        ({"question": "1+1="}, ["train.jsonl line 4", "prompt", '"question"', "set data."]),
         (
             {"prompt": 7, "response": "8", "reward_model": {"ground_truth": 8}},
             ["line 4", '"prompt" is a number', ": 7"],

@@ -266,6 +266,52 @@ def test_a_family_that_transformers_lacks_is_told(data, tmp_path):
         check_inputs(SFTConfig.parse({"model": {"path": str(tmp_path)}, "data": data}, origin="test"))
 
 
+def limits(recipe, num_tokens):
+    """The keys that allow a recipe sequences of so many tokens, and them in a config."""
+    if recipe in ("rl", "eval"):
+        lengths = {"data": {"max_prompt_tokens": 60}, "rollout": {"max_response_tokens": num_tokens - 60}}
+        return "data.max_prompt_tokens + rollout.max_response_tokens", lengths
+    return "data.max_sequence_tokens", {"data": {"max_sequence_tokens": num_tokens}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        *((recipe, "model") for recipe in RECIPES),
+        ("distill", "teacher.model"),
+        ("rl", "critic.model"),
+        ("rl", "teachers"),
+    ],
+)
+def test_sequences_longer_than_the_context_of_a_model_that_is_here_are_refused(data, model_folder, recipe, model):
+    """As the run would, which opens the model: with the same words."""
+    here = {"path": str(model_folder)}
+    placed = {
+        "model": {"model": here},
+        "teacher.model": {"teacher": {"model": here}},
+        "critic.model": {"critic": {"model": here}, "algorithm": {"advantage": "gae"}},
+        "teachers": {"teachers": [{"model": here}], "algorithm": {"advantage": "distill"}},
+    }[model]
+    tree = configs(data)[recipe]().model_dump(exclude_defaults=True) | placed
+
+    def check(num_tokens):
+        _, lengths = limits(recipe, num_tokens)
+        changed = {group: tree.get(group, {}) | keys for group, keys in lengths.items()}
+        check_inputs(RECIPES[recipe].parse(tree | changed, origin="test"))
+
+    check(96)
+    keys, _ = limits(recipe, 97)
+    told = f"{keys} = 97 tokens, more than the 96 of the model's context (max_position_embeddings in {model_folder}/"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+        check(97)
+
+
+def test_the_context_of_a_reward_model_limits_no_sequence(data, model_folder):
+    """It reads the words with a tokenizer of its own; what is too long for it is a reward that failed."""
+    reward = {"functions": [{"type": "model", "name": "judge", "classifier": {"path": str(model_folder)}}]}
+    check_inputs(configs(data, reward)["rl"]())
+
+
 def test_a_model_folder_without_weights_and_a_missing_chat_template_are_told(data, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=rf"^model.path={tmp_path} has a config.json but no \*.safetensors weights; "):

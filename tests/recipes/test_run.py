@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.config import ConfigError, ExportError, ModelConfig, SFTConfig
+from shardwise.config import ConfigError, ExportError, ModelConfig, RLConfig, SFTConfig
 from shardwise.controller.base import RankSilentError
 from shardwise.observability import LogFile
 from shardwise.recipes.run import Run
@@ -128,6 +128,22 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
     assert re.search(r"step 5/5 .* saved step 4\n", printed)
     assert printed.startswith(f"sft: 7.0M parameters (0.50M trained) on 1 rank, 5 steps, into {tmp_path}\n")
     assert printed.endswith(f"sft: saved {tmp_path / 'checkpoints' / 'step_5'}\n")
+
+
+@pytest.mark.parametrize(("num_sampling", "said"), [(1, "1 sampling rank"), (2, "2 sampling ranks")])
+def test_ranks_that_only_sample_are_told_apart(tmp_path, fake_group, remote, capsys, num_sampling, said):
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train_files": "t.jsonl"},
+        "reward": {"functions": "a:b"},
+        "rollout": {"placement": {"type": "split", "num_ranks": num_sampling}},
+        "trainer": {"output_dir": str(tmp_path), "tensorboard": False},
+    }
+    whole = RLConfig.parse(tree, origin="test")
+    group = fake_group(2, sees=lambda *_: None)
+    with Run("rl", whole, parts={}, engines={"": remote(group)}, total_steps=5):
+        pass
+    assert capsys.readouterr().out.startswith(f"rl: 7.0M parameters (0.50M trained) on 2 ranks and {said}, 5 steps, ")
 
 
 def test_a_mean_over_nothing_is_left_out_and_no_unknown_metric(tmp_path, run_of):
@@ -339,7 +355,7 @@ def test_the_best_checkpoint_stays_through_a_restart_until_a_better_one_comes(tm
 
 def test_a_metric_of_keep_best_that_is_never_reported_ends_the_run_after_its_first_checkpoint(tmp_path, run_of):
     keys = {"save_every_steps": 2, "keep_last": 1, "keep_best": {"metric": "reward/maen", "mode": "max"}}
-    with pytest.raises(ConfigError, match=r"reward/maen is no metric of this run, which reports train/loss"):
+    with pytest.raises(ConfigError, match=r"reward/maen is no metric of this run; the nearest of its 1 are train/loss"):
         run_to(run_of(tmp_path, **keys), 5)
     assert steps_saved(tmp_path) == {"step_2"}
 

@@ -1,5 +1,6 @@
 """Which checkpoints of a run stay."""
 
+import difflib
 import math
 import os
 import shutil
@@ -12,6 +13,9 @@ from shardwise.fault_plan import fault_point
 from shardwise.recipes.checkpointing.checkpoints import step_folders, write_latest
 from shardwise.recipes.checkpointing.manifest import Manifest
 from shardwise.recipes.checkpointing.publishing import staging_folder
+
+_NUM_SHOWN = 5
+"""Metrics that a misspelt one may mean."""
 
 
 class Reported:
@@ -34,10 +38,12 @@ class Reported:
         """Raises ConfigError: the run does not report it. Those of validation (val/...) have time until the first."""
         if metric in self._names or not self._names or (metric.startswith("val/") and not self._has_validated):
             return
+        nearest = difflib.get_close_matches(metric, self._names, n=_NUM_SHOWN, cutoff=0.0)
+        likely = difflib.get_close_matches(metric, nearest, n=1)
         raise ConfigError(
-            f"trainer.keep_best.metric={metric} is no metric of this run, which reports "
-            f"{', '.join(sorted(self._names))}; name one of these (those of val/ need data.validation_files). The "
-            "checkpoint is saved, and the same command with another metric resumes from it"
+            f"trainer.keep_best.metric={metric} is no metric of this run; "
+            f"{f'did you mean {likely[0]}? ' if likely else ''}the nearest of its {len(self._names)} are "
+            f"{', '.join(nearest)}. The checkpoint is saved, and the same command with another metric resumes from it"
         )
 
 

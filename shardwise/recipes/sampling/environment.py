@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import AgentEnvironment, ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
+from shardwise.console import warn
+from shardwise.data.chat import render_prompt
 from shardwise.rewards import kind_of_callable, load_function
 
 if TYPE_CHECKING:
@@ -156,6 +158,19 @@ def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTo
                 'model.tokenizer_path to a tokenizer in which it is an ordinary added token ("special": false), or '
                 "choose another call_format"
             )
+
+
+def warn_of_unseen_tools(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Of a chat template that tells the policy nothing of the tools."""
+    schemas = tool_schemas(config)
+    render = partial(
+        render_prompt, tokenizer, "?", apply_chat_template=True, system_prompt=None, origin="the chat template"
+    )
+    if schemas and render(tools=list(schemas.values())) == render():
+        warn(
+            f"the chat template says nothing of {', '.join(schemas)}, so the policy calls what training has taught it "
+            "to call; describe the tools in data.system_prompt, or name a template that does in model.chat_template"
+        )
 
 
 def _require_function(name: str, tool: Callable[..., Any]) -> None:

@@ -102,10 +102,12 @@ def test_a_metric_that_the_run_does_not_report_is_an_error_that_names_those_it_d
     assert reported.newest == {"reward/mean": 1.0}
     reported.require("train/loss")
     reported.require("val/acuracy")  # the first validation is still to come
-    with pytest.raises(
-        ConfigError, match=r"keep_best.metric=reward/maen is no metric .*reports reward/mean, train/loss"
-    ):
+    with pytest.raises(ConfigError) as error:
         reported.require("reward/maen")
+    assert str(error.value).startswith(
+        "trainer.keep_best.metric=reward/maen is no metric of this run; did you mean reward/mean? the nearest of its 2 "
+        "are reward/mean, train/loss. The checkpoint is saved"
+    )
     reported.add({"reward/mean": 1.0, "val/accuracy": 0.5}, names=["reward/mean", "val/accuracy"], validates=True)
     reported.add({"reward/mean": 1.0}, names=["reward/mean"], validates=False)
     reported.require("val/accuracy")
@@ -114,6 +116,17 @@ def test_a_metric_that_the_run_does_not_report_is_an_error_that_names_those_it_d
     with pytest.raises(ConfigError, match=r"keep_best.metric=val/acuracy"):
         after_saving(tmp_path, 20, trainer(keep_last=1, keep_best=rule), reported)
     assert names(tmp_path) == {"step_10", "step_20"}
+
+
+def test_of_many_metrics_the_nearest_to_a_misspelt_one_are_named():
+    reported = Reported()
+    names = [f"{group}/{name}" for group in ("reward", "train", "rollout") for name in ("mean", "std", "min", "max")]
+    reported.add({}, names=names, validates=False)
+    with pytest.raises(ConfigError, match=r"did you mean reward/std\? the nearest of its 12 are reward/std, ") as error:
+        reported.require("reward/sdt")
+    assert sum(name in str(error.value) for name in names) == 5
+    with pytest.raises(ConfigError, match=r"is no metric of this run; the nearest of its 12 are "):
+        reported.require("q")
 
 
 def test_metrics_are_in_the_manifest_as_they_were_reported(tmp_path):

@@ -24,6 +24,7 @@ from shardwise.recipes.sampling.environment import (
     load_environment,
     require_tool_tags,
     tool_schemas,
+    warn_of_unseen_tools,
 )
 from shardwise.types import Example
 
@@ -313,6 +314,18 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer, call_format, tag):
         require_tool_tags(tools("add", call_format=call_format), tokenizer)
     require_tool_tags(None, tokenizer)
     require_tool_tags(CustomEnvironment(path="a.py:Game"), tokenizer)
+
+
+def test_a_chat_template_that_hides_the_tools_is_told_of(tokenizer, capsys):
+    warn_of_unseen_tools(None, tokenizer)
+    tokenizer.chat_template += "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    warn_of_unseen_tools(tools("add"), tokenizer)
+    assert capsys.readouterr().err == ""
+    tokenizer.chat_template = tokenizer.chat_template.partition("{% if tools %}")[0]
+    warn_of_unseen_tools(tools("add"), tokenizer)
+    assert capsys.readouterr().err.startswith(
+        "warning: the chat template says nothing of add, so the policy calls what"
+    )
 
 
 @pytest.mark.parametrize(("recipe", "config"), [(train, RLConfig), (evaluate, EvalConfig)])
