@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
@@ -101,7 +102,7 @@ class CustomFunction:
         """Raises TrainingError where it raises anything else than an error of the user's own kind (names its line),
         changes a tensor that it was given (by an operation of torch's in place), or returns one that is not dense or is
         on another device."""
-        given = {f"number {place}": value for place, value in enumerate(arguments, 1)} | named
+        given = dict(enumerate(arguments)) | named
         versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         try:
             returned = self.function(*arguments, **named, **self.parameters)
@@ -112,8 +113,8 @@ class CustomFunction:
         changed = [name for name, version in versions.items() if given[name]._version != version]
         if changed:
             raise TrainingError(
-                f"{self.key}={self.spec} changed its argument {changed[0]} in place, and others read that too; change "
-                "a clone of it"
+                f"{self.key}={self.spec} changed its argument {self._name_of(changed[0])} in place, and others read "
+                "that too; change a clone of it"
             )
         devices = {str(value.device) for value in given.values() if isinstance(value, Tensor)}
         for part in returned if isinstance(returned, tuple) else (returned,):
@@ -125,6 +126,16 @@ class CustomFunction:
             if devices and str(part.device) not in devices:
                 raise self._error(f"a tensor on {part.device}", f"one on {min(devices)}, like what it was given")
         return returned
+
+    def _name_of(self, argument: int | str) -> str:
+        """What the function calls it; where it has no names, its number."""
+        if isinstance(argument, str):
+            return argument
+        parameters = []
+        with suppress(ValueError):  # a function of C without a signature
+            parameters = list(inspect.signature(self.function).parameters.values())
+        named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        return named[argument] if argument < len(named) else f"number {argument + 1}"
 
     def asked(self, there: Collection[str]) -> list[str]:
         """Which of `EXTRAS` its signature names, without those that are not there and have a default, or that the

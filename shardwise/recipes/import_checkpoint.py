@@ -125,6 +125,8 @@ def _open(source: Path) -> VerlCheckpoint | DcpCheckpoint:
         return DcpCheckpoint.open(source)
     if (verl := VerlCheckpoint.find(source)) is not None:
         return VerlCheckpoint.open(verl)
+    if not source.is_dir():
+        raise ConfigError(f"{source} is no folder; give that of a checkpoint, as verl or torch.distributed writes it")
     raise ConfigError(
         f"{source} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_N/actor, nor "
         f"the {METADATA} file of torch.distributed.checkpoint; give such a folder"

@@ -163,6 +163,8 @@ def refusal(arguments, capsys):
 
 def test_what_cannot_be_imported_is_refused_before_anything_is_written(verl, dcp, model_folder, tmp_path, capsys):
     folder, out = dcp[0], tmp_path / "out"
+    assert refusal([tmp_path / "none", out], capsys).startswith(f"{tmp_path / 'none'} is no folder; give that of a ")
+    (tmp_path / "nothing").mkdir()
     assert refusal([tmp_path / "nothing", out], capsys).startswith(
         f"{tmp_path / 'nothing'} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_"
     )

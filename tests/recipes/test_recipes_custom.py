@@ -116,6 +116,10 @@ def zeroes(first, *others):
     others[-1].zero_() if others else first.zero_()
     return first, {}
 
+def halves(values, old_values, returns, loss_mask):
+    old_values.mul_(0.5)
+    return values, {}
+
 def refuses(*arguments):
     raise ConfigError("critic=1 is too small")
 """
@@ -442,6 +446,12 @@ def test_a_function_of_ones_own_that_ends_its_process_fails_as_one_that_raises(o
 def test_a_function_of_ones_own_leaves_what_it_is_given_as_it_is(own, key):
     kind, config, numbers = KINDS[key](own("zeroes"))
     with pytest.raises(TrainingError, match=r"rules\.py:zeroes changed its argument number \d in place, and others"):
+        result_of(kind, config, batch(), numbers)
+
+
+def test_the_argument_that_is_changed_is_named_as_the_function_names_it(own):
+    kind, config, numbers = KINDS["critic.value_loss"](own("halves"))
+    with pytest.raises(TrainingError, match=r"rules\.py:halves changed its argument old_values in place, and others"):
         result_of(kind, config, batch(), numbers)
 
 
