@@ -363,9 +363,9 @@ def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
-    """The commands that have the key; else the same name below its group, or elsewhere, else the most similar one
-    beside it, else, of a key in a group, a very similar one anywhere. What is valid here, where that is little or
-    nothing else helps."""
+    """The commands that have the key; else the same name below its group, else one much like it beside it, else the
+    same name elsewhere, the least deep, else one a little like it beside it, else, of a key in a group, one much like
+    it anywhere. What is valid here, where that is little or nothing else helps."""
     path = ".".join(part for part in location if isinstance(part, str))
     if commands := [f"`shardwise {name}`" for name, other in cls.commands().items() if path in key_paths(other)]:
         return f"; it is a key of {', '.join(commands)}"
@@ -373,9 +373,12 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     group, _, name = path.rpartition(".")
     siblings = [other for other in everything if other.rpartition(".")[0] == group]
     same = [other for other in everything if other.rpartition(".")[2] == name]
+    same.sort(key=lambda other: other.count("."))
     below = [other for other in same if other.startswith(f"{group}.")]
     valid = f"valid keys here: {_listed(siblings, path)}"
-    for candidates, cutoff in ((below, 1.0), (same, 1.0), (siblings, 0.6), (everything if group else [], 0.8)):
+    near = ((below, 1.0), (siblings, 0.7))
+    far = ((same, 1.0), (siblings, 0.6), (everything if group else [], 0.8))
+    for candidates, cutoff in (*near, *far):
         by_name = {other.rpartition(".")[2]: other for other in reversed(candidates)}
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=cutoff)
         if nearest:

@@ -69,7 +69,7 @@ def _adapted(source: Path, adapter: Path, dtype: torch.dtype, tokenizer: Any) ->
     form = StoredForm.of(adapter)
     model = on_meta(source, dtype, form.head)
     take_generation_config(model, adapter)  # of a run: with the token that it learnt to end turns with
-    if form.head == "sequence_scores":
+    if form.head == "sequence_scores" and tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     inject_lora(model, form.lora, form.head)
     return model, form.head

@@ -48,7 +48,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         vision=model.vision_in(config.rollout),
         media_token_ids=model.media_token_ids,
     ).rows
-    warn_of_unseen_tools(config.rollout.environment, model.tokenizer)
+    warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
     build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
     with (

@@ -126,7 +126,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     rollout = without_media(config.rollout, model, companions)
     media_token_ids = companions.media_token_ids.union(model.media_token_ids)
     examples, held_out = _read_data(config, model, media_token_ids)
-    warn_of_unseen_tools(config.rollout.environment, model.tokenizer)
+    warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     rows_may_differ = allows_other_rows(config.trainer.resume_allow)

@@ -1,8 +1,10 @@
 """What reward processes print: read to its end, so that no print waits, and said on this process's standard error."""
 
+import select
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from shardwise.console import tell
 
@@ -11,8 +13,9 @@ PERIOD_SECONDS = 60.0
 """So many lines are said in so much time: a print in every call would fill the disk in a long run."""
 MAX_LINE_CHARACTERS = 500
 _READ_BYTES = 1 << 16
-"""The longest line; of a longer one, each piece counts as one."""
-_DRAIN_SECONDS = 1.0
+"""Of a line that is longer, each piece counts as one."""
+_DRAIN_SECONDS = 0.5
+_GLANCE_SECONDS = 1.0
 _NUM_LAST_LINES = 5
 _LAST_LINE_CHARACTERS = 200
 
@@ -50,17 +53,21 @@ class Output:
     def __init__(self, read_fd: int, log: RateLimitedLog) -> None:
         """
         Args:
-            read_fd: of a pipe they write to, which is closed when nobody can write any more.
+            read_fd: of a pipe they write to, which is closed when nobody can write any more, or soon after `finish`.
             log: gets every line.
         """
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._until: float | None = None
         self._thread = threading.Thread(target=self._pass_on, args=(read_fd,), name="reward output", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until what an ended process printed is passed on, or a moment where one it left behind may print."""
-        self._thread.join(_DRAIN_SECONDS)
+        """Waits until what an ended process printed is passed on, a moment at most: a process that it left behind may
+        print for ever, and is not read any more."""
+        if self._until is None:
+            self._until = time.monotonic() + _DRAIN_SECONDS
+        self._thread.join(max(0.0, self._until - time.monotonic()))
 
     def last_words(self) -> str:
         """What an ended process printed last, to follow how it ended; empty where it printed nothing."""
@@ -68,11 +75,28 @@ class Output:
         return f"; it last printed: {' | '.join(self._last_lines)}" if self._last_lines else ""
 
     def _pass_on(self, read_fd: int) -> None:
-        """The thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all that can write."""
-        with open(read_fd, "rb", buffering=_READ_BYTES) as lines:
-            while line := lines.readline(_READ_BYTES):
-                # Of a progress bar, what it shows last.
-                text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
-                if text:
-                    self._last_lines.append(text[:_LAST_LINE_CHARACTERS])
-                    self._log.tell(text)
+        """The thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all that can write, or that of
+        the time that `finish` gives."""
+        unfinished = b""
+        with open(read_fd, "rb", buffering=0) as pipe:
+            poll = select.poll()
+            poll.register(pipe, select.POLLIN)
+            while self._until is None or time.monotonic() < self._until:
+                if not poll.poll(_GLANCE_SECONDS * 1000):
+                    continue
+                data = pipe.read(_READ_BYTES)
+                if not data:
+                    break
+                *lines, unfinished = (unfinished + data).split(b"\n")
+                if len(unfinished) >= _READ_BYTES:
+                    lines, unfinished = [*lines, unfinished], b""
+                for line in lines:
+                    self._tell(line)
+        self._tell(unfinished)
+
+    def _tell(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]  # of a progress bar, what it shows last
+        if text:
+            self._last_lines.append(text[:_LAST_LINE_CHARACTERS])
+            with suppress(OSError):  # a full disk is no reason to read no further: prints would fail, or wait for ever
+                self._log.tell(text)

@@ -48,7 +48,8 @@ class WorkerLost(Exception):
 class ForkServer:
     """A child that imports the reward functions, in a process group of its own, and forks the processes that call them.
 
-    No method blocks, apart from `close`, which takes milliseconds, or a second where what it started keeps its output.
+    No method blocks, apart from `close`, which takes milliseconds, or half a second where what it started keeps its
+    output.
     """
 
     def __init__(self, functions: Sequence[FunctionReward], *, memory_bytes: int | None = None) -> None:
@@ -178,7 +179,8 @@ class ForkServer:
 class RewardProcess:
     """A process that calls reward functions on one job after the other, in a process group of its own.
 
-    No method blocks, apart from `kill`, which takes milliseconds, or a second where what it started keeps its output.
+    No method blocks, apart from `kill`, which takes milliseconds, or half a second where what it started keeps its
+    output.
     """
 
     def __init__(self, server: ForkServer, *, timeout_seconds: float, memory_bytes: int | None = None) -> None:

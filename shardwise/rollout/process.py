@@ -295,7 +295,8 @@ class EngineProcess:
                 )  # of a progress bar, what it shows last
                 if text:
                     self._last_lines.append(text[:_LINE_CHARACTERS])
-                    tell(text)
+                    with suppress(OSError):  # a full disk is no reason to read no further: its prints would wait
+                        tell(text)
 
 
 def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, str]:

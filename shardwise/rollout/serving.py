@@ -36,6 +36,8 @@ from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.shared_weights import Form, SharedWeights, packed
 
 _GLANCE_SECONDS = 0.01
+_NOTICED_SECONDS = 0.5
+"""Within which the end of a process shows everywhere."""
 
 
 def serve(
@@ -76,7 +78,8 @@ def serve(
             message = decode(torch.frombuffer(bytearray(commands.recv_bytes()), dtype=torch.uint8))
             if message["method"] != "interrupt":  # whose call has returned
                 answer = _answer(partial(served.do, message["method"], message["arguments"]))
-                workers.require()
+                # An error may be of a worker whose end is not noticed yet.
+                workers.require(seconds=_NOTICED_SECONDS if "error" in answer else 0)
                 _send(commands, answer)
 
 
@@ -146,17 +149,19 @@ class _Workers:
         if self._processes:
             self._watcher.start()
 
-    def require(self) -> None:
-        """Returns if all are there."""
-        if self._gone(seconds=0):
+    def require(self, *, seconds: float) -> None:
+        """Returns if all are there, after so long."""
+        if self._processes and self._gone(seconds=seconds):
             self._watcher.join()  # which ends this process
 
     def _end_with_one(self) -> None:
         """A thread. Waits for: the end of a process."""
         for process in self._gone(seconds=None):
-            while (code := process.exitcode) is None:  # another thread, which has asked first, is about to note it
+            until = time.monotonic() + _NOTICED_SECONDS
+            # Another thread, which has asked first, is about to note it.
+            while (code := process.exitcode) is None and time.monotonic() < until:
                 time.sleep(_GLANCE_SECONDS)
-            tell(f"its worker {process.name} {how_it_ended(code)}")
+            tell(f"its worker {process.name} {'has ended' if code is None else how_it_ended(code)}")
         os._exit(1)
 
     def _gone(self, *, seconds: float | None) -> list[BaseProcess]:

@@ -163,4 +163,5 @@ class _CallError(Exception):
     @classmethod
     def of(cls, call: ToolCall, error: BaseException) -> Self:
         """What the tool raised."""
-        return cls(f"{call.name}: {type(error).__name__}: {error_text(error)}")
+        text = error_text(error)
+        return cls(f"{call.name}: {type(error).__name__}{f': {text}' if text else ''}")

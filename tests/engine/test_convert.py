@@ -109,6 +109,8 @@ def test_an_adapter_with_its_head_is_merged_as_peft_merges_it_on_a_language_mode
     from peft import LoraConfig, PeftModel, get_peft_model
 
     source = tiny_folder("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
     torch.manual_seed(0)
     head = auto_class.from_pretrained(source, num_labels=1, dtype=torch.float32)
     model = get_peft_model(head, LoraConfig(task_type=task_type, r=3, target_modules=["q_proj"]))
@@ -122,5 +124,5 @@ def test_an_adapter_with_its_head_is_merged_as_peft_merges_it_on_a_language_mode
     base = auto_class.from_pretrained(source, num_labels=1, dtype=torch.float32)
     expected = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     found = auto_class.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert found.config.num_labels == 1
+    assert (found.config.num_labels, found.config.pad_token_id) == (1, 3)  # the tokenizer here has none
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)

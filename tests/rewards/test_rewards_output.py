@@ -143,17 +143,35 @@ def test_what_a_program_in_the_sandbox_prints_is_its_own(capfd):
     assert said(capfd) == [f"{NAME}imported"]
 
 
-def test_a_pipe_that_a_process_left_behind_keeps_is_waited_for_a_moment_only(monkeypatch, capsys):
-    monkeypatch.setattr("shardwise.rewards.output._DRAIN_SECONDS", 0.05)
+def test_a_pipe_that_a_process_left_behind_keeps_is_waited_for_a_moment_and_then_closed(monkeypatch, capsys):
+    monkeypatch.setattr("shardwise.rewards.output._DRAIN_SECONDS", 0.5)
     read_fd, write_fd = os.pipe()
     output = Output(read_fd, RateLimitedLog("f"))
     os.write(write_fd, b"a\nb")
-    deadline = time.monotonic() + 20
-    while output.last_words() != "; it last printed: a":  # each look waits for a moment
-        assert time.monotonic() < deadline
-    os.close(write_fd)
-    monkeypatch.setattr("shardwise.rewards.output._DRAIN_SECONDS", 20)
-    assert output.last_words() == "; it last printed: a | b"
+    began = time.monotonic()
+    assert [output.last_words() for _ in range(4)] == 4 * ["; it last printed: a"]
+    assert time.monotonic() - began < 1.5, "all of them wait for one moment"
+    while output.last_words() != "; it last printed: a | b":  # the rest of a line, when nobody reads on
+        assert time.monotonic() < began + 20
+        time.sleep(0.01)
+    output._thread.join(20)
     assert capsys.readouterr().err == "f: a\nf: b\n"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_fd)
+    os.close(write_fd)
+
+
+class FullDisk:
+    def tell(self, line):
+        raise OSError(28, "No space left on device")
+
+
+def test_prints_that_cannot_be_said_are_read_all_the_same():
+    """Else the next print of the function would fail, and with it every score."""
+    read_fd, write_fd = os.pipe()
+    output = Output(read_fd, FullDisk())
+    os.write(write_fd, b"a\n" + 30_000 * b"x\n")
+    os.write(write_fd, 30_000 * b"y\n" + b"z\n")
+    os.close(write_fd)
+    output._thread.join(20)
+    assert output.last_words().endswith("y | y | z")

@@ -6,7 +6,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import AgentEnvironment, ConfigError, CustomEnvironment, EnvironmentConfig, ToolsEnvironment
+from shardwise.config import (
+    AgentEnvironment,
+    ConfigError,
+    CustomEnvironment,
+    DataError,
+    EnvironmentConfig,
+    ToolsEnvironment,
+)
 from shardwise.console import warn
 from shardwise.data.chat import render_prompt
 from shardwise.rewards import kind_of_callable, load_function
@@ -160,16 +167,25 @@ def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTo
             )
 
 
-def warn_of_unseen_tools(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Of a chat template that tells the policy nothing of the tools."""
+def warn_of_unseen_tools(
+    config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase", system_prompt: str | None
+) -> None:
+    """Of a chat template that tells the policy nothing of the tools. One that does not take a lone question is not
+    judged: rows may be of another form."""
     schemas = tool_schemas(config)
+    if not schemas:
+        return
     render = partial(
-        render_prompt, tokenizer, "?", apply_chat_template=True, system_prompt=None, origin="the chat template"
+        render_prompt, tokenizer, "?", apply_chat_template=True, system_prompt=system_prompt or "?", origin="a question"
     )
-    if schemas and render(tools=list(schemas.values())) == render():
+    try:
+        is_silent = render(tools=list(schemas.values())) == render()
+    except DataError:
+        return
+    if is_silent:
         warn(
-            f"the chat template says nothing of {', '.join(schemas)}, so the policy calls what training has taught it "
-            "to call; describe the tools in data.system_prompt, or name a template that does in model.chat_template"
+            f"the chat template says nothing of {', '.join(schemas)}: unless prompts do, the policy calls what "
+            "training has taught it to call; model.chat_template names another template"
         )
 
 

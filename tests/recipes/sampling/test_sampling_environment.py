@@ -317,15 +317,21 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer, call_format, tag):
 
 
 def test_a_chat_template_that_hides_the_tools_is_told_of(tokenizer, capsys):
-    warn_of_unseen_tools(None, tokenizer)
-    tokenizer.chat_template += "{% if tools %}{{ tools[0].function.name }}{% endif %}"
-    warn_of_unseen_tools(tools("add"), tokenizer)
+    silent = tokenizer.chat_template
+    shows = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    needs_a_system_message = "{{ raise_exception('no') if messages[0].role != 'system' }}"
+    warn_of_unseen_tools(None, tokenizer, None)
+    for template, system_prompt in [
+        (silent + shows, None),
+        (f"{needs_a_system_message}{silent}{shows}", "Add."),
+        ("{{ raise_exception('a form of its own') }}", None),  # nothing is said of what cannot be told
+    ]:
+        tokenizer.chat_template = template
+        warn_of_unseen_tools(tools("add"), tokenizer, system_prompt)
     assert capsys.readouterr().err == ""
-    tokenizer.chat_template = tokenizer.chat_template.partition("{% if tools %}")[0]
-    warn_of_unseen_tools(tools("add"), tokenizer)
-    assert capsys.readouterr().err.startswith(
-        "warning: the chat template says nothing of add, so the policy calls what"
-    )
+    tokenizer.chat_template = silent
+    warn_of_unseen_tools(tools("add"), tokenizer, None)
+    assert capsys.readouterr().err.startswith("warning: the chat template says nothing of add: unless prompts do, the ")
 
 
 @pytest.mark.parametrize(("recipe", "config"), [(train, RLConfig), (evaluate, EvalConfig)])
