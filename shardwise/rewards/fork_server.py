@@ -42,7 +42,8 @@ def main(control_fd: int, lifeline_fd: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_group_with(lifeline_fd)
-    with socket.socket(fileno=control_fd) as control:
+    # It breaks where the parent has given up before it was told how importing ended.
+    with suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=control_fd) as control:
         control.set_inheritable(False)
         setup = json.load(sys.stdin)
         try:

@@ -168,7 +168,8 @@ def folders(tmp_path_factory):
             2,
             {"apply_tiled_mlp": True, "module_precision": [{"module": "model.layers.1.mlp.down_proj"}]},
             "engine.apply_tiled_mlp=true computes model.layers.1.mlp piece by piece, but model.layers.1.mlp.down_proj "
-            "inside it is an FSDP unit of its own and would be gathered for every piece; remove one of the two",
+            "inside it is an FSDP unit of its own (engine.module_precision=model.layers.1.mlp.down_proj) and would be "
+            "gathered for every piece; remove one of the two",
         ),
         (
             "qwen3",

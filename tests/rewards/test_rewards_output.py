@@ -9,6 +9,7 @@ from shardwise.config import ConfigError, FunctionReward
 from shardwise.rewards import RewardJob
 from shardwise.rewards.output import MAX_LINE_CHARACTERS, MAX_LINES, PERIOD_SECONDS, Output, RateLimitedLog
 from shardwise.rewards.pool import RewardPool, check_functions
+from shardwise.rewards.process import ForkServer
 
 RULES = """
 import os, subprocess, sys, time
@@ -175,3 +176,13 @@ def test_prints_that_cannot_be_said_are_read_all_the_same():
     os.close(write_fd)
     output._thread.join(20)
     assert output.last_words().endswith("y | y | z")
+
+
+def test_a_process_that_is_given_up_while_it_imports_says_nothing(tmp_path, capfd):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.3)\ndef f(**_): return 1.0\n")
+    server = ForkServer([FunctionReward(function=f"{tmp_path}/slow.py:f")])
+    server._control.close()
+    server._process.wait(timeout=20)
+    server._output.finish()
+    os.close(server._lifeline_fd)
+    assert capfd.readouterr().err == ""
