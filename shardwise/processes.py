@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 import time
+from collections import deque
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _TRACKER_SECONDS = 5.0
 _GLANCE_SECONDS = 0.02
+_NUM_LAST_LINES = 5
+_LAST_LINE_CHARACTERS = 200
 _OF_A_JOB = ("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """How variables of a rank's process group begin: with them another program would try to join it."""
 
@@ -88,3 +91,21 @@ def how_it_ended(code: int) -> str:
         name = f"signal {-code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"ended its process by {name}{hint}"
+
+
+class LastLines:
+    """What a process printed last, for the error that names its end."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+
+    def add(self, line: bytes) -> str:
+        """The line as a terminal shows it: of a progress bar, what it shows last."""
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+        if text:
+            self._lines.append(text[:_LAST_LINE_CHARACTERS])
+        return text
+
+    def __str__(self) -> str:
+        """To follow how it ended; empty where it printed nothing."""
+        return f"; it last printed: {' | '.join(self._lines)}" if self._lines else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.processes import end_group, how_it_ended
+from shardwise.processes import LastLines, end_group, how_it_ended
 
 ROOT = Path(__file__).parents[1]
 CHILD = """
@@ -125,3 +125,13 @@ def test_a_group_with_a_process_that_is_stopped_is_ended():
     process.send_signal(signal.SIGSTOP)
     end_group(process.pid)
     assert process.wait(SECONDS) == -signal.SIGKILL
+
+
+def test_the_last_lines_are_those_that_a_terminal_shows():
+    lines = LastLines()
+    assert str(lines) == ""
+    assert lines.add(b"10 %\r50 %\r100 %\n") == "100 %"
+    assert lines.add(b"\n") == ""
+    for number in range(4):
+        lines.add(b"%d: \xff%s\n" % (number, b"x" * 300))
+    assert str(lines) == "; it last printed: " + " | ".join(["100 %", *(f"{n}: \ufffd{'x' * 196}" for n in range(4))])

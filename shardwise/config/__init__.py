@@ -72,6 +72,7 @@ from shardwise.config.recipes import (
     SourceTeacherConfig,
     TeacherConfig,
     TrainingConfig,
+    longest_sequence,
 )
 from shardwise.config.resume import (
     allows_other_rows,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", Sample, Example)
 
-_LOSSES = {
+_LEFT_OUT = {
     "num_dropped": "dropped",
     "num_identical": "of these with the same answer twice",
     "num_truncated": "truncated",
@@ -439,11 +439,11 @@ def _loaded(rows: list[T], counts: dict[str, int], files: Sequence[str], limit: 
             f"0 of {num_read} rows left: all {num_read} are longer than {limit}, and data.on_overlong={on_overlong} "
             f"{effect}; raise the limit"
         )
-    if losses := [f"{counts[name]} {effect}" for name, effect in _LOSSES.items() if counts.get(name)]:
+    if effects := [f"{counts[name]} {effect}" for name, effect in _LEFT_OUT.items() if counts.get(name)]:
         others = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
         say = warn if num_dropped > _TOLERATED_SHARE * num_read else tell
         say(
-            f"{files[0]}{others}: {num_read - num_dropped} of {num_read} rows, {', '.join(losses)} ({limit}, "
+            f"{files[0]}{others}: {num_read - num_dropped} of {num_read} rows, {', '.join(effects)} ({limit}, "
             f"data.on_overlong={on_overlong})"
         )
     return Loaded(rows, counts)

@@ -17,6 +17,34 @@ from shardwise.recipes.checkpointing.manifest import verify_weights
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """The longest sequence that a folder's model was made for and computes the same in every batch."""
+
+    num_tokens: int | None
+    """None where its config sets no limit."""
+    source: str
+    """What sets it, and in which file."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Context":
+        """Raises ModelError: config.json cannot be used."""
+        text_config = read_model_config(folder).get_text_config()
+        context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
+        rotary = rotary_limit(text_config)
+        if rotary is not None and (context is None or rotary.num_tokens < context):
+            context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
+        return cls(context, f"{key} in {folder / 'config.json'}")
+
+    def require(self, keys: str, num_tokens: int) -> None:
+        """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, are longer."""
+        if self.num_tokens is not None and num_tokens > self.num_tokens:
+            raise ConfigError(
+                f"{keys} = {num_tokens} tokens, more than the {self.num_tokens} of the model's context "
+                f"({self.source}); lower it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
     """A model folder whose tokenizer fits it."""
 
@@ -26,12 +54,7 @@ class OpenedModel:
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None
     """How it is shown images; None for one that sees none."""
-
-    @property
-    def context_tokens(self) -> int | None:
-        """The longest sequence that the model was made for and computes the same in every batch; None where its config
-        sets no limit."""
-        return _context(self.folder)[0]
+    context: Context
 
     @property
     def turn_end_id(self) -> int | None:
@@ -69,31 +92,6 @@ class OpenedModel:
                 f"rollout.stop_token_ids=[{end}] makes it"
             )
 
-    def require_context(self, keys: str, num_tokens: int) -> None:
-        """As the function of that name."""
-        require_context(self.folder, keys, num_tokens)
-
-
-def require_context(folder: Path, keys: str, num_tokens: int) -> None:
-    """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, exceed the context of a folder's
-    model."""
-    context_tokens, key = _context(folder)
-    if context_tokens is not None and num_tokens > context_tokens:
-        raise ConfigError(
-            f"{keys} = {num_tokens} tokens, more than the {context_tokens} of the model's context "
-            f"({key} in {folder / 'config.json'}); lower it"
-        )
-
-
-def _context(folder: Path) -> tuple[int | None, str]:
-    """`context_tokens` of a folder's model, and what sets them in config.json."""
-    text_config = read_model_config(folder).get_text_config()
-    context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
-    rotary = rotary_limit(text_config)
-    if rotary is not None and (context is None or rotary.num_tokens < context):
-        context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
-    return context, key
-
 
 def open_model(config: ModelConfig) -> OpenedModel:
     """Finds the folder (of a run: its newest checkpoint; of a hub name: downloaded), loads the tokenizer and compares
@@ -110,20 +108,20 @@ def open_model(config: ModelConfig) -> OpenedModel:
     check_vocabulary(tokenizer, text_config.vocab_size)
     vision = Vision.load(folder, tokenizer)
     verify_weights(folder)
-    return OpenedModel(resolved, folder, tokenizer, vision)
+    return OpenedModel(resolved, folder, tokenizer, vision, Context.of(folder))
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:
     """Opens a model that works on the tokens of another one: a critic or a teacher.
 
     Args:
-        keys, num_tokens: as for `require_context`.
+        keys, num_tokens: as for `Context.require`.
     Raises:
         ModelError: as `open_model`, or a token id does not mean the same to both. ConfigError: its context is shorter.
     """
     opened = open_model(config)
     require_same_words(main, opened)
-    opened.require_context(keys, num_tokens)
+    opened.context.require(keys, num_tokens)
     return opened
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwise.config import DistillConfig
-from shardwise.config.recipes import longest_sequence
+from shardwise.config import DistillConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_companion, open_model

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import EvalConfig, RewardConfig
-from shardwise.config.recipes import longest_sequence
+from shardwise.config import EvalConfig, RewardConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
@@ -35,7 +34,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         and the powers of two below it, mean@n and maj@n.
     """
     model = open_model(config.model)
-    model.require_context(*longest_sequence(config))
+    model.context.require(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)

@@ -59,9 +59,9 @@ def converse(
         )
         wanted, asked = max_tokens, "--max-tokens"
         if wanted is None:
-            room = DEFAULT_TOKENS if model.context_tokens is None else model.context_tokens - len(prompt_ids)
+            room = DEFAULT_TOKENS if model.context.num_tokens is None else model.context.num_tokens - len(prompt_ids)
             wanted, asked = max(1, min(DEFAULT_TOKENS, room)), "the one token of a completion"
-        model.require_context(f"the prompt's {len(prompt_ids)} tokens + {asked}", len(prompt_ids) + wanted)
+        model.context.require(f"the prompt's {len(prompt_ids)} tokens + {asked}", len(prompt_ids) + wanted)
         request = GenerateRequest(
             uid=prompt,
             prompt_ids=prompt_ids,

@@ -130,7 +130,7 @@ def parity(
         for text in prompts or DEFAULT_PROMPTS
     ]
     num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it draws one after what it scores
-    model.require_context("the prompt + --max-tokens", num_tokens)
+    model.context.require("the prompt + --max-tokens", num_tokens)
     generation = SamplingConfig(
         engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(model, num_tokens),
         max_concurrent_sequences=1,

@@ -21,9 +21,9 @@ from shardwise.config import (
     RLConfig,
     SglangRollout,
     TrainerConfig,
+    longest_sequence,
 )
 from shardwise.config.base import Config
-from shardwise.config.recipes import longest_sequence
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import (
     Row,
@@ -38,7 +38,7 @@ from shardwise.data.chat import read_template
 from shardwise.engine import ParallelDims, resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.observability import METRICS
-from shardwise.recipes.build import require_context
+from shardwise.recipes.build import Context
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
@@ -71,7 +71,7 @@ def check_inputs(config: RecipeConfig) -> None:
     for key, model in _parts(config, ModelConfig):
         folder = _check_model(key, model)
         if folder is not None and not key.startswith("reward."):
-            require_context(folder, *longest)
+            Context.of(folder).require(*longest)
     if isinstance(config, EvalConfig):
         _require_no_run(Path(config.eval.output_dir))
     else:

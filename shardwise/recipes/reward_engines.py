@@ -84,5 +84,5 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
                 head="sequence_scores",
                 pad_token_id=model.tokenizer.pad_token_id,
             )
-            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context_tokens, model.media_token_ids)
+            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context.num_tokens, model.media_token_ids)
     return scorers

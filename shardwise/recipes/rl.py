@@ -13,8 +13,8 @@ from shardwise.config import (
     SourceTeacherConfig,
     VllmRollout,
     allows_other_rows,
+    longest_sequence,
 )
-from shardwise.config.recipes import longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
@@ -117,7 +117,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     """Reads the data, builds every engine, and continues the run that is there, if one is."""
     ranks = Ranks.of(group, config)
     model = open_model(config.model)
-    model.require_context(*longest_sequence(config))
+    model.context.require(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
     model.require_media_banned(config.rollout)
     if config.data.apply_chat_template:

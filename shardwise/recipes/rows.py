@@ -66,7 +66,7 @@ def open_rows(
     Raises:
         DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
     """
-    model.require_context("data.max_sequence_tokens", data.max_sequence_tokens)
+    model.context.require("data.max_sequence_tokens", data.max_sequence_tokens)
     media_token_ids = {token_id for one in (model, *companions) for token_id in one.media_token_ids}
     read_files = partial(read, data, tokenizer=model.tokenizer, media_token_ids=media_token_ids)
     found = read_files(data.train_files, max_rows=data.max_train_rows)

@@ -3,10 +3,10 @@
 import select
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 
 from shardwise.console import tell
+from shardwise.processes import LastLines
 
 MAX_LINES = 100
 PERIOD_SECONDS = 60.0
@@ -16,8 +16,6 @@ _READ_BYTES = 1 << 16
 """Of a line that is longer, each piece counts as one."""
 _DRAIN_SECONDS = 0.5
 _GLANCE_SECONDS = 1.0
-_NUM_LAST_LINES = 5
-_LAST_LINE_CHARACTERS = 200
 
 
 class RateLimitedLog:
@@ -57,7 +55,7 @@ class Output:
             log: gets every line.
         """
         self._log = log
-        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._last_lines = LastLines()
         self._until: float | None = None
         self._thread = threading.Thread(target=self._pass_on, args=(read_fd,), name="reward output", daemon=True)
         self._thread.start()
@@ -72,7 +70,7 @@ class Output:
     def last_words(self) -> str:
         """What an ended process printed last, to follow how it ended; empty where it printed nothing."""
         self.finish()
-        return f"; it last printed: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        return str(self._last_lines)
 
     def _pass_on(self, read_fd: int) -> None:
         """The thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all that can write, or that of
@@ -95,8 +93,6 @@ class Output:
         self._tell(unfinished)
 
     def _tell(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]  # of a progress bar, what it shows last
-        if text:
-            self._last_lines.append(text[:_LAST_LINE_CHARACTERS])
+        if text := self._last_lines.add(line):
             with suppress(OSError):  # a full disk is no reason to read no further: prints would fail, or wait for ever
                 self._log.tell(text)

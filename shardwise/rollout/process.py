@@ -5,7 +5,6 @@ import os
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +20,7 @@ from shardwise.config import ConfigError, DataError, EngineProcessConfig, ModelE
 from shardwise.console import tell, warn
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
-from shardwise.processes import end_group, how_it_ended, variables_of_its_own
+from shardwise.processes import LastLines, end_group, how_it_ended, variables_of_its_own
 
 POLL_SECONDS = 0.5
 """How often it is looked whether the process lives. Its pipes tell at once, unless what it has started holds them
@@ -31,8 +30,6 @@ _PROBE_SECONDS = 1.0
 _GLANCE_SECONDS = 0.05
 """How often it is looked whether a call is interrupted."""
 _END_SECONDS = 10.0
-_NUM_LAST_LINES = 5
-_LINE_CHARACTERS = 200
 _NUM_SHOWN_UIDS = 3
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError, TrainingError)}
 """Those of an engine that mean the same in another process."""
@@ -83,7 +80,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._reason: str | None = None
         """Why this side has ended it."""
-        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._last_lines = LastLines()
         self._is_there = threading.Event()
         arguments: dict[str, Any] = {
             "args": [*command, *map(str, passed), str(os.getpid())],
@@ -246,7 +243,7 @@ class EngineProcess:
     def _how_it_ended(self) -> str:
         code = self._process.poll()
         reason = self._reason if self._reason is not None or code is None else how_it_ended(code)
-        return f"{reason}; it last printed: {' | '.join(self._last_lines)}" if self._last_lines else str(reason)
+        return f"{reason}{self._last_lines}"
 
     def _end(self, reason: str) -> None:
         """Ends the process, where it lives, and what it has started."""
@@ -290,11 +287,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                text = (
-                    line.decode(errors="replace").rstrip().rpartition("\r")[2]
-                )  # of a progress bar, what it shows last
-                if text:
-                    self._last_lines.append(text[:_LINE_CHARACTERS])
+                if text := self._last_lines.add(line):
                     with suppress(OSError):  # a full disk is no reason to read no further: its prints would wait
                         tell(text)
 

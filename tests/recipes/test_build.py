@@ -28,12 +28,12 @@ def open_folder(folder, **options):
 def test_an_opened_model_knows_its_tokenizer_and_context(folder):
     model = open_folder(folder)
     assert model.folder == folder
-    assert model.context_tokens == 96
+    assert model.context.num_tokens == 96
     assert model.tokenizer.encode("12") == model.tokenizer.convert_tokens_to_ids(["1", "2"])
-    model.require_context("data.max_sequence_tokens", 96)
+    model.context.require("data.max_sequence_tokens", 96)
     message = r"data.max_sequence_tokens = 97 tokens, more than the 96 of the model's context \(max_position_embeddings"
     with pytest.raises(ConfigError, match=message):
-        model.require_context("data.max_sequence_tokens", 97)
+        model.context.require("data.max_sequence_tokens", 97)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_the_context_ends_where_rotary_frequencies_depend_on_the_batch(folder, r
     factors = {"short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
     edit(folder / "config.json", rope_parameters={"rope_theta": 1e4, **factors, **rope})
     model = open_folder(folder)
-    assert model.context_tokens == limit
-    model.require_context("data.max_sequence_tokens", limit)
+    assert model.context.num_tokens == limit
+    model.context.require("data.max_sequence_tokens", limit)
     with pytest.raises(ConfigError, match=rf"= {limit + 1} tokens, more than the {limit} .*\({key} .*config.json\)"):
-        model.require_context("data.max_sequence_tokens", limit + 1)
+        model.context.require("data.max_sequence_tokens", limit + 1)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(folder):
