@@ -42,6 +42,17 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "embedding_multiplier": 2.0,
 }
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+"""The last two layers take keys and values of those before."""
+WIDER_HEADS = {"per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}}
 
 FAMILIES = {
     "qwen2": WINDOW,
@@ -79,6 +90,18 @@ FAMILIES = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "vaultgemma": {"head_dim": 8, "query_pre_attn_scalar": 12, **SOFT_CAPS, **MIXED_WINDOWS},
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+    "apertus1p5_text": {},
+    "bitnet": {},
+    "cwm": {"head_dim": 8, **MIXED_WINDOWS},
+    "exaone": {"head_dim": 8},
+    "gemma3n_text": SHARED_KEYS | {"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], **SOFT_CAPS},
+    "gemma4_unified_text": SHARED_KEYS | WIDER_HEADS,
+    "granite_swa": GRANITE | MIXED_WINDOWS | {"layer_rope_theta": [1e4, 1e3]},
+    "hyperclovax": GRANITE | {"head_dim": 8},
+    "internlm3": {"head_dim": 8},
+    "iquestcoder": {"head_dim": 8},
+    "jais2": {"head_dim": 8},
+    "nanochat": {},
 }
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
@@ -98,6 +121,8 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 """Multi-head latent attention: the value's head dim is not the query's."""
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
+SHARED_EXPERT = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
 FAMILIES |= {
     "deepseek_v2": ROUTED | LATENT | {"routed_scaling_factor": 1.7, "norm_topk_prob": True},
     "deepseek_v3": ROUTED | LATENT,
@@ -123,8 +148,42 @@ FAMILIES |= {
     "hy_v3": EXPERTS | {"num_experts": 4, "num_shared_experts": 1},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "mellum": EXPERTS | {"num_experts": 4, **MIXED_WINDOWS},
+    "axk1": ROUTED | LATENT | DENSE_FIRST,
+    "beam": EXPERTS | MIXED_WINDOWS | DENSE_FIRST | {"num_experts": 4, "n_group": 1, "topk_group": 1},
+    "flint": SHARED_EXPERT | MIXED_WINDOWS | {"mlp_only_layers": [0]},
+    "gemma4_text": SHARED_KEYS
+    | WIDER_HEADS
+    | {"use_double_wide_mlp": True, "final_logit_softcapping": 3.0}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "glm4_moe_lite": ROUTED | LATENT | DENSE_FIRST,
+    "granitemoe_swa": GRANITE
+    | MIXED_WINDOWS
+    | {"num_local_experts": 4, "shared_intermediate_size": 16, "layer_rope_theta": [1e4, 1e3]},
+    "kolibri1": SHARED_EXPERT | MIXED_WINDOWS | {"num_local_experts": 4},
+    "mimo_v2_flash": ROUTED | MIXED_WINDOWS | DENSE_FIRST | {"v_head_dim": 12},
+    "minicpm3": LATENT | {"head_dim": 8, "scale_emb": 2, "dim_model_base": 16},
+    "minimax_m3_vl_text": DENSE_FIRST
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48}
+    | {"shared_intermediate_size": 16, "head_dim": 8, "rotary_dim": 4, "index_head_dim": 8},
+    "sarvam_mla": ROUTED | LATENT,
+    "sarvam_moe": ROUTED,
+    # transformers reads the row of a padding token as zeros, whatever the file holds, and embeddings are tied.
+    "youtu": LATENT | {"pad_token_id": None},
 }
 
+DELTA = (
+    LATENT
+    | DENSE_FIRST
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "topk_group": 1,
+    }
+)
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4}
 FAMILIES |= {
     "falcon_h1": {
@@ -154,14 +213,39 @@ FAMILIES |= {
     "llama4_text": {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}
     | {"no_rope_layers": [1, 0], "attention_chunk_size": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"], "head_dim": 8, "sliding_window": 4},
+    "lara_mini": SHARED_EXPERT | LINEAR | {"linear_num_value_heads": 4},
+    "bailing_hybrid": DELTA | {"num_expert_group": 1},
+    "kimi_linear": DELTA | {"num_expert_group": 1},
+    "olmo_hybrid": {name: value for name, value in LINEAR.items() if name != "head_dim"},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1}
+    | {"mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 16}
+    | {"attention_head_dim": 16, "attention_hidden_size": 64},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
 }
 """Linear attention, state spaces and short convolutions, attention between or beside them; chunked attention."""
 
 TEXT = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+PICTURES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "patch_size": 4,
+    "image_size": 16,
+}
+ROTATED = TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 1.0}}
 DEEP = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 FAMILIES |= {
+    "qwen2_vl": {
+        "text_config": TEXT,
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+            "mlp_ratio": 2,
+        },
+        "image_token_id": 2,
+    },
     "qwen2_5_vl": {
         "text_config": TEXT,
         "vision_config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
@@ -174,11 +258,32 @@ FAMILIES |= {
         "image_token_id": 2,
         "architectures": ["Qwen3_5ForConditionalGeneration"],
     },
+    "qwen3_5_moe": {
+        "text_config": TEXT | LINEAR | SHARED_EXPERT,
+        "vision_config": TOWER | {"num_position_embeddings": 16},
+        "image_token_id": 2,
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    },
     "qwen3_vl_moe": {
         "text_config": TEXT | EXPERTS | {"num_experts": 4},
         "vision_config": DEEP,
         "image_token_id": 2,
     },
+    "gemma3": {
+        "text_config": COMMON | MIXED_WINDOWS | {"head_dim": 8},
+        "vision_config": PICTURES,
+        "image_token_index": 3,
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": COMMON | SHARED_KEYS | WIDER_HEADS | {"use_bidirectional_attention": "vision"},
+        "vision_config": PICTURES | {"head_dim": 16, "num_key_value_heads": 2},
+        "audio_config": None,
+        "image_token_id": 3,
+    },
+    "glm4v": {"text_config": ROTATED, "vision_config": TOWER | {"image_size": 16}, "image_token_id": 2},
+    "glm46v": {"text_config": ROTATED, "vision_config": TOWER | {"image_size": 16}, "image_token_id": 2},
+    "glm4v_moe": {"text_config": ROTATED | ROUTED, "vision_config": TOWER | {"image_size": 16}, "image_token_id": 2},
 }
 """With a vision tower: here they read text, tests/distributed/test_vision.py shows them images."""
 
@@ -206,13 +311,23 @@ REFUSED = {
     "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, UNREGISTERED),
     "bert": ({}, "has a bias on its output projection"),
     "phi": ({}, "has a bias on its output projection"),
+    "modernbert-decoder": ({}, "has a bias on its output projection"),
+    "dory": (
+        {"head_dim": 8, "n_input_layers": 2, "n_recurrent_layers": 0, "n_output_layers": 0} | MIXED_WINDOWS,
+        "has an output projection of a class of its own",
+    ),
+    "gpt_neox_japanese": ({"attention_dropout": 0.0}, r"its 2 layers called the (packed|cached) attention 0 times"),
+    "deepseek_v4": (ROUTED | {"num_hash_layers": 0}, RECURRENT),
+    "deepseek_v32": (LATENT | ROUTED | {"index_head_dim": 8}, "has layers of type indexed_attention"),
+    "minimax": ({"head_dim": 8}, "has layers of type linear_attention"),
+    "nemotron_h": ({"head_dim": 8, "n_groups": 1}, "has layers of type mlp, moe"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),
 }
 
 
-def save_model(family: str, options: dict, folder: Path, head="logprobs"):
-    """A random model with no two parameters alike, saved; returned as transformers computes it."""
+def random_model(family: str, options: dict, head="logprobs"):
+    """No two parameters alike."""
     torch.manual_seed(0)
     common = {} if "text_config" in options else COMMON
     config = AutoConfig.for_model(family.split()[0], **common | options)
@@ -220,5 +335,11 @@ def save_model(family: str, options: dict, folder: Path, head="logprobs"):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if parameter.dim() > 1 else 0.1)
+    return model
+
+
+def save_model(family: str, options: dict, folder: Path, head="logprobs"):
+    """A random model, saved; returned as transformers computes it."""
+    model = random_model(family, options, head)
     model.save_pretrained(folder)
     return model

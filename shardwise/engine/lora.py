@@ -24,6 +24,7 @@ from shardwise.engine.freeze import named_by_prefix
 from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
 from shardwise.engine.quantized import quantize_layers
+from shardwise.families import decoder_layers
 from shardwise.ops import plain_name
 
 ADAPTER = "default"
@@ -237,11 +238,13 @@ def _target_parameters(model: PreTrainedModel, given: list[str], saved: list[str
 
 def fused_experts(model: PreTrainedModel) -> list[str]:
     """The full names of parameters that hold a matrix for every expert."""
+    layers = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
+        if id(module) in layers and not isinstance(module, nn.Conv1d)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
+        if parameter.ndim == 3
     ]
 
 

@@ -14,7 +14,16 @@ from shardwise.families.support import chunk_size
 
 HAS_OWN_MASK = "brings an attention mask of its own"
 
-Mask = Tensor | Callable[..., Any] | int | None
+
+class Span(int):
+    """Tokens of a window or chunk. Gemma 4 cuts its masks to the queries that are left in layers which share keys and
+    values; those see as far back as all do."""
+
+    def __getitem__(self, _queries: Any) -> "Span":
+        return self
+
+
+Mask = Tensor | Callable[..., Any] | Span | None
 """What attention gets as `attention_mask`: the tokens of a window or chunk, None without one, or what a family has made
 itself, which says more."""
 
@@ -23,12 +32,14 @@ def mask_as_span(
     *, mask_function: Callable[..., Any], local_size: int | None = None, use_vmap: bool = False, **_others: Any
 ) -> Mask:
     """A mask function for transformers' AttentionMaskInterface. `use_vmap` comes with functions of the family's own."""
-    return mask_function if use_vmap else local_size
+    if use_vmap:
+        return mask_function
+    return None if local_size is None else Span(local_size)
 
 
 def is_own_mask(mask: Mask) -> bool:
     """Whether it says more than a window or chunk."""
-    return mask is not None and not isinstance(mask, int)
+    return mask is not None and not isinstance(mask, Span)
 
 
 def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tuple[int | None, int | None]:
@@ -40,4 +51,4 @@ def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tupl
     """
     if (chunk := chunk_size(attention)) is not None:
         return None, chunk
-    return mask if isinstance(mask, int) else window, None
+    return mask if isinstance(mask, Span) else window, None

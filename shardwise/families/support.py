@@ -58,6 +58,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return "has no output projection"
     if getattr(head, "bias", None) is not None:
         return "has a bias on its output projection"
+    if has_projection and type(head) is not nn.Linear:
+        return f"has an output projection of a class of its own ({type(head).__name__})"
     if not decoder_layers(model):
         return f"has no list of num_hidden_layers={config.num_hidden_layers} decoder layers"
     if any(getattr(part, "is_causal", True) is False for layer in decoder_layers(model) for part in layer.modules()):

@@ -17,9 +17,11 @@ class LogitTransform:
     @classmethod
     def from_config(cls, config: Any) -> Self:
         """Reads the attributes Hugging Face configs use: final_logit_softcapping (Gemma 2), logit_scale (Cohere, a
-        factor), lm_head_multiplier (Falcon-H1, a factor) and logits_scaling (Granite, a divisor)."""
+        factor), lm_head_multiplier (Falcon-H1, a factor) and logits_scaling (Granite, a divisor; HyperCLOVA X, a
+        factor)."""
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-        scale /= getattr(config, "logits_scaling", None) or 1.0
+        scaling = getattr(config, "logits_scaling", None) or 1.0
+        scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def forward_(self, logits: Tensor) -> Tensor:

@@ -313,9 +313,9 @@ def test_a_mistake_found_by_two_ranks_is_printed_once(assets, shell, tmp_path, o
 def test_a_family_that_nobody_has_proven_is_named_with_the_key_that_tries_it(sft, rl, assets, tmp_path):
     """A value of its own for each of the two engines."""
     unproven = tmp_path / "unproven"
-    save_model("cwm", {"sliding_window": 4, "vocab_size": 261, "max_position_embeddings": 96}, unproven)
+    save_model("persimmon", {"vocab_size": 261, "max_position_embeddings": 96}, unproven)
     AutoTokenizer.from_pretrained(assets.model).save_pretrained(unproven)
-    parts = ["not proven for the family cwm", "of which nothing is proven", "choose another"]
+    parts = ["not proven for the family persimmon", "of which nothing is proven", "choose another"]
     assert_one_line(sft(model__path=unproven), *parts, "or set engine.allow_unproven=true to try it unproven")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert sft(model__path=unproven, engine__allow_unproven="true").code == 0

@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES, random_model
 from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradients, meta_model, samples
 from tiny_models import tiny_folder, tiny_vision_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig
 from shardwise.engine.adapters import adapter_weights
-from shardwise.engine.lora import adapted_weights, adapter_names, adapters_off, base_names, inject_lora
+from shardwise.engine.lora import adapted_weights, adapter_names, adapters_off, base_names, fused_experts, inject_lora
 from shardwise.engine.precision import Precision
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
@@ -120,6 +121,13 @@ def test_fused_experts_are_no_linear_layers():
     inject_lora(model, LoraConfig())
     adapted = {name.split(".lora_A.")[0].rpartition(".")[2] for name in adapter_names(model) if ".lora_A." in name}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_what_a_vision_tower_holds_is_no_expert():
+    model = random_model("gemma3", FAMILIES["gemma3"])
+    assert any(p.ndim == 3 and "vision_tower" in name for name, p in model.named_parameters())
+    assert fused_experts(model) == []
+    assert len(fused_experts(random_model("gemma4_text", FAMILIES["gemma4_text"]))) == 8
 
 
 EXPERTS = "model.layers.{}.mlp.experts"

@@ -54,6 +54,11 @@ def test_a_window_given_by_keyword_holds_where_no_mask_is_made(mask_by):
     assert attention_span(layer("full_attention"), None, None) == (None, None)
 
 
+def test_a_window_stays_where_a_model_cuts_its_masks_to_fewer_queries(mask_by):
+    mask = mask_by(create_sliding_window_causal_mask)
+    assert attention_span(layer("sliding_attention"), mask[:, :, -1:, :], None) == (5, None)
+
+
 def test_chunks_are_no_windows(mask_by):
     assert attention_span(layer("chunked_attention"), mask_by(create_chunked_causal_mask), None) == (None, 3)
 

@@ -51,7 +51,10 @@ def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
 
 def test_the_page_names_the_whole_checkpoints_of_which_only_the_language_model_is_proven():
     said = PAGE.read_text(encoding="utf-8")
-    assert "Whole checkpoints of `aria`, `gemma3`, `llama4` or `qwen3_5_moe` are not supported" in said
+    assert (
+        "Whole checkpoints of `apertus1p5`, `aria`, `gemma3n`, `gemma4_unified`, `llama4` or `minimax_m3_vl` are"
+        in said
+    )
     assert "all in float32 on a CPU" in said
 
 
@@ -77,7 +80,7 @@ def test_another_release_of_transformers_is_named_with_the_one_of_the_record(
     assert with_release("it has no gate") == (f"it has no gate ({note})" if is_another else "it has no gate")
 
 
-UNLISTED = "cwm"
+UNLISTED = "persimmon"
 """A family that would be computed right, had anybody looked."""
 
 
@@ -86,12 +89,12 @@ def build_unlisted(folder, options):
 
 
 def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_is_allowed(run_ranks, tmp_path):
-    save_model(UNLISTED, {"sliding_window": 4}, tmp_path)
+    save_model(UNLISTED, {}, tmp_path)
     with pytest.raises(RankError) as error:
         run_ranks(build_unlisted, 2, str(tmp_path), {})
     message = (
         f"ConfigError: {tmp_path}: training on packed sequences, sharding over ranks, export to the Hugging Face "
-        "layout: not proven for the family cwm, of which nothing is proven (docs/models.md has all families); choose "
+        "layout: not proven for the family persimmon, of which nothing is proven (docs/models.md has all families); choose "
         "another, or set engine.allow_unproven=true to try it unproven\n"
     )
     assert str(error.value).count(message) == 2
@@ -117,8 +120,8 @@ def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_i
     ids=["full", "selective", "every second", "qlora", "ulysses"],
 )
 def test_what_is_asked_of_a_family_is_named(run_ranks, tmp_path, options, named):
-    save_model(UNLISTED, {"sliding_window": 4}, tmp_path)
-    with pytest.raises(RankError, match=rf"[:,] {named}[:,].* not proven for the family cwm"):
+    save_model(UNLISTED, {}, tmp_path)
+    with pytest.raises(RankError, match=rf"[:,] {named}[:,].* not proven for the family persimmon"):
         run_ranks(build_unlisted, 2, str(tmp_path), options)
 
 

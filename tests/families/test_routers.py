@@ -4,69 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from family_checks import NO_EXPERTS
+from family_table import FAMILIES, random_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.families import Router, UnreadableRouter, routers_of
+from shardwise.families import Router, UnreadableRouter, proven_record, routers_of
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-NAMED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-ROUTED = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-} | NAMED
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-FAMILIES = {
-    "qwen2_moe": NAMED | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": NAMED,
-    "mixtral": LOCAL,
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": ROUTED | LATENT | {"num_key_value_heads": 4},
-    "deepseek_v3": ROUTED | LATENT | {"num_key_value_heads": 4},
-    "glm4_moe": ROUTED,
-    "gpt_oss": LOCAL,
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phimoe": {"num_local_experts": 4},
-    "minimax_m2": LOCAL,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
-    "afmoe": NAMED | {"num_dense_layers": 1},
-    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "hy_v3": NAMED | {"num_shared_experts": 1},
-    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
-    "llama4_text": LOCAL | {"intermediate_size_mlp": 48},
-}
+WITH_EXPERTS = [
+    family for family in FAMILIES if proven_record().get(family, {}).get("expert_parallel", NO_EXPERTS) != NO_EXPERTS
+]
 OTHERS_THAN_FUSED = {"jetmoe": ["mlp.router", "self_attention.experts.router"], "llama4_text": ["feed_forward.router"]}
 """Routers of a layer whose experts are given no indices: what they choose is compared with the largest logits."""
 
 
-def random_model(family):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_what_is_read_is_what_transformers_records_and_gives_its_experts(family):
-    model, read, given = random_model(family), [], []
+    model, read, given = random_model(family, FAMILIES[family]), [], []
     routers = routers_of(model)
     for router in routers:
         router.modules[0].register_forward_hook(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, HyperCLOVAXConfig, LlamaConfig
 
 from shardwise.ops import LogitTransform, project_float32, repeated_projection
 
@@ -15,8 +15,9 @@ from shardwise.ops import LogitTransform, project_float32, repeated_projection
         (Gemma2Config(final_logit_softcapping=None), LogitTransform()),
         (CohereConfig(logit_scale=0.0625), LogitTransform(scale=0.0625)),
         (GraniteConfig(logits_scaling=8.0), LogitTransform(scale=0.125)),
+        (HyperCLOVAXConfig(logits_scaling=8.0), LogitTransform(scale=8.0)),
     ],
-    ids=["llama", "gemma2", "gemma2-without", "cohere", "granite"],
+    ids=["llama", "gemma2", "gemma2-without", "cohere", "granite", "hyperclovax"],
 )
 def test_transform_is_read_from_the_config_of_the_family(config, expected):
     assert LogitTransform.from_config(config) == expected
