@@ -94,8 +94,8 @@ def test_a_family_that_is_not_in_the_record_is_refused_on_every_rank_unless_it_i
         run_ranks(build_unlisted, 2, str(tmp_path), {})
     message = (
         f"ConfigError: {tmp_path}: training on packed sequences, sharding over ranks, export to the Hugging Face "
-        "layout: not proven for the family persimmon, of which nothing is proven (docs/models.md has all families); choose "
-        "another, or set engine.allow_unproven=true to try it unproven\n"
+        "layout: not proven for the family persimmon, of which nothing is proven (docs/models.md has all families); "
+        "choose another, or set engine.allow_unproven=true to try it unproven\n"
     )
     assert str(error.value).count(message) == 2
     run_ranks(build_unlisted, 2, str(tmp_path), {"allow_unproven": True})

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checks import CPU, eager_logprobs, sequences
-from family_table import COMMON, FAMILIES, REFUSED, TEXT, TOWER, save_model
+from family_table import COMMON, FAMILIES, REFUSED, save_model
 from ranks import RankError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
