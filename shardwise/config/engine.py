@@ -177,13 +177,13 @@ class LayoutConfig(ComputeConfig):
     def _layout_keys_have_effect(self) -> Self:
         if self.tiled_num_shards is not None and not self.apply_tiled_mlp:
             raise ValueError(
-                f"tiled_num_shards={self.tiled_num_shards} has no effect without apply_tiled_mlp=true; set it or "
-                "remove the number"
+                f"tiled_num_shards={self.tiled_num_shards} has no effect without apply_tiled_mlp=true; set it, "
+                "or tiled_num_shards=null"
             )
         if self.offload_policy and self.param_offload:
             raise ValueError(
                 "offload_policy=true already keeps the weights in host memory, so param_offload=true has no effect; "
-                "remove one of them"
+                "set one of them to false"
             )
         return self
 
@@ -252,23 +252,27 @@ class EngineConfig(LayoutConfig):
         """A frozen engine on the same layout."""
         return FrozenEngineConfig(**{name: getattr(self, name) for name in LayoutConfig.model_fields})
 
+    def without_adapters(self) -> Self:
+        """A training engine on the same layout whose model is trained whole."""
+        return self.model_copy(update={"lora": None})
+
     @model_validator(mode="after")
     def _training_keys_have_effect(self) -> Self:
         if self.checkpoint_every_layers is not None and self.activation_checkpointing != "selective":
             raise ValueError(
                 f"checkpoint_every_layers={self.checkpoint_every_layers} has no effect with "
-                f"activation_checkpointing={self.activation_checkpointing}; remove it or set "
+                f"activation_checkpointing={self.activation_checkpointing}; set it to null, or "
                 "activation_checkpointing=selective"
             )
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
                 "activation_offload=true moves the inputs of checkpointed layers, and "
-                "activation_checkpointing=none has none; set it to full or selective"
+                "activation_checkpointing=none has none; set that to full or selective, or activation_offload=false"
             )
         if self.lora is not None and self.freeze_router:
             raise ValueError(
-                "freeze_router=true has no effect with lora, which freezes the whole base; remove it, and leave "
-                "routers out of lora.target_modules"
+                "freeze_router=true has no effect with lora, which freezes the whole base; set it to false, and "
+                "leave routers out of lora.target_modules"
             )
         if self.lora is not None and self.lora.dropout > 0 and self.apply_tiled_mlp:
             raise ValueError(
@@ -283,17 +287,17 @@ class EngineConfig(LayoutConfig):
         if self.lora is not None and self.master_dtype != "float32":
             raise ValueError(
                 f"master_dtype={self.master_dtype} with lora: adapters are float32 masters, and the frozen base is "
-                "kept in param_dtype anyway; remove it"
+                "kept in param_dtype anyway; set master_dtype=float32"
             )
         if self.offload_policy and self.optimizer_offload:
             raise ValueError(
                 "offload_policy=true already keeps the optimizer states in host memory, so optimizer_offload=true has "
-                "no effect; remove one of them"
+                "no effect; set one of them to false"
             )
         if self.backward_prefetch and self.reshard_after_forward is False:
             raise ValueError(
                 f"backward_prefetch={self.backward_prefetch} has no effect with reshard_after_forward=false, which "
-                "leaves nothing to gather in backward; remove one of them"
+                "leaves nothing to gather in backward; set backward_prefetch=0 or reshard_after_forward=true"
             )
         if self.master_dtype == "bfloat16" and self.param_dtype != "bfloat16":
             raise ValueError(

@@ -1,9 +1,9 @@
 """One config class per command. The YAML of a command is exactly the tree of its class."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from shardwise.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ClippedValueLoss, ValueLoss, changed_keys
 from shardwise.config.base import Config, Deadline, PathText
@@ -51,6 +51,22 @@ class _CommandConfig(Config):
         """See Config."""
         return RECIPES
 
+    @field_validator("reference", "critic", "teacher", "teachers", mode="before", check_fields=False)
+    @classmethod
+    def _keys_not_given_are_those_of_engine(cls, given: Any, info: ValidationInfo) -> Any:
+        """Of every other layout: the keys that a group leaves out are what null would take for all."""
+        if "engine" not in info.data:  # it has errors of its own
+            return given
+        engine: EngineConfig = info.data["engine"]
+        match info.field_name:
+            case "reference":
+                return _completed(given, engine.frozen())
+            case "critic":
+                return _with_layout(given, engine.without_adapters())
+            case "teachers" if isinstance(given, list):
+                return [_with_layout(teacher, engine.frozen()) for teacher in given]
+        return _with_layout(given, engine.frozen())
+
 
 class SFTConfig(_CommandConfig):
     """`shardwise sft`: supervised fine-tuning."""
@@ -78,7 +94,8 @@ class PreferenceConfig(_CommandConfig):
     loss: PreferenceLoss = Dpo.defaults()
     """What is learnt from a pair; a name, {name, parameters}, or an import path."""
     reference: FrozenEngineConfig | None = None
-    """The layout of the frozen reference policy; null takes that of the policy."""
+    """The layout of the frozen reference policy. Keys of it that are not given are those of `engine`, whatever their
+    default; null takes all of them."""
     reference_logprobs: Literal["each_step", "before_training"] = "each_step"
     """each_step: from a frozen second engine, or from the policy without its adapters. before_training: the policy
     scores all rows before its first step, when it still is the reference; no second engine."""
@@ -159,17 +176,18 @@ class TeacherConfig(Config):
     model: ModelConfig
     """The teacher, with the vocabulary of its student."""
     engine: FrozenEngineConfig | None = None
-    """Its layout; null takes that of the student. In `distill` both work on the same micro-batches, which the smaller
-    `max_tokens_per_micro_batch` of the two caps."""
+    """Its layout. Keys of it that are not given are those of the student's `engine`, whatever their default; null takes
+    all of them. In `distill` both work on the same micro-batches, which the smaller `max_tokens_per_micro_batch` of the
+    two caps."""
 
 
 class DistillConfig(_CommandConfig):
     """`shardwise distill`: a student learns a teacher's distributions over the whole vocabulary, on given answers."""
 
     model: ModelConfig
-    teacher: TeacherConfig
     data: SupervisedDataConfig = SupervisedDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
+    teacher: TeacherConfig
     distillation: DistillationConfig = DistillationConfig.defaults()
     trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
@@ -215,7 +233,8 @@ class CriticConfig(Config):
     """The folder it starts from, a saved critic or a causal language model, which gets a value head (drawn from one
     seed, the same in every run and layout); null takes that of the policy."""
     engine: EngineConfig | None = None
-    """Its layout; null takes that of the policy, without its adapters."""
+    """Its layout. Keys of it that are not given are those of the policy's `engine`, whatever their default, but for its
+    adapters (lora); null takes all of them."""
     optimizer: OptimizerConfig = OptimizerConfig.defaults()
     """How it learns."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -246,7 +265,8 @@ class RLConfig(_CommandConfig):
     data: PromptDataConfig = PromptDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
     reference: FrozenEngineConfig | None = None
-    """The layout of the frozen reference policy, where algorithm.kl_coef needs one; null takes that of the policy."""
+    """The layout of the frozen reference policy, where algorithm.kl_coef needs one. Keys of it that are not given are
+    those of `engine`, whatever their default; null takes all of them."""
     critic: CriticConfig | None = None
     """PPO's critic, which algorithm.advantage=gae needs and a custom advantage may have."""
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
@@ -309,7 +329,7 @@ class RLConfig(_CommandConfig):
     def critic_layout(self) -> EngineConfig:
         """How the critic is laid out."""
         if self.critic is None or self.critic.engine is None:
-            return self.engine.model_copy(update={"lora": None})
+            return self.engine.without_adapters()
         return self.critic.engine
 
     def teacher_layout(self, teacher: TeacherConfig) -> FrozenEngineConfig:
@@ -506,6 +526,21 @@ def longest_sequence(config: RecipeConfig) -> tuple[str, int]:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         return "data.max_prompt_tokens + rollout.max_response_tokens", longest
     return "data.max_sequence_tokens", config.data.max_sequence_tokens
+
+
+def _completed(given: Any, default: Config) -> Any:
+    """A group of keys with those of `default` that it lacks, in groups within it too."""
+    if not isinstance(given, dict):
+        return given
+    inner = {key: _completed(given[key], value) for key, value in default if key in given and isinstance(value, Config)}
+    return dict(default) | given | inner
+
+
+def _with_layout(given: Any, default: LayoutConfig) -> Any:
+    """A model with the layout that it has (`engine`) completed."""
+    if not isinstance(given, dict) or "engine" not in given:
+        return given
+    return given | {"engine": _completed(given["engine"], default)}
 
 
 def _started_adapter(what: str) -> str:

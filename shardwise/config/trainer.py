@@ -106,6 +106,18 @@ class TrainerConfig(OptimizerConfig):
                 f"keep_every_steps={self.keep_every_steps} is no multiple of save_every_steps={self.save_every_steps}, "
                 "so some of the steps to keep are never saved; make it one"
             )
+        best = self.keep_best
+        if (
+            best is not None
+            and best.metric.startswith("val/")
+            and self.save_every_steps
+            and not self.validate_every_steps
+        ):
+            raise ValueError(
+                f"keep_best.metric={best.metric} is measured only at the end with validate_every_steps=0, so no "
+                f"checkpoint but the last has it; set validate_every_steps={self.save_every_steps}, as often as "
+                "checkpoints are saved"
+            )
         return self
 
 

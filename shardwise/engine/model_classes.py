@@ -84,13 +84,29 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
 
 
 def class_code(model: PreTrainedModel) -> str:
-    """The content of CODE_NAME: the class that was made here, for transformers alone."""
+    """The content of CODE_NAME: the class that was made here, for transformers alone. It brings `language_model_rules`,
+    for an adapter with a head is put onto the folder of the family's language model."""
     made = type(model)
     generic, family = made.__bases__
     config = made.config_class
+    imported = registered = ""
+    if language_model_rules(model):
+        imported = (
+            "from transformers.conversion_mapping import get_checkpoint_conversion_mapping, "
+            "register_checkpoint_conversion_mapping\n"
+        )
+        registered = f"""
+
+# transformers goes by the name of a class for how weights of this family are named in files
+register_checkpoint_conversion_mapping(
+    "{made.__name__}",
+    get_checkpoint_conversion_mapping("{_language_model_class(model).__name__}"),
+    overwrite=True,
+)
+"""
     return f'''"""transformers' head for any backbone on one for which it has no such class."""
 
-from transformers.modeling_layers import {generic.__name__}
+{imported}from transformers.modeling_layers import {generic.__name__}
 from {config.__module__} import {config.__name__}
 from {family.__module__} import {family.__name__}
 
@@ -101,7 +117,7 @@ class {made.__name__}({generic.__name__}, {family.__name__}):
     @classmethod
     def is_custom_code(cls):
         return False  # of others transformers neither converts all names nor fills all buffers
-'''
+{registered}'''
 
 
 def language_model_rules(model: PreTrainedModel) -> list[WeightTransform]:
@@ -109,8 +125,13 @@ def language_model_rules(model: PreTrainedModel) -> list[WeightTransform]:
     which it may start, where that goes by the name of the class (Qwen2.5-VL)."""
     if not auto_map(model):
         return []
-    language_model = language_model_of(model.config)._model_mapping[type(model.config)]
-    return get_checkpoint_conversion_mapping(language_model.__name__) or []
+    return get_checkpoint_conversion_mapping(_language_model_class(model).__name__) or []
+
+
+def _language_model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """What transformers calls the language model of its family."""
+    found: type[PreTrainedModel] = language_model_of(model.config)._model_mapping[type(model.config)]
+    return found
 
 
 def language_model_of(config: PreTrainedConfig) -> Any:

@@ -34,27 +34,27 @@ def test_engine_value_out_of_range_is_refused(key, value):
     [
         (
             {"tiled_num_shards": 8},
-            "tiled_num_shards=8 has no effect without apply_tiled_mlp=true; set it or remove the number",
+            "tiled_num_shards=8 has no effect without apply_tiled_mlp=true; set it, or tiled_num_shards=null",
         ),
         (
             {"offload_policy": True, "param_offload": True},
-            "offload_policy=true already keeps the weights in host memory, so param_offload=true has no effect; remove "
-            "one of them",
+            "offload_policy=true already keeps the weights in host memory, so param_offload=true has no effect; set "
+            "one of them to false",
         ),
         (
             {"checkpoint_every_layers": 2, "activation_checkpointing": "full"},
-            "checkpoint_every_layers=2 has no effect with activation_checkpointing=full; remove it or set "
+            "checkpoint_every_layers=2 has no effect with activation_checkpointing=full; set it to null, or "
             "activation_checkpointing=selective",
         ),
         (
             {"activation_offload": True},
             "activation_offload=true moves the inputs of checkpointed layers, and activation_checkpointing=none has "
-            "none; set it to full or selective",
+            "none; set that to full or selective, or activation_offload=false",
         ),
         (
             {"lora": {}, "freeze_router": True},
-            "freeze_router=true has no effect with lora, which freezes the whole base; remove it, and leave routers "
-            "out of lora.target_modules",
+            "freeze_router=true has no effect with lora, which freezes the whole base; set it to false, and leave "
+            "routers out of lora.target_modules",
         ),
         (
             {"lora": {"target_parameters": ["experts.down_proj"]}, "ep_size": 2},
@@ -80,6 +80,21 @@ def test_engine_value_out_of_range_is_refused(key, value):
             {"master_dtype": "bfloat16"},
             "master_dtype=bfloat16 with param_dtype=float32 would compute on weights that are already rounded; set "
             "param_dtype=bfloat16 or master_dtype=float32",
+        ),
+        (
+            {"lora": {}, "master_dtype": "bfloat16", "param_dtype": "bfloat16"},
+            "master_dtype=bfloat16 with lora: adapters are float32 masters, and the frozen base is kept in param_dtype "
+            "anyway; set master_dtype=float32",
+        ),
+        (
+            {"offload_policy": True, "optimizer_offload": True},
+            "offload_policy=true already keeps the optimizer states in host memory, so optimizer_offload=true has no "
+            "effect; set one of them to false",
+        ),
+        (
+            {"backward_prefetch": 1, "reshard_after_forward": False},
+            "backward_prefetch=1 has no effect with reshard_after_forward=false, which leaves nothing to gather in "
+            "backward; set backward_prefetch=0 or reshard_after_forward=true",
         ),
     ],
 )

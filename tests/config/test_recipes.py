@@ -3,7 +3,9 @@ import pytest
 from shardwise.config import (
     ConfigError,
     DistillConfig,
+    EngineConfig,
     EvalConfig,
+    LoraConfig,
     PreferenceConfig,
     RewardModelConfig,
     RLConfig,
@@ -478,11 +480,54 @@ def test_layouts_that_are_not_given_are_those_of_the_policy():
     config = RLConfig.load(None, [*GAE, *policy, "engine.lora.rank=4"])
     assert config.critic_layout() == config.engine.model_copy(update={"lora": None})
     assert config.reference_layout() == config.engine.frozen()
-    given = RLConfig.load(None, [*GAE, *policy, "critic.engine.fsdp_size=1"])
-    assert (given.critic_layout().fsdp_size, given.critic_layout().param_offload) == (1, False)
-    distilled = RLConfig.load(None, [*DISTILL, *policy, "teachers=[{model: {path: t}, engine: {fsdp_size: 4}}]"])
-    assert distilled.teacher_layout(distilled.teachers[0]).fsdp_size == 4
+    distilled = RLConfig.load(None, [*DISTILL, *policy, "teachers=[{model: {path: t}}]"])
+    assert distilled.teacher_layout(distilled.teachers[0]) == distilled.engine.frozen()
     assert list(distilled.layouts()) == ["engine", "reference", "teachers.0.engine"]
+
+
+POLICY = {"param_dtype": "bfloat16", "fsdp_size": 4, "wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}
+GIVEN = {"fsdp_size": 2, "wrap_policy": {"wrap_lm_output": False}}
+ROWS = {"model": {"path": "m"}, "data": {"train_files": "t"}, "engine": POLICY}
+SCORED = ROWS | {"reward": {"functions": "r:score"}}
+
+
+@pytest.mark.parametrize(
+    ("cls", "tree", "name"),
+    [
+        (RLConfig, SCORED | {"algorithm": {"kl_coef": 0.1}, "reference": GIVEN}, "reference"),
+        (RLConfig, SCORED | {"algorithm": {"advantage": "gae"}, "critic": {"engine": GIVEN}}, "critic.engine"),
+        (
+            RLConfig,
+            SCORED | {"algorithm": {"advantage": "distill"}, "teachers": [{"model": {"path": "t"}, "engine": GIVEN}]},
+            "teachers.0.engine",
+        ),
+        (PreferenceConfig, ROWS | {"reference": GIVEN}, "reference"),
+        (DistillConfig, ROWS | {"teacher": {"model": {"path": "t"}, "engine": GIVEN}}, "teacher.engine"),
+    ],
+)
+def test_keys_of_a_layout_that_are_not_given_are_those_of_the_policy(cls, tree, name, tmp_path):
+    """A reference that computed in float32 beside a bfloat16 policy would differ from it before the first step."""
+    config = cls.parse(tree, origin="test")
+    layout = config
+    for part in name.split("."):
+        layout = layout[int(part)] if part.isdigit() else getattr(layout, part)
+    wrapped = {"wrap_embeddings": True, "wrap_lm_output": False}
+    assert layout == type(layout).model_validate(POLICY | GIVEN | {"wrap_policy": wrapped})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert cls.load(tmp_path / "config.yaml") == config
+
+
+def test_a_critic_does_not_take_the_adapters_of_the_policy_with_its_other_keys():
+    given = [*GAE, "engine.lora.rank=4", "engine.param_offload=true"]
+    config = RLConfig.load(None, [*given, "critic.engine.fsdp_size=1"])
+    assert config.critic_layout() == EngineConfig(fsdp_size=1, param_offload=True)
+    adapted = RLConfig.load(None, [*given, "critic.engine.lora.rank=2"])
+    assert adapted.critic_layout() == EngineConfig(lora=LoraConfig(rank=2), param_offload=True)
+
+
+def test_a_mistake_in_the_policys_layout_is_told_once():
+    message = message_of(RLConfig, [*RL, "algorithm.kl_coef=1", "engine.fsdp_size=0", "reference.ulysses_size=2"])
+    assert message == "engine.fsdp_size=0: input should be greater than 0"
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,17 @@ def test_a_key_that_has_come_since_counts_as_its_default():
     assert changes_that_matter(tree, rl("rollout.top_p=0.5"), allowed=[]) == {"rollout.top_p": (1.0, 0.5)}
     tree["rollout"]["gone"] = 3  # a key of an older version
     assert changes_that_matter(tree, rl(), allowed=[]) == {"rollout.top_p": (None, 1.0), "rollout.gone": (3, None)}
+
+
+def test_a_run_keeps_the_layout_that_its_config_spells_out():
+    """One that was saved when the reference did not take the policy's keys resumes; the file it was started from does
+    not say enough any more."""
+    policy = ["engine.param_dtype=bfloat16", "algorithm.kl_coef=0.1"]
+    now = rl(*policy, "reference.ulysses_size=2")
+    assert changes_that_matter(now.model_dump(mode="json"), now, allowed=[]) == {}
+    tree = now.model_dump(mode="json")
+    tree["reference"]["param_dtype"] = "float32"
+    spelt_out = RLConfig.parse(tree, origin="test")
+    assert changes_that_matter(tree, spelt_out, allowed=[]) == {}
+    assert spelt_out.reference_layout().param_dtype == "float32"
+    assert changes_that_matter(tree, now, allowed=[]) == {"reference.param_dtype": ("float32", "bfloat16")}

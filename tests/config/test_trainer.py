@@ -54,6 +54,10 @@ def test_an_optimizer_on_the_host_is_for_weights_that_are_not():
         ({"keep_last": 1, "keep_every_steps": 10}, "keep_every_steps=10 is no multiple of save_every_steps=0"),
         ({"keep_last": 1, "keep_every_steps": 10, "save_every_steps": 4}, "is no multiple of save_every_steps=4"),
         ({"keep_last": 1, "keep_best": {"metric": "val/loss"}}, "keep_best.mode: required"),
+        (
+            {"keep_last": 1, "save_every_steps": 5, "keep_best": {"metric": "val/loss", "mode": "min"}},
+            "no checkpoint but the last has it; set validate_every_steps=5",
+        ),
     ],
 )
 def test_what_is_to_be_kept_must_be_saved_and_can_be_removed(keys, message):

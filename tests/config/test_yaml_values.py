@@ -1,4 +1,7 @@
+import time
+
 import pytest
+import yaml
 
 from shardwise.config import ConfigError
 from shardwise.config.yaml_values import read_yaml, value_of, yaml_of
@@ -55,3 +58,52 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_yaml(path)
     assert str(error.value) == f"{path} is not valid YAML: the key a is given twice, in line 1 and in line 6"
+
+
+def bomb(num_levels):
+    """Each level has the one before ten times."""
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, num_levels)]
+    return "\n".join(["l0: &l0 [1]", *levels])
+
+
+def num_values(num_levels):
+    """Of a bomb, keys and the group of them among them: a level is a list of ten of the one before."""
+    sizes = [2]
+    while len(sizes) < num_levels:
+        sizes.append(1 + 10 * sizes[-1])
+    return 1 + num_levels + sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: &m {path: *m}", "what the anchor in line 1 names contains itself; write it out"),
+        ("a: 1\nb: &b\n- 2\n- [*b]", "what the anchor in line 2 names contains itself; write it out"),
+        ("a: &a {<<: *a}", "what the anchor in line 1 names contains itself; write it out"),
+        (f"a: {'[' * 100}{']' * 100}", "it is nested more than 100 levels deep"),
+        (f"a: {'[' * 5000}{']' * 5000}", "it is nested more than 100 levels deep"),
+        (f"a: {'{b: ' * 5000}{'}' * 5000}", "it is nested more than 100 levels deep"),
+        (bomb(12), f"its aliases stand for {num_values(12):,} values, more than 100,000; write out what is meant"),
+        (bomb(12).replace("[*", "{<<: [*").replace("]", "]}").replace("[1]}", "{a: 1}"), "its aliases stand for "),
+    ],
+)
+def test_yaml_without_end_is_refused_by_what_is_wrong(tmp_path, text, problem):
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        read_yaml(path)
+    assert time.monotonic() - began < 10
+    assert str(error.value).startswith(f"{path} is not valid YAML: {problem}")
+    with pytest.raises(yaml.YAMLError):
+        value_of(text)
+
+
+def test_what_is_written_out_may_be_long_and_aliases_may_stand_for_much():
+    names = value_of(bomb(5))
+    assert names["l4"][9][9][9][9] == [1]
+    deep = value_of("[" * 100 + "]" * 100)
+    for _ in range(99):
+        (deep,) = deep
+    assert deep == []
+    assert value_of(f"[{', '.join(['7'] * 100_001)}]") == [7] * 100_001

@@ -44,12 +44,15 @@ CELLS = {
         ({"ulysses_size": 2, "apply_tiled_mlp": True, **CHECKPOINTED}, 16),
         ({"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}, "activation_checkpointing": "selective"}, 16),
         ({"module_precision": [{"module": "model.layers.*.mlp.gate"}]}, 16),
+        ({"ep_size": 2}, 16),
+        ({"ep_size": 2, "ulysses_size": 2, **CHECKPOINTED}, 16),
     ],
     4: [
         ({}, 40),  # more ranks than micro-batches: some have only an empty one
         ({"fsdp_size": 2, "ulysses_size": 2, **CHECKPOINTED}, 16),
         ({"ulysses_size": 4}, 17),
         ({"ulysses_size": 2, "reduce_gradients": "last_micro_batch"}, 64),
+        ({"fsdp_size": 2, "ep_size": 2}, 40),
     ],
 }
 """By number of ranks: keys of the engine, and the tokens of a micro-batch."""

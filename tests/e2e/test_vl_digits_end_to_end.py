@@ -112,40 +112,65 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.full
-def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(shell, folder, tmp_path, metrics_of):
-    """In each step rows of one to three pictures; the reference policy is the adapter off; two minibatches. Weights go
-    to the rollout engines with the adapter merged."""
+def rewarded(job, metrics_of, folder, tmp_path, num_ranks, *overrides):
+    """Metrics, completions and the folder of the last checkpoint of a run in whose steps rows have one to three
+    pictures."""
     (tmp_path / "rules.py").write_text(REWARD)
+    out = tmp_path / f"ranks_{num_ranks}"
+    done = job(
+        *[num_ranks, "rl", "-c", str(ROOT / "examples/vl_digits_grpo.yaml"), f"model.path={folder / 'model'}"],
+        *[f"data.train_files={folder / 'train.jsonl'}", "data.validation_files=[]", "trainer.total_steps=3"],
+        *["rollout.num_prompts=6", "rollout.group_size=4", f"reward.functions={tmp_path / 'rules.py'}:compute_score"],
+        *["algorithm.kl_coef=0.1", "engine.max_tokens_per_micro_batch=256", f"trainer.output_dir={out}", *NO_EXTRAS],
+        *["trainer.learning_rate=3e-3", "trainer.warmup_steps=0", *overrides],
+    )
+    assert done.code == 0, done.err
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return metrics_of(out), [sample["completion"] for sample in samples], out / "checkpoints" / "step_3"
 
-    def run(num_ranks):
-        out = tmp_path / f"ranks_{num_ranks}"
-        done = shell(
-            *["shardwise", "rl", "-c", "examples/vl_digits_grpo.yaml", f"model.path={folder / 'model'}"],
-            *[f"data.train_files={folder / 'train.jsonl'}", "data.validation_files=[]"],
-            *["rollout.num_prompts=6", "rollout.group_size=4", "engine.lora={rank: 4, target_modules: all-linear}"],
-            *[f"reward.functions={tmp_path / 'rules.py'}:compute_score", "algorithm.kl_coef=0.1"],
-            *["algorithm.num_minibatches=2", "engine.max_tokens_per_micro_batch=256", "trainer.warmup_steps=0"],
-            *["trainer.learning_rate=3e-3", "trainer.total_steps=3", f"trainer.output_dir={out}", *NO_EXTRAS],
-            *["--nproc", str(num_ranks)],
-            timeout=240,
-        )
-        assert done.code == 0, done.err
-        samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-        return metrics_of(out), samples, load_file(out / "checkpoints/step_3/adapter/adapter_model.safetensors")
 
-    alone, together = run(1), run(2)
+def assert_alike(alone, together, *more):
+    """Of all steps the metrics, and the completions."""
+    names = ("train/loss", "train/grad_norm", "reward/mean", "policy/ref_kl", "policy/approx_kl", *more)
     for expected, found in zip(alone[0], together[0], strict=True):
         assert expected["train/grad_norm"] > 0
-        for name in ("train/loss", "train/grad_norm", "reward/mean", "policy/ref_kl", "policy/approx_kl"):
+        for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    assert [s["completion"] for s in together[1]] == [s["completion"] for s in alone[1]]
+    assert together[1] == alone[1]
+
+
+@pytest.mark.full
+def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(job, folder, tmp_path, metrics_of):
+    """The reference policy is the adapter off; two minibatches. Weights go to the rollout engines with the adapter
+    merged."""
+    keys = ["engine.lora={rank: 4, target_modules: all-linear}", "algorithm.num_minibatches=2"]
+    alone, together = (rewarded(job, metrics_of, folder, tmp_path, n, *keys) for n in (1, 2))
+    assert_alike(alone, together)
+    expected, found = (load_file(run[2] / "adapter" / "adapter_model.safetensors") for run in (alone, together))
     moved = 0.0
-    for name, tensor in alone[2].items():
-        torch.testing.assert_close(together[2][name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
         moved = max(moved, float(tensor.abs().max())) if "lora_B" in name else moved
     assert moved > 1e-3
-    assert any("visual" in name for name in alone[2])
+    assert any("visual" in name for name in expected)
+
+
+def test_a_critic_and_a_reference_see_pictures_alike_on_one_rank_and_two(job, folder, tmp_path, metrics_of):
+    """Models of their own beside the policy. The critic learns from pictures too: its tower moves."""
+    critic = "critic={optimizer: {learning_rate: 3e-3, adam_eps: 1e-4}}"
+    keys = ["algorithm.advantage=gae", critic, "trainer.adam_eps=1e-4"]
+    alone, together = (rewarded(job, metrics_of, folder, tmp_path, n, *keys) for n in (1, 2))
+    assert_alike(alone, together, "critic/loss", "critic/grad_norm")
+    divergence = [row["policy/ref_kl"] for row in alone[0]]
+    assert divergence[0] == pytest.approx(0, abs=1e-6), "the reference sees the pictures that the policy sees"
+    assert divergence[-1] > 1e-4
+    for part in ("hf", "critic/hf"):
+        expected, found = (load_file(run[2] / part / "model.safetensors") for run in (alone, together))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4, msg=name)
+    start = load_file(folder / "model" / "model.safetensors")
+    moved = [name for name, tensor in expected.items() if "visual" in name and not torch.equal(tensor, start[name])]
+    assert moved
 
 
 def half(picture: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import random_samples, tiny_folder
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, SwitchTransformersConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
@@ -132,6 +133,8 @@ CELLS = [
     UNITS | {"reduce_gradients": "last_micro_batch"},
 ]
 CELLS_OF_FOUR = [{"fsdp_size": 2}, {"ulysses_size": 2}, UNITS | {"fsdp_size": 2}]
+ADAPTED = {"lora": {"rank": 2}}
+ADAPTED_CELLS = [ADAPTED, ADAPTED | CHECKPOINTED, ADAPTED | UNITS, ADAPTED | UNITS | CHECKPOINTED]
 
 
 def build(folder, keys):
@@ -145,10 +148,15 @@ def build(folder, keys):
 
 
 def gradients_of_cells(folder, cells):
-    """Of every cell the loss of this rank, and the whole gradients."""
+    """Of every cell the loss of this rank, and the whole gradients of what is trained; adapters change something."""
     found = []
     for keys in cells:
         engine = build(folder, keys)
+        torch.manual_seed(0)
+        for name, parameter in engine._model.hf_model.named_parameters():
+            if "lora_B" in name:  # they start as 0, and no lora_A would have a gradient
+                whole = 0.3 * torch.randn(parameter.shape)
+                parameter.data.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
         num_sharing = keys.get("ulysses_size", 1)
         # Short sequences: at most a few of the experts are chosen on a rank.
         step = pack(random_samples([3, 2, 4, 3, 2, 4]), num_shards=dist.get_world_size() // num_sharing, max_tokens=4)
@@ -156,9 +164,24 @@ def gradients_of_cells(folder, cells):
         gradients = {
             name.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor().clone()
             for name, p in engine._model.hf_model.named_parameters()
+            if p.grad is not None
         }
         found.append((metrics["train/loss"].result() / num_sharing, gradients))
     return found
+
+
+def compare_with_one_rank(run_ranks, folder, keys_of_one, world_size, cells):
+    """Returns the gradients by name."""
+    [[(loss, gradients)]] = run_ranks(gradients_of_cells, 1, folder, [keys_of_one])
+    ranks = run_ranks(gradients_of_cells, world_size, folder, cells, timeout_seconds=120)
+    for keys, results in zip(cells, zip(*ranks, strict=True), strict=True):
+        assert sum(part[0] for part in results) == pytest.approx(loss, rel=1e-5), keys
+        for _, found in results:
+            assert found.keys() == gradients.keys(), keys
+            for name, gradient in gradients.items():
+                error = (found[name] - gradient).abs().max().item()
+                assert error <= 1e-5 * gradient.abs().max().item(), (keys, name)
+    return gradients
 
 
 @pytest.mark.skipif(not REDUCES_UNUSED, reason="FSDP of this torch adds up gradients of different weights")
@@ -172,14 +195,18 @@ def test_ranks_whose_tokens_choose_other_experts_compute_alike(run_ranks, folder
         keys | UNITS_OF.get(kind, UNITS) if "wrap_policy" in keys else keys
         for keys in (CELLS if world_size == 2 else CELLS_OF_FOUR)
     ]
-    [[(loss, gradients)]] = run_ranks(gradients_of_cells, 1, folder, [{}])
-    ranks = run_ranks(gradients_of_cells, world_size, folder, cells, timeout_seconds=120)
-    for keys, results in zip(cells, zip(*ranks, strict=True), strict=True):
-        assert sum(part[0] for part in results) == pytest.approx(loss, rel=1e-5), keys
-        for _, found in results:
-            for name, gradient in gradients.items():
-                error = (found[name] - gradient).abs().max().item()
-                assert error <= 1e-5 * gradient.abs().max().item(), (keys, name)
+    compare_with_one_rank(run_ranks, folder, {}, world_size, cells)
+
+
+@pytest.mark.skipif(not REDUCES_UNUSED, reason="FSDP of this torch adds up gradients of different weights")
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_experts_that_other_ranks_choose_are_trained_alike(run_ranks, folders, kind):
+    """An adapter has a gradient on the ranks whose tokens chose its expert alone."""
+    cells = [keys | UNITS_OF.get(kind, UNITS) if "wrap_policy" in keys else keys for keys in ADAPTED_CELLS]
+    gradients = compare_with_one_rank(run_ranks, str(folders[kind]), ADAPTED, 2, cells)
+    assert all("lora_" in name for name in gradients)
+    of_experts = [bool(gradient.any()) for name, gradient in gradients.items() if "expert" in name]
+    assert 0.3 < sum(of_experts) / len(of_experts) < 1  # some experts are nobody's
 
 
 def refusal(folder, keys):

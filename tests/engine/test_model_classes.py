@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_vision_model
 from transformers import AutoModelForTokenClassification, CLIPConfig, GPT2Config, Qwen3VLConfig
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
@@ -58,6 +58,20 @@ def test_its_code_is_the_same_class_by_transformers_alone(head):
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(other(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_its_code_reads_the_language_models_folder_where_names_go_by_the_class(head, tmp_path):
+    """Without the rule transformers would fill the decoder of Qwen2.5-VL at random, and say so in a warning only."""
+    language_model = tiny_vision_model("qwen2_5_vl")
+    language_model.save_pretrained(tmp_path)
+    written = {"__name__": "written"}
+    exec(class_code(model_from_config(language_model.config, head)), written)
+    made = next(value for name, value in written.items() if name.startswith("Qwen2_5_VLFor"))
+    loaded, told = made.from_pretrained(tmp_path, num_labels=1, output_loading_info=True)
+    assert {name.partition(".")[0] for name in told["missing_keys"]} == {"score"}
+    expected = language_model.model.state_dict()
+    torch.testing.assert_close(loaded.model.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_a_made_class_belongs_to_the_config_of_the_text_model():

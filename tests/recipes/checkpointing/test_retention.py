@@ -8,7 +8,7 @@ from shardwise.recipes.checkpointing.retention import Reported, after_saving, be
 
 
 def trainer(**keys) -> TrainerConfig:
-    return TrainerConfig.parse({"save_every_steps": 10, **keys}, origin="test")
+    return TrainerConfig.parse({"save_every_steps": 10, "validate_every_steps": 10, **keys}, origin="test")
 
 
 def manifests(values, *, not_finite=()):
