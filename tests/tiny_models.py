@@ -145,6 +145,17 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
     return model
 
 
+VISION_FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+)
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 """Token ids of the tiny models that see images."""
 
@@ -155,11 +166,19 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     qwen2_5_vl: attention in windows of 2 x 2 tokens in the first block, over whole images in the second; untied.
     qwen3_vl: features of both blocks also go into the decoder's layers (deep-stack); tied. qwen3_vl_moe: likewise, 4
     fused experts in each decoder layer; untied. qwen3_5: linear attention in the first decoder layer; untied.
+    qwen3_5_moe: likewise, with 4 fused experts and a shared one. qwen2_vl: a tower without windows and without learned
+    positions; untied. glm4v, glm46v: learned positions are interpolated to the size of each image, heads are rotated in
+    part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer.
     """
     from transformers import (
         AutoModelForImageTextToText,
+        Glm4vConfig,
+        Glm4vMoeConfig,
+        Glm46VConfig,
         Qwen2_5_VLConfig,
+        Qwen2VLConfig,
         Qwen3_5Config,
+        Qwen3_5MoeConfig,
         Qwen3VLConfig,
         Qwen3VLMoeConfig,
     )
@@ -194,10 +213,18 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "vision_start_token_id": VISION_START,
         "vision_end_token_id": VISION_END,
     }
+    marks = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    marks |= {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     linear = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
     linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
     linear |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
+    linear |= {"rope_parameters": text["rope_parameters"] | {"partial_rotary_factor": 1.0}}
+    embedded = vision | {"num_position_embeddings": 16}
+    rope = text["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    rotated_in_part = {"hidden_size": 64, "initializer_range": 0.1, "rope_parameters": rope}
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    glm = vision | {"image_size": 16, "out_hidden_size": 64, "initializer_range": 0.1}
     config = {
         "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
             text_config=text | overrides,
@@ -209,10 +236,32 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             text_config=text | {"head_dim": 8} | overrides, vision_config=deep, tie_word_embeddings=True, **words
         ),
         "qwen3_5": lambda: Qwen3_5Config(
-            text_config=text | linear | overrides,
-            vision_config=vision | {"num_position_embeddings": 16},
+            text_config=text | linear | overrides, vision_config=embedded, tie_word_embeddings=False, **words
+        ),
+        "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+            text_config=text | linear | experts | {"shared_expert_intermediate_size": 16} | overrides,
+            vision_config=embedded,
             tie_word_embeddings=False,
             **words,
+        ),
+        "qwen2_vl": lambda: Qwen2VLConfig(
+            text_config=text | overrides,
+            vision_config={
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "patch_size": 4,
+                "mlp_ratio": 2,
+                "initializer_range": 0.2,
+            },
+            tie_word_embeddings=False,
+            **words,
+        ),
+        "glm4v": lambda: Glm4vConfig(text_config=text | rotated_in_part | overrides, vision_config=glm, **marks),
+        "glm46v": lambda: Glm46VConfig(text_config=text | rotated_in_part | overrides, vision_config=glm, **marks),
+        "glm4v_moe": lambda: Glm4vMoeConfig(
+            text_config=text | rotated_in_part | routed | overrides, vision_config=glm, **marks
         ),
         "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
             text_config=text | {"head_dim": 8} | experts | overrides,

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
-from tiny_models import IMAGE, VISION_END, VISION_START
+from tiny_models import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
 from torch import Tensor
 
 from shardwise.types import Denominators, GenerateRequest, Images, Metrics, Sample, TokenBatch, TokenOutputs
@@ -13,6 +15,11 @@ NUM_VALUES = 3 * 2 * 4 * 4
 """Of a patch."""
 GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
 """Height and width of the images of each sample, in patches: two of them, none, one, none."""
+
+
+def vision_families(*quick: str) -> list[Any]:
+    """All of them as parameters of a test, of which `make test` runs those named."""
+    return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in VISION_FAMILIES if name not in quick)]
 
 
 def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, seed: int) -> Sample:

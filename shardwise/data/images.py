@@ -1,11 +1,14 @@
 """Image files: their size, known when a row is read, and their pixels, once a batch needs them."""
 
+import inspect
 import io
 import json
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENAMETOOLONG, ENOENT
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 _CONFIGS = {"preprocessor_config.json": None, "processor_config.json": "image_processor"}
 """Where a model folder says how images are prepared, and under which key; in the second file since transformers 5."""
 _MERGES = "merge_size"
-"""What Qwen's families say there."""
+"""What the families of Qwen and GLM say there."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
@@ -51,12 +54,12 @@ class ImageReader:
     """Prepares images as one model's own processor does."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor`: transformers' image processor of a Qwen model."""
+        """`processor`: transformers' image processor of a model of Qwen or GLM."""
         self._processor = processor
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Of a model folder; None where it does not say how images are prepared, or not as Qwen's families do.
+        """Of a model folder; None where it does not say how images are prepared, or not as those of Qwen and GLM do.
 
         Raises:
             ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
@@ -144,13 +147,11 @@ class ImageReader:
         return Images(pixel_values=found["pixel_values"], image_grid_thw=found["image_grid_thw"])
 
     def _grid(self, width: int, height: int, name: str) -> list[int]:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         processor = self._processor
         try:
-            resized = smart_resize(
-                height,
-                width,
+            resized = _smart_resize(processor)(
+                height=height,
+                width=width,
                 factor=processor.patch_size * processor.merge_size,
                 min_pixels=processor.size["shortest_edge"],
                 max_pixels=processor.size["longest_edge"],
@@ -158,6 +159,15 @@ class ImageReader:
         except ValueError as error:
             raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
         return [1, resized[0] // processor.patch_size, resized[1] // processor.patch_size]
+
+
+def _smart_resize(processor: Any) -> Callable[..., tuple[int, int]]:
+    """How the processor itself finds the size in which it looks at an image. GLM's counts the pixels of as many copies
+    of an image as a patch has frames."""
+    resize: Callable[..., tuple[int, int]] = sys.modules[type(processor).__module__].smart_resize
+    frames = ("num_frames", "temporal_factor")
+    counted = dict.fromkeys(inspect.signature(resize).parameters.keys() & frames, processor.temporal_patch_size)
+    return partial(resize, **counted)
 
 
 def _told(path: Path, key: str | None) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,24 +46,26 @@ class Vision:
         self._text: str | None = None
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Self | None:
+    def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Vision | None":
         """Of a model folder; None where the model sees no images, or the folder does not say how they are prepared.
 
         Raises:
             ModelError: as `ImageReader.load`.
         """
-        from transformers import AutoModelForImageTextToText
+        from transformers import AutoModel, AutoModelForImageTextToText
 
         from shardwise.model_config import blaming_config, read_model_config
 
+        config = read_model_config(folder)
+        if type(config) not in AutoModelForImageTextToText._model_mapping:
+            return None
+        if not hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"):
+            return UnknownVision(config.model_type)
         reader = ImageReader.load(folder)
         if reader is None:
             return None
-        config = read_model_config(folder)
         with blaming_config(folder, "ImageTextToText"), torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config).base_model
-        if not hasattr(model, "get_rope_index"):
-            return None
         return cls(tokenizer, reader, config.image_token_id, model.get_rope_index)
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
@@ -173,6 +175,44 @@ class Vision:
                 "model.chat_template=FILE to the one that belongs to the model"
             )
         return found
+
+
+class UnknownVision(Vision):
+    """Of a model that sees images which nobody here knows how to show: it learns from words alone."""
+
+    def __init__(self, model_type: str) -> None:
+        """`model_type`: of config.json."""
+        self._model_type = model_type
+
+    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
+        """The messages as they are.
+
+        Raises:
+            DataError: the row has an image.
+        """
+        given = messages if isinstance(messages, list) else []
+        contents = [message.get("content") for message in given if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        has_own = any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+        if has_own or row_images(row, images_column):
+            raise DataError(
+                f"{row.origin}: the row has images, and those of the family {self._model_type} are not supported "
+                "(docs/vision.md names the families that learn from images); use a model of one of them, or train on "
+                "the words alone: leave images out of the messages, and set data.images_column to a column that is "
+                "not there"
+            )
+        return messages, []
+
+    def expand(
+        self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
+    ) -> tuple[list[int], list[bool]]:
+        """The sequence as it is."""
+        return tokens, loss_mask
+
+    @property
+    def image_token_id(self) -> int:
+        """That of no token, for none may be in a text."""
+        return -1
 
 
 class _Taking:

@@ -210,8 +210,8 @@ def takes_images(model: Any) -> bool:
 
 
 def vision_reason(model: Any) -> str | None:
-    """What speaks against showing images to a model: Qwen's families name things so, others write placeholders, masks
-    or positions of another kind."""
+    """What speaks against showing images to a model: the families of Qwen and GLM name things so, others write
+    placeholders, masks or positions of another kind."""
     whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
     missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
     missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]

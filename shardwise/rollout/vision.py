@@ -52,7 +52,7 @@ def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[
 
 
 class CachedVisionTower:
-    """The eyes of a model with a vision tower, one of Qwen's."""
+    """The eyes of a model with a vision tower, one of Qwen's or GLM's."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._backbone = backbone(model)

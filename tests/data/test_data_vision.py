@@ -8,16 +8,30 @@ from dataclasses import replace
 import pyarrow
 import pytest
 import torch
+from family_table import FAMILIES
 from PIL import Image
 from pyarrow import parquet
 from tiny_models import tiny_vision_model
-from transformers import Qwen2VLImageProcessorPil
+from transformers import (
+    AutoConfig,
+    Gemma3ImageProcessorPil,
+    Glm4vImageProcessorPil,
+    Glm4vProcessor,
+    Glm46VImageProcessorPil,
+    Glm46VProcessor,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
+)
+from vision_samples import vision_families
 
 from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
-from shardwise.data import Vision
+from shardwise.data import ImageReader, Vision
 from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
+from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, RolloutGroup
 
@@ -149,6 +163,90 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
     assert not torch.equal(first.position_ids[1], torch.arange(len(first.token_ids)))
     assert second.position_ids is None
     assert second.images is None
+
+
+GLM_WORDS = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"]
+GLM_TEMPLATE = """[gMASK]<sop>
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}
+                {{- item.text }}
+            {%- elif item is mapping and (item.type == 'image' or 'image' in item) -%}
+                <|begin_of_image|><|image|><|end_of_image|>
+            {%- elif item is mapping and (item.type == 'video' or 'video' in item) -%}
+                <|begin_of_video|><|video|><|end_of_video|>
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{{ visible_text(m.content) }}<|end|>
+{%- endfor -%}
+{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+"""What GLM-4.5V's does for messages of words and images."""
+
+
+PROCESSORS = {
+    "qwen2_vl": (Qwen2VLProcessor, Qwen2VLImageProcessorPil),
+    "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil),
+    "glm4v": (Glm4vProcessor, Glm4vImageProcessorPil),
+    "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil),
+    "glm4v_moe": (Glm4vProcessor, Glm4vImageProcessorPil),
+}
+"""Those that are not Qwen3-VL's."""
+
+
+@pytest.mark.parametrize("family", vision_families("qwen2_vl", "glm4v"))
+def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, monkeypatch):
+    """Tokens, pixels and positions. GLM's shows videos by the token of images, between marks of their own."""
+    kind, image_kind = PROCESSORS.get(family, (Qwen3VLProcessor, Qwen2VLImageProcessorPil))
+    tokenizer, words = train_tokenizer(["2+3=5"], vocab_size=261), GLM_WORDS if family.startswith("glm") else WORDS
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    tokenizer.chat_template = GLM_TEMPLATE if family.startswith("glm") else TEMPLATE
+    model = tiny_vision_model(family)
+    model.config.image_token_id, model.config.video_token_id = tokenizer.convert_tokens_to_ids([words[1], words[3]])
+    model.config.text_config.vocab_size = len(tokenizer)
+    model.config.save_pretrained(tmp_path)
+    image_processor = image_kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    image_processor.save_pretrained(tmp_path)
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44))]
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+    messages = talk([IMAGE, TEXT, IMAGE])
+
+    def learn(messages, images):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "images": images}), encoding="utf-8")
+        loaded = supervised_samples(
+            SupervisedDataConfig(),
+            [str(tmp_path / "rows.jsonl")],
+            tokenizer,
+            max_rows=None,
+            vision=Vision.load(tmp_path, tokenizer),
+            media_token_ids=media_token_ids(model.config),
+        )
+        return loaded.rows[0]
+
+    monkeypatch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)  # that of videos needs torchvision
+    processor = kind(image_processor=image_processor, tokenizer=tokenizer)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    expected = processor(text=[text], images=images, return_tensors="pt")
+    found = learn(messages, ["0.png", "1.png"])
+    assert found.token_ids.tolist() == expected["input_ids"][0].tolist()
+    read = ImageReader.load(tmp_path).read(found.image_refs)
+    assert torch.equal(read.pixel_values, expected["pixel_values"])
+    assert torch.equal(read.image_grid_thw, expected["image_grid_thw"])
+    positions, _ = model.model.get_rope_index(
+        expected["input_ids"], expected["mm_token_type_ids"], image_grid_thw=expected["image_grid_thw"]
+    )
+    assert torch.equal(found.position_ids, positions[:, 0])
+    for spelt in (words[1], words[3]):
+        with pytest.raises(DataError, match="the text "):
+            learn(talk(f"a {spelt} b"), [])
 
 
 LONG = "A" * 100_000
@@ -287,7 +385,7 @@ def test_a_row_that_spells_a_token_of_images_or_videos_is_refused_whether_images
     assert VIDEO_PAD in found.token_ids
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", vision_families("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"))
 def test_images_with_nothing_between_are_refused_for_no_family_tells_them_apart(tokenizer, picture, tmp_path, family):
     grids = torch.tensor([[1, 2, 4], [1, 6, 2]])
     tokens = torch.tensor([[5, *[PAD] * 5, 6]])
@@ -367,6 +465,34 @@ def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_p
         supervised_samples(SupervisedDataConfig(), [str(path)], tokenizer, max_rows=None)
     loaded = supervised_samples(SupervisedDataConfig(images_column="none"), [str(path)], tokenizer, max_rows=None)
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(ask, tokenizer, tmp_path, family):
+    """Whose processor lies in the folder: rows of words are learnt from."""
+    AutoConfig.for_model(family, **FAMILIES[family]).save_pretrained(tmp_path)
+    Gemma3ImageProcessorPil().save_pretrained(tmp_path)
+    vision = Vision.load(tmp_path, tokenizer)
+
+    def learn(row):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
+        data = SupervisedDataConfig(), [str(tmp_path / "rows.jsonl")], tokenizer
+        return supervised_samples(*data, max_rows=None, vision=vision, media_token_ids=[PAD]).rows[0]
+
+    reason = f"line 1: the row has images, and those of the family {family} are not supported .*; use a model of one of"
+    for row in (
+        {"messages": talk("<image>Which?"), "images": ["a.png"]},
+        {"messages": talk([IMAGE | {"image": "a.png"}, TEXT])},
+        {"prompt": "<image>", "response": "5", "images": ["a.png"]},
+    ):
+        with pytest.raises(DataError, match=reason):
+            learn(row)
+    with pytest.raises(DataError, match=reason):
+        ask([{"prompt": "<image>Which?", "answer": "5", "images": ["a.png"]}], vision=vision)
+    assert learn({"messages": talk("2+3=")}).image_refs == []
+    assert learn({"prompt": "2+3=", "response": "5", "images": None}).image_refs == []
+    with pytest.raises(DataError, match=r"line 1: the text spells '<\|image_pad\|>'"):
+        learn({"messages": talk("<|image_pad|>")})
 
 
 def test_a_chat_template_without_images_is_refused(folder, picture, tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from PIL import Image, ImageOps
-from transformers import Qwen2VLImageProcessorPil
+from transformers import Glm4vImageProcessorPil, Glm46VImageProcessorPil, Qwen2VLImageProcessorPil
 
 from shardwise.config import DataError, ModelError
 from shardwise.data import ImageReader
@@ -179,7 +179,28 @@ def test_several_are_read_in_their_order(reader, tmp_path):
     assert together.image_grid_thw.tolist() == [one.grid for one in pictures]
 
 
-def test_only_processors_of_qwens_families_are_taken(tmp_path):
+TINY = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+SMALL_AND_LARGE = [(16, 8), (24, 24), (20, 36), (5, 3), (3, 40), (1, 1), (64, 48), (100, 30)]
+
+
+@pytest.mark.parametrize("kind", [Qwen2VLImageProcessorPil, Glm4vImageProcessorPil, Glm46VImageProcessorPil])
+@pytest.mark.parametrize(("options", "sizes"), [(TINY, SMALL_AND_LARGE), ({}, [(30, 20), (644, 483), (1700, 1200)])])
+def test_every_families_images_are_those_of_its_own_processor(kind, options, sizes, tmp_path):
+    """GLM's limits hold for the pixels of two frames, and it scales small images up to a patch first."""
+    processor = kind(**options)
+    processor.save_pretrained(tmp_path)
+    reader = ImageReader.load(tmp_path)
+    assert type(reader._processor) is kind
+    for size in sizes:
+        image = Image.effect_noise(size, 90).convert("RGB")
+        found = reader.open(image, tmp_path, "x")
+        expected = processor([image], return_tensors="pt")
+        assert [found.grid] == expected["image_grid_thw"].tolist()
+        assert reader.num_tokens(found) == processor.get_number_of_image_patches(*size[::-1]) // 4
+        assert torch.equal(reader.read([found]).pixel_values, expected["pixel_values"])
+
+
+def test_only_processors_of_qwen_and_glm_are_taken(tmp_path):
     """Models of others, such as Gemma 3, go on learning from text."""
     from transformers import CLIPImageProcessorPil
 

@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES, random_model
 from safetensors.torch import load_file
-from tiny_models import tiny_vision_model
+from tiny_models import VISION_FAMILIES, tiny_vision_model
 from vision_samples import (
     GRIDS,
     negative_logprob,
     reference_gradients,
     reference_logits,
     reference_logprobs,
+    vision_families,
     vision_samples,
 )
 
@@ -21,17 +23,14 @@ from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.model_classes import AUTO_CLASSES
+from shardwise.families import takes_images
 from shardwise.ops import plain_name
 
 CPU = torch.device("cpu")
-FAMILIES = (
-    "qwen3_vl",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")),
-)
 TOWER = "model.visual"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=vision_families("qwen3_vl"))
 def family(request):
     return request.param
 
@@ -39,7 +38,7 @@ def family(request):
 @pytest.fixture
 def shared(family):
     """For tests in which ranks share sequences."""
-    if family == "qwen3_5":
+    if family in ("qwen3_5", "qwen3_5_moe"):
         pytest.skip("its linear attention carries a state from token to token: refused by name")
 
 
@@ -48,6 +47,14 @@ def folder(family, tmp_path_factory):
     path = tmp_path_factory.mktemp(family)
     tiny_vision_model(family).save_pretrained(path)
     return str(path)
+
+
+def test_every_family_that_is_shown_images_is_proven_here():
+    """Others have methods of the same names: what is added to the table of families is proven here, or refused."""
+    seeing = {name: options for name, options in FAMILIES.items() if "vision_config" in options}
+    assert {name for name, options in seeing.items() if takes_images(random_model(name, options))} == set(
+        VISION_FAMILIES
+    )
 
 
 def build(folder: str, **keys) -> TrainEngine:
@@ -79,7 +86,7 @@ def assert_same_step(found, expected):
     torch.testing.assert_close(found[2], expected[2], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *FAMILIES[2:]], indirect=True)
+@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v"), indirect=True)
 def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
     """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
     sample by itself."""
@@ -190,12 +197,10 @@ def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ran
         {"activation_checkpointing": "selective", "apply_tiled_mlp": True, "reshard_after_forward": False},
     ],
 )
-def test_options_of_memory_change_no_number(run_ranks, tmp_path, keys):
-    model = tiny_vision_model("qwen3_vl")
-    model.save_pretrained(tmp_path)
-    samples = vision_samples(model)
-    (alone,) = run_ranks(step, 1, str(tmp_path), samples, 256, {})
-    for logprobs, gradients, _, has_images in run_ranks(step, 2, str(tmp_path), samples, 24, keys):
+def test_options_of_memory_change_no_number(run_ranks, family, folder, keys):
+    samples = vision_samples(tiny_vision_model(family))
+    (alone,) = run_ranks(step, 1, folder, samples, 256, {})
+    for logprobs, gradients, _, has_images in run_ranks(step, 2, folder, samples, 24, keys):
         assert len(has_images) == 2
         torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
@@ -291,17 +296,15 @@ def export(folder: str, out: str) -> None:
     build(folder).export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
 
 
-@pytest.mark.parametrize(
-    ("vision_family", "prefixes"), [("qwen3_vl", []), ("qwen3_vl", [TOWER]), ("qwen2_5_vl", [TOWER])]
-)
+@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl"), indirect=True)
+@pytest.mark.parametrize("prefixes", [[], [TOWER]])
 def test_an_adapter_on_all_linear_layers_adapts_the_tower_too_unless_it_is_frozen(
-    run_ranks, tmp_path, vision_family, prefixes
+    run_ranks, tmp_path, family, folder, prefixes
 ):
     """As peft means it; a prefix keeps to the language model, also where layers of both have one name (gate_proj of
-    Qwen2.5-VL). peft loads what is written."""
-    tiny_vision_model(vision_family).save_pretrained(tmp_path / "model")
-    samples = vision_samples(tiny_vision_model(vision_family))
-    (found,) = run_ranks(adapt, 1, str(tmp_path / "model"), samples, str(tmp_path / "adapter"), prefixes)
+    Qwen2.5-VL and GLM). peft loads what is written."""
+    samples = vision_samples(tiny_vision_model(family))
+    (found,) = run_ranks(adapt, 1, folder, samples, str(tmp_path / "adapter"), prefixes)
     logprobs, off, base, names = found
     assert all(map(torch.equal, off, base))
     assert any(".visual." in name for name in names) == (not prefixes)
@@ -309,7 +312,7 @@ def test_an_adapter_on_all_linear_layers_adapts_the_tower_too_unless_it_is_froze
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     with torch.no_grad():
         expected = [reference_logprobs(model.base_model.model, sample) for sample in samples]

@@ -8,19 +8,19 @@ import pytest
 import torch
 from tiny_models import IMAGE, VIDEO, tiny_vision_model
 from transformers import GenerationConfig
-from vision_samples import assert_scores_of, reference_logprobs, request_of, vision_sample
+from vision_samples import assert_scores_of, reference_logprobs, request_of, vision_families, vision_sample
 
 from shardwise.config import ModelError
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Sample
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 9
 asking = partial(request_of, max_tokens=MAX_TOKENS, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=vision_families(*QUICK))
 def model(request):
     model = tiny_vision_model(request.param)
     model.generation_config = GenerationConfig(eos_token_id=3, pad_token_id=0)
@@ -79,6 +79,7 @@ def assert_own_logprobs(model, sample: Sample, completion) -> None:
     torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected.double(), atol=bound, rtol=1e-5)
 
 
+@pytest.mark.parametrize("model", vision_families(*QUICK, "glm4v"), indirect=True)
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
 def test_greedy_completions_equal_those_of_generate_token_for_token(model, folder, samples, max_rows):
     """With 1 and 3 rows prompts with images and without wait for each other, and finished rows move."""

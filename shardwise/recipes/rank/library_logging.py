@@ -11,9 +11,13 @@ _KERNELS_OF_BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
 _SIZE_OF_AN_IMAGE = "Image size .* exceeds limit"
 """pillow warns of images that data/images.py refuses."""
 
+_VIEW_OF_A_UNIT = "FSDP2-wrapped module .* returned a view tensor"
+"""torch warns of the last states of GLM's vision tower, in case somebody changes them in place; nobody does."""
+
 
 def quiet_libraries() -> None:
     """No progress bars but ours, and no warning of what is not used."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", _SIZE_OF_AN_IMAGE)
+    warnings.filterwarnings("ignore", _VIEW_OF_A_UNIT)
     logging.getLogger(_KERNELS_OF_BITSANDBYTES).setLevel(logging.ERROR)

@@ -1,8 +1,12 @@
 import logging
 import subprocess
 import sys
+import warnings
 
+import torch
 from PIL import Image
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging as transformers_logging
 
 from shardwise.recipes.rank.library_logging import quiet_libraries
@@ -31,3 +35,24 @@ def test_progress_bars_of_transformers_are_off_and_errors_of_bitsandbytes_are_no
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     assert logger.isEnabledFor(logging.ERROR)
     assert not logger.isEnabledFor(logging.WARNING)
+
+
+def view_from_a_unit(is_quiet: bool) -> list[str]:
+    """On a rank: what torch warns of."""
+
+    class Tower(nn.Linear):
+        def forward(self, pixels):
+            return super().forward(pixels)[:1]
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if is_quiet:
+            quiet_libraries()
+        fully_shard(Tower(2, 2))(torch.ones(2, 2))
+    return [str(one.message) for one in heard if "view" in str(one.message)]
+
+
+def test_a_vision_tower_whose_states_are_a_view_is_not_warned_of(run_ranks):
+    assert run_ranks(view_from_a_unit, 1, True) == [[]]
+    (heard,) = run_ranks(view_from_a_unit, 1, False)
+    assert len(heard) == 1
