@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.yaml_values import read_yaml, value_of, yaml_of
+from shardwise.config.yaml_values import RefusedYamlError, read_yaml, value_of, yaml_of
 
 _LONGEST_SECONDS = 1_000_000
 Deadline = Annotated[float, Field(gt=0, le=_LONGEST_SECONDS)]
@@ -221,6 +221,8 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
         raise ConfigError(f'override "{override}" is not of the form key.path=value, e.g. {EXAMPLE_OVERRIDE}')
     try:
         value = value_of(text)
+    except RefusedYamlError as error:
+        raise ConfigError(f'override "{key}=...": {error}') from None
     except yaml.YAMLError:
         raise ConfigError(f'override "{override}": the value is not valid YAML; quote it') from None
     node = tree

@@ -1,6 +1,8 @@
-"""YAML as config files and overrides are written in it: numbers as YAML 1.2 reads them, and no key twice."""
+"""YAML as config files and overrides are written in it: numbers as YAML 1.2 reads them, no key twice, and no
+more than is written."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,30 @@ import yaml
 
 from shardwise.config.errors import ConfigError
 
+_MOST_LEVELS = 100
+_TOO_DEEP = f"it is nested more than {_MOST_LEVELS} levels deep"
+_MOST_NODES = 100_000
+"""That aliases may make of fewer that are written."""
+
+
+class RefusedYamlError(yaml.YAMLError):
+    """What YAML allows and no config needs."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML would keep the last."""
+    """Refuses a key that is given twice, of which PyYAML would keep the last; and what contains itself, or grows beyond
+    all bounds where aliases are written out."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            sizes: dict[yaml.Node, _Size | None] = {}
+            num_nodes = _size_of(node, sizes).num_nodes
+            if num_nodes > max(_MOST_NODES, len(sizes)):
+                raise RefusedYamlError(
+                    f"its aliases stand for {num_nodes:,} values, more than {_MOST_NODES:,}; write out what is meant"
+                )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -19,10 +42,41 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if given[key.value] is not key:
                 first, second = (mark.line + 1 for mark in (given[key.value].start_mark, key.start_mark))
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value} is given twice, in line {first} and in line {second}"
-                )
+                raise RefusedYamlError(f"the key {key.value} is given twice, in line {first} and in line {second}")
         return node
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of a node, with every alias in it written out."""
+
+    num_nodes: int
+    num_levels: int
+
+
+def _size_of(node: yaml.Node, sizes: dict[yaml.Node, _Size | None]) -> _Size:
+    """
+    Args:
+        sizes: of the nodes that are known, which grows; None of those around this one.
+    Raises:
+        RefusedYamlError: it contains itself, or has too many levels.
+    """
+    if node not in sizes:
+        sizes[node] = None
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        found = [_size_of(part, sizes) for part in parts]
+        size = _Size(1 + sum(one.num_nodes for one in found), 1 + max((one.num_levels for one in found), default=0))
+        if size.num_levels > _MOST_LEVELS:
+            raise RefusedYamlError(_TOO_DEEP)
+        sizes[node] = size
+    known = sizes[node]
+    if known is None:
+        raise RefusedYamlError(
+            f"what the anchor in line {node.start_mark.line + 1} names contains itself; write it out"
+        )
+    return known
 
 
 class _Dumper(yaml.SafeDumper):
@@ -53,7 +107,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = "is no file" if path.exists() else "does not exist"
         raise ConfigError(f"config file {path} {problem}; give the path of a YAML file with -c")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = value_of(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
@@ -64,8 +118,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """What a value is in YAML. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    """What a value is in YAML. Raises yaml.YAMLError, of what no config needs RefusedYamlError."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise RefusedYamlError(_TOO_DEEP) from None
 
 
 def yaml_of(tree: dict[str, Any]) -> str:

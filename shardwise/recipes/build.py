@@ -12,7 +12,7 @@ from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
 from shardwise.families import rotary_limit
 from shardwise.model_config import end_of_sequence_ids, media_token_ids, read_generation_config, read_model_config
-from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder, reading
 from shardwise.recipes.checkpointing.manifest import verify_weights
 
 
@@ -99,16 +99,18 @@ def open_model(config: ModelConfig) -> OpenedModel:
 
     Raises:
         ModelError: no such model, no weights, no tokenizer, token ids that the model has no embedding for, or weights
-            that have changed since a run saved them.
+            that have changed since a run saved them, or that it removes meanwhile.
     """
-    folder = resolve_folder(latest_hf_folder(config.path))
-    resolved = config.model_copy(update={"path": str(folder)})
-    text_config = read_model_config(folder).get_text_config()
-    tokenizer = load_tokenizer(resolved)
-    check_vocabulary(tokenizer, text_config.vocab_size)
-    vision = Vision.load(folder, tokenizer)
-    verify_weights(folder)
-    return OpenedModel(resolved, folder, tokenizer, vision, Context.of(folder))
+    path = latest_hf_folder(config.path)
+    with reading(Path(path)):
+        folder = resolve_folder(path)
+        resolved = config.model_copy(update={"path": str(folder)})
+        text_config = read_model_config(folder).get_text_config()
+        tokenizer = load_tokenizer(resolved)
+        check_vocabulary(tokenizer, text_config.vocab_size)
+        vision = Vision.load(folder, tokenizer)
+        verify_weights(folder)
+        return OpenedModel(resolved, folder, tokenizer, vision, Context.of(folder))
 
 
 def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:

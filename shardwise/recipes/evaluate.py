@@ -11,6 +11,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
 from shardwise.recipes.build import open_model
+from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.reward_engines import build_reward_engines
@@ -34,21 +35,22 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         and the powers of two below it, mean@n and maj@n.
     """
     model = open_model(config.model)
-    model.context.require(*longest_sequence(config))
-    require_tool_tags(config.rollout.environment, model.tokenizer)
-    if config.data.apply_chat_template:
-        model.warn_of_endless_turns(config.rollout)
-    rows = prompt_examples(
-        config.data,
-        config.data.validation_files,
-        model.tokenizer,
-        max_rows=config.data.max_validation_rows,
-        tools=tool_schemas(config.rollout.environment),
-        vision=model.vision_in(config.rollout),
-        media_token_ids=model.media_token_ids,
-    ).rows
-    warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
-    build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
+    with reading(model.folder):
+        model.context.require(*longest_sequence(config))
+        require_tool_tags(config.rollout.environment, model.tokenizer)
+        if config.data.apply_chat_template:
+            model.warn_of_endless_turns(config.rollout)
+        rows = prompt_examples(
+            config.data,
+            config.data.validation_files,
+            model.tokenizer,
+            max_rows=config.data.max_validation_rows,
+            tools=tool_schemas(config.rollout.environment),
+            vision=model.vision_in(config.rollout),
+            media_token_ids=model.media_token_ids,
+        ).rows
+        warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
+        build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
     with (
         writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed for it

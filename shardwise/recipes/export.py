@@ -9,7 +9,7 @@ from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
 from shardwise.recipes.build import OpenedModel, open_model
-from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_checkpoint
+from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_checkpoint, reading
 from shardwise.recipes.checkpointing.manifest import verify_weights
 
 
@@ -29,19 +29,10 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
     """
     folder = new_folder(target)
     opened = _open(source)
-    dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
-    if opened.adapter is not None:
-        verify_weights(opened.adapter)
     adapter = "" if opened.adapter is None else str(opened.adapter)
-    try:
+    with reading(opened.model.folder), reading(opened.adapter or opened.model.folder):
+        dtype = dtype if dtype is not None else named_dtype(opened.model.folder)
         group.call("export_model", opened.model.config.model_dump_json(), adapter, str(folder), dtype, max_shard_size)
-    except ModelError:
-        if (gone := opened.adapter or opened.model.folder).is_dir():
-            raise
-        raise ModelError(
-            f"{gone} was removed while it was read: a run goes on there and keeps fewer checkpoints "
-            "(trainer.keep_last); export again, which takes the newest"
-        ) from None
     print(written(Path(target), dtype), flush=True)
 
 
@@ -94,7 +85,10 @@ def _open(source: str) -> _Source:
         adapter = Path(source) if (Path(source) / ADAPTER_CONFIG).is_file() else None
     if adapter is None:
         return _Source(open_model(ModelConfig(path=source)), None)
-    return _Source(open_model(ModelConfig(path=_base_of(adapter))), adapter)
+    with reading(adapter):
+        model = open_model(ModelConfig(path=_base_of(adapter)))
+        verify_weights(adapter)
+        return _Source(model, adapter)
 
 
 def _base_of(adapter: Path) -> str:

@@ -11,6 +11,7 @@ from shardwise.console import tell
 from shardwise.data import render_prompt
 from shardwise.engine import take_device
 from shardwise.recipes.build import open_model
+from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
@@ -44,9 +45,10 @@ def converse(
         raise ConfigError(f"--temperature={temperature}; give a number of at least 0, which is greedy")
     quiet_libraries()
     model = open_model(ModelConfig(path=path))
-    engine = EmbeddedEngine.from_folder(
-        model.folder, dtype=torch.float32, max_rows=num_completions, device=take_device(0)
-    )
+    with reading(model.folder):
+        engine = EmbeddedEngine.from_folder(
+            model.folder, dtype=torch.float32, max_rows=num_completions, device=take_device(0)
+        )
     templated = apply_chat_template and model.tokenizer.chat_template is not None
     for prompt in prompts if prompts is not None else _lines():
         prompt_ids = render_prompt(

@@ -24,6 +24,7 @@ from shardwise.engine import TrainEngine
 from shardwise.model_config import read_model_config
 from shardwise.ops import ModuleTrace, Place
 from shardwise.recipes.build import OpenedModel, open_model
+from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import RolloutEngine
@@ -110,7 +111,8 @@ def parity(
         prompts: None for two of our own.
         max_tokens: of a completion.
     Returns:
-        Whether all that matters agrees within the bounds of the dtype.
+        Whether all that matters agrees within the bounds of the dtype. Prompts have no images, so of a vision tower
+        nothing is known.
     Raises:
         ConfigError: numbers out of range, or what the engine refuses. ModelError: the model cannot be loaded.
     """
@@ -136,9 +138,10 @@ def parity(
         max_concurrent_sequences=1,
     )
     compute_dtype: torch.dtype = getattr(torch, dtype)
-    # vLLM takes its share of the device's memory as it finds it, so it comes first.
-    rollout = build_rollout(model.config, generation, dtype=compute_dtype, device=device)
-    trainer = TrainEngine.build(model.folder, FrozenEngineConfig(param_dtype=dtype), device=device)
+    with reading(model.folder):
+        # vLLM takes its share of the device's memory as it finds it, so it comes first.
+        rollout = build_rollout(model.config, generation, dtype=compute_dtype, device=device)
+        trainer = TrainEngine.build(model.folder, FrozenEngineConfig(param_dtype=dtype), device=device)
     found: dict[Phase, Comparison] = {phase: Comparison() for phase in PHASES}
     try:
         for number, prompt_ids in enumerate(rendered):
@@ -148,7 +151,8 @@ def parity(
             _compare(found, trainer, rollout, request)
     finally:
         rollout.close()
-    return _report(found, f"{path}: trainer and {engine} rollout engine in {dtype}, prompts: {len(rendered)}", dtype)
+    title = f"{path}: trainer and {engine} rollout engine in {dtype}, prompts: {len(rendered)}"
+    return _report(found, title, dtype, has_vision_tower=bool(model.media_token_ids))
 
 
 def _traceable_vllm(model: OpenedModel, num_tokens: int) -> VllmRollout:
@@ -190,7 +194,7 @@ def _compare(
             found[phase].logprobs.append(apart.nan_to_num(nan=torch.inf))
 
 
-def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName) -> bool:
+def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName, *, has_vision_tower: bool) -> bool:
     """Prints it. Returns whether the two sides agree."""
     first = found[PHASES[0]]
     has_experts = any("expert" in name for name in first.computed)
@@ -201,6 +205,8 @@ def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName) -> 
     compared = {phase: len({place.module for place in found[phase].modules}) for phase in PHASES}
     numbers = ", ".join(f"{compared[phase]} in {phase}" for phase in PHASES if found[phase].logprobs)
     print(f"modules compared: {numbers} of the trainer's {len(first.computed)}")
+    if has_vision_tower:
+        print("the vision tower was not compared: no prompt has an image")
     for phase in PHASES:
         if verdict := _verdict(found[phase], phase, bounds):
             print(verdict, flush=True)

@@ -30,7 +30,7 @@ from shardwise.rollout.stop_strings import first_stop_across
 from shardwise.rollout.vision import requests_to_score
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
-from shardwise.rollout.vllm_weights import VllmAdapter, itself, lora_arguments
+from shardwise.rollout.vllm_weights import VllmAdapter, in_names_of, itself, lora_arguments
 from shardwise.types import Completion, FinishReason, GenerateRequest, Images
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class VllmEngine:
                 return None
             return sum(value) if module in layers and isinstance(value, tuple) else value
 
-        return traced(model.named_modules(), read_input=read_input, read_output=read_output)
+        return traced(in_names_of(self._skeleton, model), read_input=read_input, read_output=read_output)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors over the served ones, by the names of the transformers class or of an adapter file, and

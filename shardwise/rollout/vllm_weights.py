@@ -39,12 +39,17 @@ class WeightLoader:
             die_with(process)
 
     def unlink_shared_memory(self) -> None:
-        """On a CPU the workers of an engine have mapped each other's memory when vLLM is there. Without its names it
-        goes with them, however they end, and is in nobody's way: those of ranks that are one engine are always the
+        """The workers of an engine have mapped each other's memory when vLLM is there. Without its names it goes with
+        them, however they end, and is in nobody's way: on a CPU those of ranks that are one engine are always the
         same."""
         from vllm.distributed import get_tp_group
 
-        communicator = get_tp_group().device_communicator
+        group = get_tp_group()
+        queue = None if group.mq_broadcaster is None else group.mq_broadcaster.buffer
+        if queue is not None and queue.is_creator:
+            queue.shared_memory.unlink()  # else Python does as its process ends, with a warning
+            queue.is_creator = False
+        communicator = group.device_communicator
         if (name := getattr(getattr(communicator, "dist_module", None), "group_name", None)) is not None:
             for file in _IN_MEMORY.iterdir():
                 if file.name.startswith(name.lstrip("/")):
@@ -67,6 +72,19 @@ class WeightLoader:
 
 def itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
+
+
+def in_names_of(skeleton: torch.nn.Module, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of vLLM's model by their names in the transformers class, as far as it has them: in models that see
+    images the two begin otherwise."""
+    known = {name for name, _ in skeleton.named_modules()}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    begins = {} if mapper is None else {new: old for old, new in reversed(mapper.orig_to_new_prefix.items()) if new}
+    for name, module in model.named_modules():
+        if name not in known:
+            renamed = (old + f"{name}.".removeprefix(new) for new, old in begins.items() if f"{name}.".startswith(new))
+            name = next((one[:-1] for one in renamed if one[:-1] in known), name)
+        yield name, module
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, ExportError
 from shardwise.durable import fsync_path
 from shardwise.memfd import SharedTensors
 from shardwise.observability import write_json_atomic
@@ -131,19 +132,11 @@ class DiskMedium:
         return self._buffer[:num_bytes]
 
     def send(self, header: str, data: Tensor) -> None:
-        """See Medium. Receivers hear of the version when it is whole."""
+        """See Medium. Receivers hear of the version when it is whole. Raises ExportError: it cannot be written."""
         bucket = Header.decode(header)
-        folder = self._folder_of(bucket.version)
         if not bucket.failure:
-            if bucket.index == 0:
-                self._begin(bucket.version)
-            name = _bucket_name(bucket.index)
-            self._hashes[name] = _write_bucket(folder / name, header, bucket.segments, data)
-        if bucket.is_last and not bucket.failure:
-            fsync_path(folder)
-            write_json_atomic(folder / MARKER, {"version": bucket.version, "xxh3": self._hashes})
-            fsync_path(folder)
-            fsync_path(self._folder)
+            with self._written():
+                self._write(bucket, header, data)
         if bucket.is_last:
             self._rendezvous.meet("writing weights", header)
 
@@ -177,6 +170,28 @@ class DiskMedium:
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / (_MEASURED if version == MEASUREMENT else f"version-{version}")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise ExportError(
+                f"rollout.placement.folder={self._folder} cannot be written to ({error}); free space there, or give a "
+                "folder that rank 0 may write to"
+            ) from None
+
+    def _write(self, bucket: Header, header: str, data: Tensor) -> None:
+        folder = self._folder_of(bucket.version)
+        if bucket.index == 0:
+            self._begin(bucket.version)
+        name = _bucket_name(bucket.index)
+        self._hashes[name] = _write_bucket(folder / name, header, bucket.segments, data)
+        if bucket.is_last:
+            fsync_path(folder)
+            write_json_atomic(folder / MARKER, {"version": bucket.version, "xxh3": self._hashes})
+            fsync_path(folder)
+            fsync_path(self._folder)
 
     def _begin(self, version: int) -> None:
         if version != MEASUREMENT:

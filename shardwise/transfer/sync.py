@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checksum import checksum
+from shardwise.config import ExportError
 from shardwise.memfd import SharedTensors
 from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
 from shardwise.transfer.buckets import (
@@ -57,6 +58,7 @@ def push_weights(
         MediumError: a receiver was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: a weight is not finite, or a receiver does not hold what was sent. No receiver has committed
             the version.
+        ExportError: at every end: the medium could not write the weights, and can once the user has mended it.
     """
     weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
@@ -117,6 +119,7 @@ def pull_weights(
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
             failed. The version is not committed.
+        ExportError: as `push_weights`.
     """
     started = time.perf_counter()
     if memory is not None:
@@ -213,6 +216,7 @@ def _concluded(
         The receipt, which is that of all ends; `seconds_of_proof` of the end that spent most.
     Raises:
         WeightSyncError: some end failed, this one or another. The error of this end itself is raised as it is.
+        ExportError: the sender's, at every end.
     """
     phase = f"weight sync{'' if version is None else f' {version}'}: comparing receipts"
     try:
@@ -220,7 +224,8 @@ def _concluded(
     except MediumError as error:
         _break_off(medium, error)
     except Exception as error:
-        _report(medium, phase, error, on_failure)
+        if (mistake := _report(medium, phase, error, on_failure)) is not None:
+            raise mistake from None
         raise
     answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
     seconds_of_proof = receipt.seconds_of_proof
@@ -237,8 +242,11 @@ def _concluded(
     return replace(receipt, seconds_of_proof=seconds_of_proof)
 
 
-def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]) -> None:
-    """Tells the other ends, which wait for it whatever else goes wrong here."""
+def _report(
+    medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]
+) -> ExportError | None:
+    """Tells the other ends, which wait for it whatever else goes wrong here. Returns the sender's ExportError, to which
+    that of this end is due."""
     try:
         try:
             on_failure(error)
@@ -246,9 +254,14 @@ def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[
             raise
         except Exception as second:
             error.add_note(f"then, on going on for the other ends: {_described(second)}")
-        medium.meet(phase, json.dumps({"failure": _described(error)}))
+        mistake = {"mistake": str(error)} if isinstance(error, ExportError) else {}
+        answers = medium.meet(phase, json.dumps({"failure": _described(error), **mistake}))
+        match json.loads(answers[SENDER]):
+            case {"mistake": str(message)}:
+                return ExportError(message)
     except MediumError as second:
         medium.break_off(_described(second))
+    return None
 
 
 def _meet(medium: Medium, phase: str, message: str) -> list[str]:

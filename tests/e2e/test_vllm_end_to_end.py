@@ -148,6 +148,7 @@ def test_ranks_that_are_one_engine_together_sample_what_one_rank_does(
         config = config_of(f"cut-{name}", model="sure", engine=engine, rollout=rollout, total_steps=3)
         done = shell("shardwise", "rl", "--nproc", str(size), "-c", str(config), timeout=400)
         assert done.code == 0, done.err
+        assert "leaked shared_memory" not in done.err
         found[size] = metrics_of(config.with_suffix(""))
         assert not list(Path("/dev/shm").glob("*cpushm*")), "else the next engine of two ranks could not start"
     assert rewards(found[2]) == rewards(found[1])

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from shardwise.config import EngineConfig, ModelConfig
 from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.sampling.sampled_tokens import with_spans
@@ -24,6 +26,33 @@ def model_folder(tmp_path_factory):
         folder, tokenizer=tokenizer, hidden_size=32, num_layers=2, intermediate_size=64, max_position_embeddings=96
     )
     return folder
+
+
+@pytest.fixture
+def whole_run(model_folder, tmp_path, group_of_one):
+    """The folder of a run with one checkpoint, step_3, of the model."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    shutil.copytree(model_folder, checkpoint / "hf")
+    write_manifest(checkpoint, [hash_share(checkpoint)], step=3)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def prune(whole_run, monkeypatch):
+    """prune(module, name): what is called there finds the checkpoint of `whole_run` removed, as a run renames it
+    first."""
+
+    def before(owner, name):
+        called = getattr(owner, name)
+
+        def call(*args, **options):
+            checkpoints = whole_run / "checkpoints"
+            (checkpoints / "step_3").rename(checkpoints / ".step_3.tmp")
+            return called(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    return before
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from shardwise.config import ConfigError, ModelConfig, ModelError, SamplingConfig, SFTConfig
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes import build
 from shardwise.recipes.build import open_companion, open_model
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.sft import train
@@ -34,6 +35,18 @@ def test_an_opened_model_knows_its_tokenizer_and_context(folder):
     message = r"data.max_sequence_tokens = 97 tokens, more than the 96 of the model's context \(max_position_embeddings"
     with pytest.raises(ConfigError, match=message):
         model.context.require("data.max_sequence_tokens", 97)
+
+
+@pytest.mark.parametrize("part", ["resolve_folder", "read_model_config", "load_tokenizer", "verify_weights"])
+def test_a_checkpoint_that_a_run_removes_while_it_is_opened_is_told_as_that(whole_run, prune, part):
+    prune(build, part)
+    hf = whole_run / "checkpoints" / "step_3" / "hf"
+    with pytest.raises(ModelError) as refused:
+        open_folder(whole_run)
+    assert str(refused.value) == (
+        f"{hf} was removed while it was read: a run goes on there and keeps fewer checkpoints (trainer.keep_last); "
+        f"start again with {whole_run}, of which the newest is read"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from urllib.request import Request, urlopen
 import pytest
 from tiny_models import tiny_vision_model
 
-from shardwise.config import ConfigError, EvalConfig, RewardConfig
+from shardwise.config import ConfigError, EvalConfig, ModelError, RewardConfig
 from shardwise.data import train_tokenizer
+from shardwise.recipes import evaluate as evaluate_module
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.evaluate import by_source, evaluate, greedy_accuracy, majority_is_correct, pass_at_k, summarize
 
@@ -135,6 +136,15 @@ def evaluation(model_folder, files, output_dir, *overrides):
     keys = [f"model.path={model_folder}", f"data.validation_files={files}", f"eval.output_dir={output_dir}"]
     lengths = ["data.max_prompt_tokens=40", "rollout.max_response_tokens=2"]
     return EvalConfig.load(None, [*keys, *lengths, "reward.functions=shardwise.rewards.math:exact_match", *overrides])
+
+
+def test_a_checkpoint_that_a_run_removes_before_an_evaluation_is_told_as_that(
+    whole_run, prune, group_of_one, write_jsonl, tmp_path
+):
+    files = write_jsonl("v.jsonl", [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}])
+    prune(evaluate_module, "prompt_examples")
+    with pytest.raises(ModelError, match=rf"step_3/hf was removed while .*; start again with {whole_run}, of which"):
+        evaluate(evaluation(whole_run, files, tmp_path / "eval"), group_of_one)
 
 
 def test_results_say_what_was_measured_and_stay_with_their_samples_when_more_is(

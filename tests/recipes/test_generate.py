@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli import main
-from shardwise.config import ConfigError, DataError
+from shardwise.config import ConfigError, DataError, ModelError
 from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.generate import DEFAULT_TOKENS, converse
 from shardwise.rollout import EmbeddedEngine
@@ -29,6 +29,12 @@ def expected(folder, prompts, *, chat):
         output = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
         texts.append(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
     return "".join(text + "\n" for text in texts)
+
+
+def test_a_checkpoint_that_a_run_removes_before_a_conversation_is_told_as_that(whole_run, prune):
+    prune(EmbeddedEngine, "from_folder")
+    with pytest.raises(ModelError, match=rf"step_3/hf was removed while .*; start again with {whole_run}, of which"):
+        converse(str(whole_run), **OPTIONS)
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -2,10 +2,12 @@ import re
 
 import pytest
 import torch
+from tiny_models import tiny_vision_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from shardwise.config import ConfigError, DataError
+from shardwise.config import ConfigError, DataError, ModelError
+from shardwise.engine import TrainEngine
 from shardwise.recipes import parity as parity_module
 from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.parity import parity
@@ -28,6 +30,13 @@ def test_engines_with_the_same_weights_agree(model_folder, group_of_one, capsys,
         f"the same: within the bounds of {dtype}, "
         f"{'0.001 on average and 0.01' if dtype == 'float32' else '0.05 on average and 0.5'} for a token\n"
     )
+
+
+@pytest.mark.parametrize("side", ["build_rollout", "build"])
+def test_a_checkpoint_that_a_run_removes_before_it_is_compared_is_told_as_that(whole_run, prune, group_of_one, side):
+    prune(TrainEngine if side == "build" else parity_module, side)
+    with pytest.raises(ModelError, match=rf"step_3/hf was removed while .*; start again with {whole_run}, of which"):
+        parity(str(whole_run), CPU, **OPTIONS)
 
 
 HEADS_FIRST = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -57,6 +66,19 @@ def test_other_families_agree(model_folder, group_of_one, tmp_path, capsys, fami
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert parity(str(tmp_path), CPU, **OPTIONS), capsys.readouterr().out
+
+
+def test_a_vision_tower_that_no_prompt_shows_an_image_is_not_called_the_same(
+    model_folder, group_of_one, tmp_path, capsys
+):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tiny_vision_model("qwen3_vl", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    said = "the vision tower was not compared: no prompt has an image\n"
+    assert parity(str(tmp_path), CPU, **OPTIONS)
+    assert re.search(rf"modules compared: .*\n{said}the same: ", capsys.readouterr().out)
+    assert parity(str(model_folder), CPU, **OPTIONS)
+    assert said not in capsys.readouterr().out
 
 
 def other_weight(engine, _):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shardwise.cli import main
 from shardwise.config import ConfigError, ModelError
+from shardwise.recipes import export as export_module
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.export import export
 
@@ -105,6 +106,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported_in_its_own_dtype_by_default(
     checkpoint.mkdir(parents=True)
     AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float16).save_pretrained(checkpoint / "hf")
     add_tokenizer(checkpoint / "hf", model_folder)
+    write_manifest(checkpoint, [hash_share(checkpoint)], step=3)
     (tmp_path / "out").mkdir()
     export(str(tmp_path / "run"), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
     written, stored = tensors_of(tmp_path / "out"), tensors_of(checkpoint / "hf")
@@ -181,18 +183,29 @@ def test_a_mounted_file_system_is_refused_before_anything_is_written(model_folde
     assert main(["export", str(model_folder), str(tmp_path / "exported")]) == 0
 
 
-def test_a_checkpoint_that_a_run_removes_meanwhile_is_told_as_that(model_folder, tmp_path):
-    class Removing:
-        def call(self, *_arguments):
-            shutil.rmtree(hf)
-            raise ModelError("46 tensors are missing")
+@pytest.mark.parametrize("phase", ["named_dtype", "call"])
+def test_a_checkpoint_that_a_run_removes_during_its_export_is_told_as_that(
+    whole_run, prune, tmp_path, group_of_one, phase
+):
+    prune(export_module if phase == "named_dtype" else group_of_one, phase)
+    with pytest.raises(ModelError, match=rf"step_3/hf was removed while .*; start again with {whole_run}, of which"):
+        export(str(whole_run), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
 
-    hf = tmp_path / "run" / "checkpoints" / "step_3" / "hf"
-    shutil.copytree(model_folder, hf)
-    with pytest.raises(
-        ModelError, match=r"step_3/hf was removed while it was read: .*trainer\.keep_last.*export again"
-    ):
-        export(str(tmp_path / "run"), str(tmp_path / "out"), Removing(), dtype=None, max_shard_size="5GB")
+
+@pytest.mark.parametrize("phase", ["_base_of", "open_model", "named_dtype"])
+def test_an_adapter_that_a_run_removes_during_its_export_is_told_as_that(
+    whole_run, prune, model_folder, tmp_path, group_of_one, phase
+):
+    checkpoint = whole_run / "checkpoints" / "step_3"
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    peft = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    peft.peft_config["default"].base_model_name_or_path = str(model_folder)
+    shutil.rmtree(checkpoint / "hf")
+    peft.save_pretrained(checkpoint / "adapter")
+    write_manifest(checkpoint, [hash_share(checkpoint)], step=3)
+    prune(export_module, phase)
+    with pytest.raises(ModelError, match=rf"step_3/adapter was removed while .*; start again with {whole_run}, of wh"):
+        export(str(whole_run), str(tmp_path / "out"), group_of_one, dtype=None, max_shard_size="5GB")
 
 
 def edit_config(folder, **changes):

@@ -15,6 +15,7 @@ from vision_samples import assert_scores_of, reference_logprobs, request_of, vis
 from vllm_engines import ARGS, CPU, needs_vllm, open_engine
 
 from shardwise.config import ConfigError, ModelError, VllmRollout
+from shardwise.ops import Place, traced
 from shardwise.rollout import VllmEngine
 from shardwise.types import Sample
 
@@ -106,6 +107,20 @@ def test_other_pixels_at_the_same_tokens_give_other_logprobs(model, samples, eng
 def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, samples, engine):
     found = engine.logprobs([s.token_ids.tolist() for s in samples], [s.images for s in samples])
     assert_scores_of(model, samples, found, atol=2e-5)
+
+
+@needs_vllm
+@needs_torchvision
+def test_a_trace_has_the_names_that_transformers_has_for_a_model_that_sees_images(model, engine):
+    tokens = [25, 26, 27, 40, 29, 31]
+    with engine.trace() as tracing:
+        engine.logprobs([tokens])
+    with traced(model.named_modules()) as expecting, torch.no_grad():
+        model(torch.tensor([tokens]))
+    found, expected = tracing.of_passes([len(tokens)]), expecting.of_passes([len(tokens)])
+    for name in ("embed_tokens", "layers.0.input_layernorm", "layers.0", "layers.1", "norm"):
+        place = Place(f"model.language_model.{name}", "output")
+        torch.testing.assert_close(found[place], expected[place], atol=1e-4, rtol=1e-4, msg=name)
 
 
 @needs_vllm

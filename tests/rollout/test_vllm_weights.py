@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from vllm_engines import ARGS, CPU, needs_vllm, request, vllm_folder
 from shardwise.config import ConfigError, LoraConfig, ModelConfig, SamplingConfig, TrainingError
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.rollout import EmbeddedEngine, SupervisedEngine, VllmEngine
+from shardwise.rollout.vllm_weights import in_names_of
 from shardwise.transfer import WeightSyncError, sync_local
 
 __all__ = ["vllm_folder"]  # a fixture
@@ -52,6 +54,39 @@ def merged(folder, adapter, scale) -> EmbeddedEngine:
 def assert_same_logprobs(engine, expected, *, bound=2e-5):
     for found, other in zip(engine.logprobs(SEQUENCES), expected.logprobs(SEQUENCES), strict=True):
         assert found == pytest.approx(other, abs=bound)
+
+
+def modules(*names):
+    """A model of nothing but these."""
+    model = torch.nn.Module()
+    for name in names:
+        inner = model
+        for part in name.split("."):
+            if not hasattr(inner, part):
+                inner.add_module(part, torch.nn.Module())
+            inner = getattr(inner, part)
+    return model
+
+
+def named(skeleton, model, begins):
+    model.hf_to_vllm_mapper = SimpleNamespace(orig_to_new_prefix=begins)
+    names = [name for name, _ in in_names_of(skeleton, model)]
+    assert len(names) == len(list(model.modules()))
+    return names
+
+
+def test_modules_of_vllm_have_the_names_of_transformers_where_it_has_them():
+    skeleton = modules("model.language_model.layers.0.mlp", "model.visual.blocks.0", "lm_head")
+    model = modules("language_model.model.layers.0.fused", "language_model.lm_head", "visual.blocks.0", "visual.pos")
+    begins = {"model.language_model.": "language_model.model.", "model.visual.": "visual."}
+    begins |= {"lm_head.": "language_model.lm_head.", "model.": "language_model.model.", "mtp.": None}
+    assert named(skeleton, model, begins) == [
+        *["", "language_model", "model.language_model", "model.language_model.layers", "model.language_model.layers.0"],
+        *["language_model.model.layers.0.fused", "lm_head"],
+        *["model.visual", "model.visual.blocks", "model.visual.blocks.0", "visual.pos"],
+    ]
+    text = modules("model.layers.0.mlp", "lm_head")
+    assert named(text, text, {"model.language_model.": "model."}) == [name for name, _ in text.named_modules()]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """What is of the disk alone: the files, and engines that start when the sender has long written."""
 
+import errno
 import json
 import os
 import re
+import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,12 +19,13 @@ import torch.distributed as dist
 from ends import DictReceiver, DictSender, on, random_weights, run_ends, same
 from safetensors.torch import load_file
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, ExportError
 from shardwise.transfer import (
     DeltaDecoder,
     DeltaEncoder,
     DiskMedium,
     WeightSyncError,
+    disk,
     load_version,
     pull_weights,
     push_weights,
@@ -247,6 +251,69 @@ def test_a_file_that_one_receiver_finds_damaged_fails_the_sync_at_every_end_and_
     assert at_sender == at_other == f"weight sync 1 failed at receiver 1: {at_finder}"
     assert finder_is_whole
     assert other_is_whole
+
+
+LARGE = {"embed": torch.arange(1 << 18, dtype=torch.int32), "norm": torch.ones(8, dtype=torch.int32)}
+LARGE_BEFORE = {name: torch.zeros_like(tensor) for name, tensor in LARGE.items()}
+
+
+@contextmanager
+def no_room_in_a_file():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def no_room_for(name):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, name, refuse)
+        yield
+
+
+def push_without_room(folder, room, join):
+    """What the first sync failed with; the second, with more room, succeeds."""
+    medium = join(DiskMedium, folder=folder, run="/run")
+    push_of = partial(push_weights, DictSender(LARGE), medium, dtype=torch.bfloat16)
+    with pytest.raises(ExportError) as refused, room():
+        push_of(version=1)
+    push_of(version=2)
+    return str(refused.value)
+
+
+def pull_without_room(folder, join):
+    """What the first sync failed with, and whether the second brought what was sent."""
+    medium, receiver = join(DiskMedium, folder=folder, run="/run"), DictReceiver(LARGE_BEFORE)
+    with pytest.raises(ExportError) as refused:
+        pull_weights(receiver, medium, version=1)
+    pull_weights(receiver, medium, version=2)
+    return str(refused.value), same(receiver.weights, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("room", "says"),
+    [
+        (no_room_in_a_file, "File too large"),
+        (partial(no_room_for, "fsync_path"), "No space left on device"),
+        (partial(no_room_for, "write_json_atomic"), "No space left on device"),
+    ],
+)
+def test_a_disk_that_is_full_is_told_at_every_end_as_the_user_s_to_mend_and_fails_not_the_medium(tmp_path, room, says):
+    folder = tmp_path / "weights"
+    ends = [partial(push_without_room, folder, room), *2 * [partial(pull_without_room, folder)]]
+    at_sender, *at_receivers = run_ends(ends, tmp_path)
+    assert re.fullmatch(
+        rf"rollout\.placement\.folder={folder} cannot be written to \(.*{says}.*\); free space there, or give a folder "
+        "that rank 0 may write to",
+        at_sender,
+    )
+    assert at_receivers == [(at_sender, True)] * 2
 
 
 def join_in_threads(folder, run="/run", num_ends=2):

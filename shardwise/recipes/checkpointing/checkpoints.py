@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -14,7 +16,10 @@ LATEST = "latest"
 """In CHECKPOINTS: the name of the newest, for people and scripts. Nothing here reads it: the folders tell."""
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a folder one that holds an adapter."""
-
+WEIGHTS = "hf"
+"""In a checkpoint: the folder that Hugging Face loads."""
+_ADAPTER = "adapter"
+"""In a checkpoint: the folder that peft loads."""
 
 _STEP = re.compile(r"step_(\d+)")
 """The name of a checkpoint's folder."""
@@ -31,7 +36,7 @@ class Checkpoint:
     @classmethod
     def at(cls, folder: Path) -> Self:
         """What is in the folder."""
-        hf, adapter = folder / "hf", folder / "adapter"
+        hf, adapter = folder / WEIGHTS, folder / _ADAPTER
         return cls(folder, hf if hf.is_dir() else None, adapter if adapter.is_dir() else None)
 
 
@@ -48,6 +53,33 @@ def latest_checkpoint(path: str) -> Checkpoint | None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether it is a checkpoint by its name, and no model itself."""
     return bool(_STEP.fullmatch(Path(os.path.abspath(folder)).name)) and not (folder / "config.json").is_file()
+
+
+def checkpoint_of(weights: Path) -> Path | None:
+    """The checkpoint in a run's folder that hf/, adapter/, critic/hf/ and the like lie in; None elsewhere."""
+    within = weights.resolve()
+    if within.name not in (WEIGHTS, _ADAPTER):
+        return None
+    return next((one for one in within.parents if one.parent.name == CHECKPOINTS and is_checkpoint(one)), None)
+
+
+@contextmanager
+def reading(weights: Path) -> Iterator[None]:
+    """Around what reads a folder of weights, which a run that goes on may remove meanwhile.
+
+    Raises:
+        ModelError: it did, in place of what that led to.
+    """
+    checkpoint = checkpoint_of(weights) if weights.is_dir() else None
+    try:
+        yield
+    except Exception:  # libraries say in many ways that a file is not there
+        if checkpoint is None or weights.is_dir():
+            raise
+        raise ModelError(
+            f"{weights} was removed while it was read: a run goes on there and keeps fewer checkpoints "
+            f"(trainer.keep_last); start again with {checkpoint.parent.parent}, of which the newest is read"
+        ) from None
 
 
 def step_folders(run: Path) -> dict[int, Path]:

@@ -13,11 +13,9 @@ from shardwise.engine import raised_on_every_rank
 from shardwise.engine.safetensors_file import SafetensorsReader
 from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
 from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
-from shardwise.recipes.checkpointing.checkpoints import is_checkpoint
+from shardwise.recipes.checkpointing.checkpoints import WEIGHTS, checkpoint_of, is_checkpoint
 
 MANIFEST = "manifest.json"
-WEIGHTS = "hf"
-"""In a checkpoint: the folder that Hugging Face loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +129,17 @@ def verify_weights(folder: Path) -> None:
     nothing is known, nor of one that was copied out of it, where people change what they like.
 
     Raises:
-        ModelError: the manifest is damaged, or a file is not what was written; names it, and the tensor.
+        ModelError: the manifest is damaged, or missing in a run's folder, or a file is not what was written; names it,
+            and the tensor.
     """
     within = folder.resolve()
     checkpoint = next((one for one in within.parents if is_checkpoint(one) and (one / MANIFEST).is_file()), None)
     if checkpoint is None:
+        if (partial := checkpoint_of(folder)) is not None:
+            raise ModelError(
+                f"{partial} has no {MANIFEST}, which is written last: it is not whole, or not a whole copy; take "
+                f"another checkpoint, or a copy of {folder} in another place, which is taken as it is"
+            )
         return
     try:
         for name, record in read_sealed_json(checkpoint / MANIFEST)["files"].items():

@@ -21,9 +21,9 @@ from shardwise.config import (
 )
 from shardwise.config.yaml_values import value_of
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
-from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folders
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, WEIGHTS, step_folders
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, fingerprints
-from shardwise.recipes.checkpointing.manifest import MANIFEST, WEIGHTS, Manifest, has_whole_weights
+from shardwise.recipes.checkpointing.manifest import MANIFEST, Manifest, has_whole_weights
 
 STATE = "state"
 """In a checkpoint: the training state of every engine in a folder of its own, and RUN."""

@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.config import ModelError
-from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder, reading
 
 
 def test_the_checkpoint_with_the_highest_step_is_found_by_number_not_by_name(tmp_path):
@@ -49,3 +49,23 @@ def test_folders_of_runs_without_weights_are_told_from_models(tmp_path):
         latest_hf_folder(str(run / "checkpoints"))
     with pytest.raises(ModelError, match=f"{tmp_path / 'runs'} holds runs; name one, such as {run}"):
         latest_hf_folder(str(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize("part", ["hf", "adapter", "critic/hf"])
+def test_weights_that_a_run_removes_are_told_as_that_and_others_as_what_went_wrong(tmp_path, part):
+    weights = tmp_path / "run" / "checkpoints" / "step_3" / part
+    weights.mkdir(parents=True)
+    own, copy = tmp_path / "model", tmp_path / "step_3" / part
+    told = f"{weights} was removed .*; start again with {tmp_path / 'run'}, of which the newest is read"
+    for folder, error, message in (
+        (weights, ModelError, told),
+        (own, FileNotFoundError, "No such file"),
+        (copy, FileNotFoundError, "No such file"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(FileNotFoundError), reading(folder):
+            (folder / "config.json").read_text()
+        with pytest.raises(error, match=message), reading(folder):
+            (folder.rmdir(), (folder / "config.json").read_text())
+        with pytest.raises(FileNotFoundError), reading(folder):  # it was never there
+            (folder / "config.json").read_text()

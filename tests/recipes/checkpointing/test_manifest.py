@@ -9,7 +9,7 @@ from shardwise.config import ModelError
 from shardwise.engine.safetensors_file import TensorSpec
 from shardwise.engine.state_files import Part, ShardFile, StateIndex
 from shardwise.engine.verified_files import FileRecord, read_sealed_json
-from shardwise.recipes.checkpointing.manifest import Manifest, hash_share, verify_share, write_manifest
+from shardwise.recipes.checkpointing.manifest import Manifest, hash_share, verify_share, verify_weights, write_manifest
 
 TEXTS = {"hf/config.json": "{}", "state/run.json": "run"}
 WEIGHTS = {"hf/model.safetensors": ["a", "b"], "critic/hf/rank_0.safetensors": ["no shard of a state"]}
@@ -155,3 +155,21 @@ def test_a_manifest_of_a_version_that_knew_less_of_weights_is_still_read(run_ran
     weights = checkpoint / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert f"hf/model.safetensors is damaged: {expected}" in run_ranks(verified, 1, [checkpoint])[0][0]
+
+
+@pytest.mark.parametrize("part", ["hf", "critic/hf"])
+def test_weights_of_a_run_are_not_taken_without_the_manifest_that_tells_whether_they_are_whole(
+    run_ranks, checkpoint, tmp_path, part
+):
+    in_run = tmp_path / "run" / "checkpoints" / "step_1"
+    shutil.copytree(checkpoint, in_run)
+    with pytest.raises(ModelError) as refused:
+        verify_weights(in_run / part)
+    assert str(refused.value) == (
+        f"{in_run} has no manifest.json, which is written last: it is not whole, or not a whole copy; take another "
+        f"checkpoint, or a copy of {in_run / part} in another place, which is taken as it is"
+    )
+    write_manifest(in_run, run_ranks(hash_share, 2, in_run), step=1)
+    verify_weights(in_run / part)
+    verify_weights(shutil.copytree(in_run / part, tmp_path / "checkpoints" / "step_1" / "of another trainer"))
+    verify_weights(checkpoint / part)
