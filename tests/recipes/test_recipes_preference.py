@@ -109,7 +109,7 @@ def test_the_reference_engine_is_the_policys_model_frozen_at_temperature_one(pol
     assert (role, source["model"]["path"], source["head"], source["temperature"]) == ("reference", "m", "logprobs", 1.0)
     layout = source["layout"]
     assert layout["strategy"] == "fsdp2_infer"
-    assert layout["ulysses_size"] == (2 if given is None else 1)
+    assert layout["ulysses_size"] == 2  # the policy's, where the reference does not say
     assert layout["param_dtype"] == ("float32" if given is None else "bfloat16")
     assert engine.num_bytes_read == 51
 
