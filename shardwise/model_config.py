@@ -106,11 +106,11 @@ def end_of_sequence_ids(generation: GenerationConfig | None, config: PreTrainedC
 
 
 def media_token_ids(config: PreTrainedConfig) -> list[int]:
-    """The tokens that stand for parts of images and videos, and mean nothing without any; of a model of words none.
+    """The tokens that stand for parts of images, videos and sounds, and mean nothing without; of a model of words none.
 
     Those beyond the vocabulary are left out: a config that names none of its own has those of the family's first model.
     """
-    ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id"))
     return [token_id for token_id in ids if token_id is not None and token_id < config.get_text_config().vocab_size]
 
 

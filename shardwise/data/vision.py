@@ -185,23 +185,35 @@ class UnknownVision(Vision):
         self._model_type = model_type
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
-        """The messages as they are.
+        """The messages, each with a content that is a string.
 
         Raises:
-            DataError: the row has an image.
+            DataError: the row has an image, or another part that is no text.
         """
-        given = messages if isinstance(messages, list) else []
-        contents = [message.get("content") for message in given if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        has_own = any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
-        if has_own or row_images(row, images_column):
-            raise DataError(
-                f"{row.origin}: the row has images, and those of the family {self._model_type} are not supported "
-                "(docs/vision.md names the families that learn from images); use a model of one of them, or train on "
-                "the words alone: leave images out of the messages, and set data.images_column to a column that is "
-                "not there"
-            )
-        return messages, []
+        if any(cell is not None for cell in row_images(row, images_column)):
+            raise self._refusal(row, f'has images in its column "{images_column}"')
+        if not isinstance(messages, list):
+            return messages, []
+        return [self._words(message, row) for message in messages], []
+
+    def _words(self, message: Any, row: Row) -> Any:
+        match message:
+            case {"content": list(parts)}:
+                return {**message, "content": "".join(self._text_of(without_nulls(part), row) for part in parts)}
+        return message
+
+    def _text_of(self, part: Any, row: Row) -> str:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                return text
+        raise self._refusal(row, f"has {preview(part)} in a content")
+
+    def _refusal(self, row: Row, what: str) -> DataError:
+        return DataError(
+            f"{row.origin}: the row {what}, and the family {self._model_type} learns from words alone "
+            "(docs/vision.md names the families that learn from images); use a model of one of them, or leave all but "
+            "text out of messages, and set data.images_column to a column that is not there"
+        )
 
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str

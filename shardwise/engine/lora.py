@@ -24,7 +24,7 @@ from shardwise.engine.freeze import named_by_prefix
 from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
 from shardwise.engine.quantized import quantize_layers
-from shardwise.families import decoder_layers
+from shardwise.families import decoder_layers, unseen_modules
 from shardwise.ops import plain_name
 
 ADAPTER = "default"
@@ -156,7 +156,9 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
     targets: list[str] = []
     if given == "all-linear":
         left_out = _not_for_peft(model)
+        unseen = unseen_modules(model)
         targets = [name for name in linear if name.rpartition(".")[2] not in left_out]
+        targets = [name for name in targets if not any(is_within(name, module) for module in unseen)]
     else:
         for target in [given] if isinstance(given, str) else given:
             matches = _matching(model, target)

@@ -52,6 +52,7 @@ from shardwise.families import (
     routers_of,
     sequence_mixers,
     unproven_reason,
+    unseen_modules,
     unsupported_reason,
     vision_path,
     vision_reason,
@@ -272,7 +273,7 @@ def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: Hea
 
         inject_lora(model, config.lora, head_name, left_out=config.freeze_module_prefix)
     else:
-        freeze(model, config.freeze_module_prefix, routers=config.freeze_router)
+        freeze(model, [*config.freeze_module_prefix, *unseen_modules(model)], routers=config.freeze_router)
 
 
 def _watch_routers(

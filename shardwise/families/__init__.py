@@ -35,6 +35,7 @@ from shardwise.families.support import (
     packed_tokens_limit,
     sequence_mixers,
     takes_images,
+    unseen_modules,
     unsupported_reason,
     vision_path,
     vision_reason,

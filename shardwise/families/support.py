@@ -60,6 +60,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return "has a bias on its output projection"
     if has_projection and type(head) is not nn.Linear:
         return f"has an output projection of a class of its own ({type(head).__name__})"
+    if config.model_type == "gemma3_text" and config is not model.config and config.final_logit_softcapping:
+        return "sets text_config.final_logit_softcapping, which its class does not apply"
     if not decoder_layers(model):
         return f"has no list of num_hidden_layers={config.num_hidden_layers} decoder layers"
     if any(getattr(part, "is_causal", True) is False for layer in decoder_layers(model) for part in layer.modules()):
@@ -223,6 +225,17 @@ def vision_reason(model: Any) -> str | None:
         f"{type(model).__name__} (model_type {model.config.model_type}) is not supported as a model that sees images: "
         f"it has no {missing[0]}"
     )
+
+
+def unseen_modules(model: Any) -> list[str]:
+    """The paths of what lies beside the language model of one that also sees or hears, and learns from words alone
+    here: no gradient reaches it. Empty for one that training shows images."""
+    whole, decoder = backbone(model), model.get_decoder()
+    holders = {id(child) for child in whole.children() if any(part is decoder for part in child.modules())}
+    if not holders or takes_images(model):
+        return []
+    beside = {id(child) for child in whole.children() if any(True for _ in child.parameters())} - holders
+    return [path for path, part in model.named_modules() if id(part) in beside]
 
 
 def vision_path(model: Any) -> str | None:

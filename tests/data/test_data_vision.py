@@ -479,17 +479,23 @@ def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(
         data = SupervisedDataConfig(), [str(tmp_path / "rows.jsonl")], tokenizer
         return supervised_samples(*data, max_rows=None, vision=vision, media_token_ids=[PAD]).rows[0]
 
-    reason = f"line 1: the row has images, and those of the family {family} are not supported .*; use a model of one of"
-    for row in (
-        {"messages": talk("<image>Which?"), "images": ["a.png"]},
-        {"messages": talk([IMAGE | {"image": "a.png"}, TEXT])},
-        {"prompt": "<image>", "response": "5", "images": ["a.png"]},
+    reason = rf", and the family {family} learns from words alone .*; use a model of one of them, or leave all but text"
+    column, part = r'has images in its column "images"', r'has {"type": "(image|video)", .*} in a content'
+    for row, what in (
+        ({"messages": talk("<image>Which?"), "images": ["a.png"]}, column),
+        ({"messages": talk([IMAGE | {"image": "a.png"}, TEXT])}, part),
+        ({"messages": talk([{"type": "video", "video": "a.mp4"}, TEXT])}, part),
+        ({"prompt": "<image>", "response": "5", "images": ["a.png"]}, column),
     ):
-        with pytest.raises(DataError, match=reason):
+        with pytest.raises(DataError, match=f"line 1: the row {what}{reason}"):
             learn(row)
-    with pytest.raises(DataError, match=reason):
+    with pytest.raises(DataError, match=f"{column}{reason}"):
         ask([{"prompt": "<image>Which?", "answer": "5", "images": ["a.png"]}], vision=vision)
-    assert learn({"messages": talk("2+3=")}).image_refs == []
+    plain = learn({"messages": talk("2+3=")})
+    assert plain.image_refs == []
+    for parts in ([{"type": "text", "text": "2+3="}], [{"type": "text", "text": "2+"}, {"type": "text", "text": "3="}]):
+        same = learn({"messages": talk(parts), "images": [None]})
+        assert same.token_ids.tolist() == plain.token_ids.tolist()
     assert learn({"prompt": "2+3=", "response": "5", "images": None}).image_refs == []
     with pytest.raises(DataError, match=r"line 1: the text spells '<\|image_pad\|>'"):
         learn({"messages": talk("<|image_pad|>")})

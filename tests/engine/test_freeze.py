@@ -1,10 +1,18 @@
-import pytest
-from tiny_models import tiny_folder
+from pathlib import Path
 
-from shardwise.config import ConfigError
+import pytest
+import torch
+from family_table import FAMILIES, save_model
+from tiny_models import tiny_folder
+from vision_samples import negative_logprob
+
+from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
+from shardwise.data.packing import pack
+from shardwise.engine import TrainEngine
 from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.model import build_on_meta
 from shardwise.families import routers_of
+from shardwise.types import Sample
 
 
 @pytest.fixture
@@ -78,3 +86,26 @@ def test_a_dense_model_has_no_routers_and_says_which_others_have(tmp_path):
         "transformers records router_logits of (such as Qwen3MoeTopKRouter, MixtralTopKRouter, DeepseekV3TopkRouter) "
         "nor one called gate or router beside one called experts; remove it"
     )
+
+
+def trained_tower(folder: str) -> dict[str, bool]:
+    """On a rank: which weights a step with decay, on words, has changed."""
+    keys = EngineConfig(allow_unproven=True)
+    optimizer = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    engine = TrainEngine.build(Path(folder), keys, device=torch.device("cpu"), optimizer=optimizer)
+    before = {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+    tokens = torch.arange(3, 13)
+    sample = Sample(uid="0", token_ids=tokens, loss_mask=torch.arange(10) > 0)
+    step = pack([sample], num_shards=1, max_tokens=16)
+    engine.forward_backward(step.shards[0], negative_logprob, step.denominators)
+    engine.optim_step()
+    return {name: not torch.equal(tensor, before[name]) for name, tensor in engine.named_weights(torch.float32)}
+
+
+def test_what_no_gradient_reaches_beside_a_language_model_does_not_decay(run_ranks, tmp_path):
+    save_model("gemma3", FAMILIES["gemma3"], tmp_path)
+    (changed,) = run_ranks(trained_tower, 1, str(tmp_path))
+    beside = {name: is_changed for name, is_changed in changed.items() if "language_model" not in name}
+    assert len(beside) > 10
+    assert not any(beside.values()), beside
+    assert all(is_changed for name, is_changed in changed.items() if "language_model" in name)

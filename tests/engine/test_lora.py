@@ -128,6 +128,8 @@ def test_what_a_vision_tower_holds_is_no_expert():
     assert any(p.ndim == 3 and "vision_tower" in name for name, p in model.named_parameters())
     assert fused_experts(model) == []
     assert len(fused_experts(random_model("gemma4_text", FAMILIES["gemma4_text"]))) == 8
+    mixed = fused_experts(random_model("lfm2_moe", FAMILIES["lfm2_moe"]))  # the kernel of a convolution is no expert
+    assert [name.rpartition(".")[2] for name in mixed] == ["gate_up_proj", "down_proj"]
 
 
 EXPERTS = "model.layers.{}.mlp.experts"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checks import CPU, eager_logprobs, sequences
-from family_table import COMMON, FAMILIES, REFUSED, save_model
+from family_table import COMMON, FAMILIES, REFUSED, random_model, save_model
 from ranks import RankError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
@@ -18,6 +18,7 @@ from shardwise.families import (
     hand_on_keywords,
     language_model_class,
     proven_record,
+    unseen_modules,
     unsupported_reason,
     wrapper_reason,
 )
@@ -279,3 +280,16 @@ def test_what_every_layer_is_given_reaches_its_attention_and_is_kept_for_one_pas
         model(input_ids=tokens, packed=value)
     model(input_ids=tokens)
     assert seen == [given[0], given[0], given[1], given[1], None, None]
+
+
+def test_what_lies_beside_a_language_model_that_learns_from_words_alone_is_named():
+    beside = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"], "qwen3_vl": [], "llama4_text": []}
+    assert {family: unseen_modules(random_model(family, FAMILIES[family])) for family in beside} == beside
+
+
+def test_a_soft_cap_that_the_class_of_a_whole_checkpoint_leaves_out_is_refused():
+    """Its language model alone applies it."""
+    options = FAMILIES["gemma3"]["text_config"] | {"final_logit_softcapping": 2.0}
+    model = random_model("gemma3", FAMILIES["gemma3"] | {"text_config": options})
+    assert "it sets text_config.final_logit_softcapping, which its class does not apply" in unsupported_reason(model)
+    assert unsupported_reason(random_model("gemma3_text", FAMILIES["gemma3_text"])) is None
