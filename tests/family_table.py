@@ -7,6 +7,7 @@ partial positions) and in what lies around them (head scales, norms after the la
 from pathlib import Path
 
 import torch
+from tiny_models import TOWER_OF_QWEN2_VL
 from transformers import AutoConfig
 
 from shardwise.engine.model_classes import model_from_config
@@ -234,18 +235,7 @@ PICTURES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, 
 ROTATED = TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 1.0}}
 DEEP = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 FAMILIES |= {
-    "qwen2_vl": {
-        "text_config": TEXT,
-        "vision_config": {
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "patch_size": 4,
-            "mlp_ratio": 2,
-        },
-        "image_token_id": 2,
-    },
+    "qwen2_vl": {"text_config": TEXT, "vision_config": TOWER_OF_QWEN2_VL, "image_token_id": 2},
     "qwen2_5_vl": {
         "text_config": TEXT,
         "vision_config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},

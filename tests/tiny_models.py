@@ -160,6 +160,17 @@ IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 """Token ids of the tiny models that see images."""
 
 
+TOWER_OF_QWEN2_VL = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "mlp_ratio": 2,
+}
+"""Its config has other names than the towers after it."""
+
+
 def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     """A random float32 model with a vision tower, as `tiny_model`: patches of 4 x 4 pixels, 2 x 2 of them a token.
 
@@ -246,15 +257,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,
-            vision_config={
-                "depth": 2,
-                "embed_dim": 32,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "patch_size": 4,
-                "mlp_ratio": 2,
-                "initializer_range": 0.2,
-            },
+            vision_config=TOWER_OF_QWEN2_VL | {"initializer_range": 0.2},
             tie_word_embeddings=False,
             **words,
         ),
