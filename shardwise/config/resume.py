@@ -1,6 +1,7 @@
 """Which keys of a config may differ from those of the run that is resumed."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from shardwise.config.base import key_paths
@@ -66,7 +67,10 @@ def changes_that_matter(
         before: the tree of the earlier config, every default of its time written out.
         allowed: keys, and groups of keys, that may differ too.
     """
-    old, new = dict(_leaves(_with_new_defaults(before, config))), dict(_leaves(config.model_dump(mode="json")))
+    kind, now = type(config), config.model_dump(mode="json")
+    earlier = _with_defaults(before, kind) or before
+    old = dict(_leaves(_with_defaults(_asking_for_layouts_of(earlier, now), kind) or earlier))
+    new = dict(_leaves(_with_defaults(_asking_for_layouts_of(now, earlier), kind) or now))
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
     pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not is_among(key, may_differ)}
@@ -106,12 +110,25 @@ def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
         )
 
 
-def _with_new_defaults(tree: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
-    """A key that has come since then counts as its default; a tree that is no config any more is taken as it is."""
+def _with_defaults(tree: dict[str, Any], kind: type[TrainingConfig]) -> dict[str, Any] | None:
+    """The tree with keys that it lacks; None: it is no config (any more)."""
     try:
-        return type(config).parse(tree, origin="the checkpoint").model_dump(mode="json")
+        return kind.parse(tree, origin="the checkpoint").model_dump(mode="json")
     except ConfigError:
-        return tree
+        return None
+
+
+def _asking_for_layouts_of(tree: Any, other: Any, key: str = "") -> Any:
+    """A tree with an empty group, which takes the keys of `engine`, where its layout of a model is null, which takes
+    them too, and the other one spells it out."""
+    if tree is None and isinstance(other, dict) and without_places(key) in _ENGINES:
+        return {}
+    if isinstance(tree, dict) and isinstance(other, dict):
+        return {name: _asking_for_layouts_of(child, other.get(name), _below(key, name)) for name, child in tree.items()}
+    if isinstance(tree, list) and isinstance(other, list):
+        pairs = enumerate(zip_longest(tree, other[: len(tree)]))
+        return [_asking_for_layouts_of(child, pair, _below(key, place)) for place, (child, pair) in pairs]
+    return tree
 
 
 def _may_be_of_any_length(config: TrainingConfig) -> bool:
@@ -131,7 +148,11 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not children:
         yield path, tree
     for key, child in children:
-        yield from _leaves(child, f"{path}.{key}" if path else str(key))
+        yield from _leaves(child, _below(path, key))
+
+
+def _below(path: str, key: str | int) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def without_places(key: str) -> str:

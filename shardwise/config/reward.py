@@ -106,7 +106,7 @@ class ModelReward(Choice):
     """A folder of `shardwise reward-model`, or any sequence classifier with one label; it is given the messages in its
     own chat template."""
     engine: FrozenEngineConfig = FrozenEngineConfig.defaults()
-    """Its layout."""
+    """Its layout. Keys of it that are not given have their defaults, whatever the policy's `engine` says."""
 
 
 class EnvironmentReward(Choice):

@@ -117,6 +117,43 @@ def test_a_key_that_has_come_since_counts_as_its_default():
     assert changes_that_matter(tree, rl(), allowed=[]) == {"rollout.top_p": (None, 1.0), "rollout.gone": (3, None)}
 
 
+CRITIC = "algorithm.advantage=gae"
+
+
+@pytest.mark.parametrize(
+    ("null", "spelt_out", "changed", "expected"),
+    [
+        (["reference=null"], ["reference.offload_policy=true"], ["reference.param_dtype=float32"], "reference"),
+        ([CRITIC, "critic={}"], [CRITIC, "critic.engine.ulysses_size=2"],
+         [CRITIC, "critic.engine.param_dtype=float32"], "critic.engine"),
+        (["teachers=[{model: {path: t}}, {model: {path: u}, data_source: u}]"],
+         ["teachers=[{model: {path: t}}, {model: {path: u}, data_source: u, engine: {fsdp_size: 1}}]"],
+         ["teachers=[{model: {path: t}}, {model: {path: u}, data_source: u, engine: {param_dtype: float32}}]"],
+         "teachers.1.engine"),
+    ],
+    ids=["reference", "critic", "teachers"],
+)  # fmt: skip
+def test_a_layout_that_is_spelt_out_is_compared_with_the_one_that_null_takes(null, spelt_out, changed, expected):
+    """A reference that goes to host memory when the run is resumed computes what it computed before."""
+    teaches = ["algorithm.advantage=distill", "reward=null"] if "teachers" in expected else []
+    compares = ["algorithm.kl_coef=0.1"] if expected == "reference" else []
+    policy = ["engine.param_dtype=bfloat16", *teaches, *compares]
+    null, spelt_out, changed = [*policy, *null], [*policy, *spelt_out], [*policy, *changed]
+    assert changes(null, spelt_out) == changes(spelt_out, null) == {}
+    assert changes(null, changed) == {f"{expected}.param_dtype": ("bfloat16", "float32")}
+    assert changes(changed, null) == {f"{expected}.param_dtype": ("float32", "bfloat16")}
+
+
+def test_a_layout_that_cannot_be_spelt_out_is_a_change_of_what_forbids_it():
+    def preference(*overrides):
+        return PreferenceConfig.load(None, ["model.path=m", "data.train_files=t.jsonl", *overrides])
+
+    before, after = preference("engine.lora={rank: 4}"), preference("reference.fsdp_size=1")
+    found = changes_that_matter(before.model_dump(mode="json"), after, allowed=[])
+    assert found["engine.lora.rank"] == (4, None)
+    assert "reference" not in found
+
+
 def test_a_run_keeps_the_layout_that_its_config_spells_out():
     """One that was saved when the reference did not take the policy's keys resumes; the file it was started from does
     not say enough any more."""
