@@ -232,6 +232,10 @@ PICTURES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, 
     "patch_size": 4,
     "image_size": 16,
 }
+SOUNDS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 32,
+}
 ROTATED = TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 1.0}}
 DEEP = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 FAMILIES |= {
@@ -268,8 +272,9 @@ FAMILIES |= {
     "gemma4": {
         "text_config": COMMON | SHARED_KEYS | WIDER_HEADS | {"use_bidirectional_attention": "vision"},
         "vision_config": PICTURES | {"head_dim": 16, "num_key_value_heads": 2},
-        "audio_config": None,
+        "audio_config": SOUNDS,
         "image_token_id": 3,
+        "audio_token_id": 2,
     },
     "glm4v": {"text_config": ROTATED, "vision_config": TOWER | {"image_size": 16}, "image_token_id": 2},
     "glm46v": {"text_config": ROTATED, "vision_config": TOWER | {"image_size": 16}, "image_token_id": 2},
@@ -325,6 +330,9 @@ def random_model(family: str, options: dict, head="logprobs"):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if parameter.dim() > 1 else 0.1)
+        for buffer in model.buffers():
+            if buffer.isinf().all():  # bounds, which a checkpoint brings
+                buffer.copy_(buffer.sign() * (2 + torch.rand_like(buffer)))
     return model
 
 
