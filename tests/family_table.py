@@ -222,6 +222,10 @@ FAMILIES |= {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1}
     | {"mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 16}
     | {"attention_head_dim": 16, "attention_hidden_size": 64},
+    "nemotron_h": {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
+    | {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8, "moe_latent_size": 16}
+    | {"ssm_state_size": 4, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 4}
+    | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
 }
 """Linear attention, state spaces and short convolutions, attention between or beside them; chunked attention."""
@@ -315,7 +319,6 @@ REFUSED = {
     "deepseek_v4": (ROUTED | {"num_hash_layers": 0}, RECURRENT),
     "deepseek_v32": (LATENT | ROUTED | {"index_head_dim": 8}, "has layers of type indexed_attention"),
     "minimax": ({"head_dim": 8}, "has layers of type linear_attention"),
-    "nemotron_h": ({"head_dim": 8, "n_groups": 1}, "has layers of type mlp, moe"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),
 }

@@ -33,7 +33,7 @@ FILE_PREFIX = "base_model.model."
 """What a PeftModel puts before the base model's names, and so in front of every name in an adapter file."""
 
 
-REFUSED_BY_PEFT = {"falcon_h1": {"out_proj"}}
+REFUSED_BY_PEFT = {"falcon_h1": {"out_proj"}, "nemotron_h": {"out_proj"}}
 """Whose weight the fused kernels of state spaces read without calling the layer."""
 
 TASK_TYPES: Mapping[HeadName, str] = {

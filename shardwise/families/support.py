@@ -18,6 +18,8 @@ CHUNKED = "chunked_attention"
 LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
 MIXER_TYPES = {"linear_attention", "conv"}
 """Of layers with a sequence mixer instead of attention; transformers calls a layer with both hybrid."""
+FEED_FORWARD_TYPES = {"mlp", "moe"}
+"""Of layers with a feed-forward part alone (Nemotron-H)."""
 
 UNREGISTERED_ATTENTION = "does not support attention implementations that are registered with transformers"
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
@@ -44,7 +46,7 @@ def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None
 def _reason(model: Any, has_projection: bool) -> str | None:
     config = model.config.get_text_config()
     has_mixers = bool(sequence_mixers(model))
-    supported = LAYER_TYPES | (MIXER_TYPES | {"hybrid"} if has_mixers else set())
+    supported = LAYER_TYPES | FEED_FORWARD_TYPES | (MIXER_TYPES | {"hybrid"} if has_mixers else set())
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - supported)
     parameters = inspect.signature(backbone(model).forward).parameters
     head = model.get_output_embeddings()
@@ -134,7 +136,7 @@ def packed_tokens_limit(config: Any) -> int | None:
 def attention_layers(config: Any) -> list[int]:
     """The decoder layers with attention, beside a sequence mixer or without one; config of the language model."""
     layer_types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    return [layer for layer, layer_type in enumerate(layer_types) if layer_type not in MIXER_TYPES]
+    return [layer for layer, layer_type in enumerate(layer_types) if layer_type not in MIXER_TYPES | FEED_FORWARD_TYPES]
 
 
 def backbone(model: Any) -> Any:

@@ -4,10 +4,12 @@ Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d 
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,6 +255,8 @@ class CachedMixer(ActivationWrapper):
         """`cache_parameter`: the name that the mixer's forward has for its cache."""
         super().__init__(mixer)
         self._cache_parameter = cache_parameter
+        if getattr(mixer, "time_step_limit", (0.0,))[0] > 0:
+            mixer.in_proj.register_forward_hook(partial(_bound_time_steps, mixer))
 
     @property
     def layer(self) -> int:
@@ -285,6 +289,18 @@ def cache_mixers(model: PreTrainedModel) -> None:
             reason = f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache of ours"
             raise ModelError(with_release(reason))
         model.set_submodule(path, CachedMixer(mixer, names[0]))
+
+
+def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Tensor) -> None:
+    """Of a state space (Mamba-2) whose time steps have a least size: of whole sequences transformers bounds them behind
+    a softplus, of one token more not at all. Bounds what the softplus will read, in place.
+
+    Args:
+        projected: [rows, L, ...], its last num_heads are the time steps.
+    """
+    least = math.log(math.expm1(mixer.time_step_limit[0])) - mixer.dt_bias
+    steps = projected[..., -mixer.num_heads :]
+    torch.maximum(steps, least.to(steps.dtype), out=steps)
 
 
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:

@@ -15,8 +15,9 @@ from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 from shardwise.types import GenerateRequest
 
-KINDS = ["qwen3_5_text", "falcon_h1", "lfm2"]
-"""Linear attention in every second layer, a state space beside attention in each, short convolutions."""
+KINDS = ["qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2"]
+"""Linear attention in every second layer, a state space beside attention in each, one whose time steps have a least
+size and layers that only feed forward, short convolutions."""
 MAX_TOKENS = 7
 
 
