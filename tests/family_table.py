@@ -122,11 +122,18 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 """Multi-head latent attention: the value's head dim is not the query's."""
+CHOSEN_KEYS = {"index_head_dim": 16, "index_n_heads": 16, "index_topk": 3}
+"""Fewer than the sequences have."""
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 SHARED_EXPERT = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
 FAMILIES |= {
     "deepseek_v2": ROUTED | LATENT | {"routed_scaling_factor": 1.7, "norm_topk_prob": True},
     "deepseek_v3": ROUTED | LATENT,
+    "deepseek_v32": ROUTED | LATENT | CHOSEN_KEYS,
+    "glm_moe_dsa": ROUTED | LATENT | CHOSEN_KEYS | {"indexer_types": ["full", "shared"]},
+    "axk2": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST,
+    "dots3_note_text": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST | {"shared_experts_intermediate_size": 16},
+    "hy_v4": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST | {"indexer_types": ["full", "shared"]},
     "gpt_oss": EXPERTS | {"num_local_experts": 4, "head_dim": 8, "swiglu_limit": 0.5, **MIXED_WINDOWS},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16} | WINDOW,
     "qwen3_moe": EXPERTS | WINDOW | {"num_experts": 4, "norm_topk_prob": True},
@@ -317,7 +324,6 @@ REFUSED = {
     ),
     "gpt_neox_japanese": ({"attention_dropout": 0.0}, r"its 2 layers called the (packed|cached) attention 0 times"),
     "deepseek_v4": (ROUTED | {"num_hash_layers": 0}, RECURRENT),
-    "deepseek_v32": (LATENT | ROUTED | {"index_head_dim": 8}, "has layers of type indexed_attention"),
     "minimax": ({"head_dim": 8}, "has layers of type linear_attention"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),

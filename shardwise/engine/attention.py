@@ -11,7 +11,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.config import ConfigError, ModelError
 from shardwise.engine.ulysses import Ulysses
-from shardwise.families import DROPS_KEYWORDS, HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
+from shardwise.families import (
+    DROPS_KEYWORDS,
+    HAS_OWN_MASK,
+    KeyChoice,
+    KeysSoFar,
+    Mask,
+    attention_span,
+    is_own_mask,
+    mask_as_span,
+    require_choice,
+)
 from shardwise.ops import PackedKernel, PackedLayout, packed_attention, varlen_attention, varlen_problem
 
 PACKED_ATTENTION = "shardwise_packed"
@@ -129,9 +139,11 @@ def _packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Any = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank.
+    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank. `indices`:
+    the KeyChoice of a layer with an indexer.
 
     A compiled layer calls it as it is: the layout changes with every batch, and each would be compiled anew.
     """
@@ -141,6 +153,8 @@ def _packed_attention(
     if is_own_mask(attention_mask):
         raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
+    choice = require_choice(module, indices)
+    chosen = None if choice is None else choice.once(partial(_chosen_keys, layout=packed.layout))
     packed.num_attention_calls += 1
     query, key, value, sinks = query[0], key[0], value[0], s_aux
     ulysses = packed.backend.ulysses
@@ -156,8 +170,26 @@ def _packed_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
-        kernel=packed.backend.kernel(query, value, softcap=softcap, sinks=sinks),
+        chosen=chosen,
+        kernel=packed.backend.kernel(query, value, softcap=softcap, sinks=sinks) if chosen is None else None,
     )
     if ulysses is not None:
         out = ulysses.tokens_of_all_heads(out)
     return out.transpose(0, 1).contiguous().unsqueeze(0), None  # some families call view on it
+
+
+def _chosen_keys(choice: KeyChoice, *, layout: PackedLayout) -> list[Tensor | None] | None:
+    """Of every run of `layout` the keys that its queries see, bool [n, L, L]; None where all before it are. None
+    instead of the list: everywhere."""
+    if layout.max_length <= choice.num_keys:
+        return None
+    chosen: list[Tensor | None] = []
+    start = 0
+    for count, length in layout.runs:
+
+        def pick(tensor: Tensor, tokens: slice = slice(start, start + count * length), length: int = length) -> Tensor:
+            return tensor[0, tokens].unflatten(0, (-1, length))
+
+        chosen.append(None if length <= choice.num_keys else choice.of_whole(length, KeysSoFar(), pick))
+        start += count * length
+    return chosen

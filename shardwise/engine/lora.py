@@ -24,7 +24,7 @@ from shardwise.engine.freeze import named_by_prefix
 from shardwise.engine.heads import HeadName, value_projection_name
 from shardwise.engine.names import closest_modules, has_parameters, is_within, outermost
 from shardwise.engine.quantized import quantize_layers
-from shardwise.families import decoder_layers, unseen_modules
+from shardwise.families import decoder_layers, indexers, unreached_modules
 from shardwise.ops import plain_name
 
 ADAPTER = "default"
@@ -156,7 +156,7 @@ def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[
     targets: list[str] = []
     if given == "all-linear":
         left_out = _not_for_peft(model)
-        unseen = unseen_modules(model)
+        unseen = unreached_modules(model)
         targets = [name for name in linear if name.rpartition(".")[2] not in left_out]
         targets = [name for name in targets if not any(is_within(name, module) for module in unseen)]
     else:
@@ -251,14 +251,16 @@ def fused_experts(model: PreTrainedModel) -> list[str]:
 
 
 def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]:
-    """The full names of linear layers, but the head and what is trained whole, whose weight nobody else reads."""
+    """The full names of linear layers, but the head and what is trained whole, whose weight nobody else reads: an
+    indexer looks at the dtype of its own."""
+    whole = [*saved, *indexers(model)]
     head = model.get_output_embeddings()
     read = REFUSED_BY_PEFT.get(model.config.model_type, set())
     return [
         name
         for name, part in model.named_modules()
         if _is_linear(part) and part is not head and name.rpartition(".")[2] not in read
-        if not any(is_within(name, one) for one in saved)
+        if not any(is_within(name, one) for one in whole)
     ]
 
 

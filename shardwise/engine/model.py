@@ -45,14 +45,16 @@ from shardwise.families import (
     attention_of,
     avoid_unaligned,
     backbone,
+    defer_choices,
     hand_on_keywords,
+    indexers,
     is_proven,
     packed_tokens_limit,
     rotary_limit,
     routers_of,
     sequence_mixers,
     unproven_reason,
-    unseen_modules,
+    unreached_modules,
     unsupported_reason,
     vision_path,
     vision_reason,
@@ -184,7 +186,7 @@ def build_unloaded(
         hf_model.config.get_text_config().pad_token_id = pad_token_id
     ulysses = None
     if mesh.sp_group is not None:
-        _refuse_split_states(folder, hf_model, mesh.dims.sp)
+        _refuse_split_sequences(folder, hf_model, mesh.dims.sp)
         num_heads = hf_model.config.get_text_config().num_attention_heads
         check_heads(num_heads, mesh.dims.sp, mesh.dims.dp_shard * mesh.dims.sp)
         ulysses = Ulysses(mesh.sp_group)
@@ -199,8 +201,9 @@ def build_unloaded(
     units = Units(hf_model, config, precision, shared)  # paths as they are before anything is wrapped
     guards = expert_guards(hf_model, units, is_patched=config.apply_expert_patch)
     mixers = sequence_mixers(hf_model)
-    units.require_whole(list(mixers), "packing")
+    units.require_whole([*mixers, *indexers(hf_model)], "packing")
     pack_mixers(hf_model, mixers)
+    defer_choices(hf_model)
     hand_on_keywords(hf_model)
     if config.use_liger_kernels:
         use_liger_kernels(hf_model, device)
@@ -255,14 +258,17 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
         )
 
 
-def _refuse_split_states(folder: Path, model: PreTrainedModel, ulysses_size: int) -> None:
-    if mixers := sequence_mixers(model):
-        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
-        raise ModelError(
-            f"{folder}: engine.ulysses_size={ulysses_size} cannot share a sequence of {type(model).__name__} "
-            f"(model_type {model.config.model_type}) between ranks: it carries a recurrent state from token to token "
-            f"({kinds}); set it to 1"
-        )
+def _refuse_split_sequences(folder: Path, model: PreTrainedModel, ulysses_size: int) -> None:
+    for parts, why in (
+        (sequence_mixers(model), "it carries a recurrent state from token to token"),
+        (indexers(model), "its indexers choose among the keys of all tokens"),
+    ):
+        if parts:
+            kinds = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
+            raise ModelError(
+                f"{folder}: engine.ulysses_size={ulysses_size} cannot share a sequence of {type(model).__name__} "
+                f"(model_type {model.config.model_type}) between ranks: {why} ({kinds}); set it to 1"
+            )
 
 
 def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: HeadName) -> None:
@@ -273,7 +279,7 @@ def _choose_trained(model: PreTrainedModel, config: LayoutConfig, head_name: Hea
 
         inject_lora(model, config.lora, head_name, left_out=config.freeze_module_prefix)
     else:
-        freeze(model, [*config.freeze_module_prefix, *unseen_modules(model)], routers=config.freeze_router)
+        freeze(model, [*config.freeze_module_prefix, *unreached_modules(model)], routers=config.freeze_router)
 
 
 def _watch_routers(
@@ -377,6 +383,9 @@ def materialize(model: ScoringModel, device: torch.device, *, params_on_host: bo
     model.to_empty(device="cpu" if params_on_host else device)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips marked tensors
+    for module in model.hf_model.modules():
+        if next(module.buffers(), None) is None:
+            module._is_hf_initialized = True  # and modules, of which some compute with parameters that are sharded
     model.hf_model.initialize_weights()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

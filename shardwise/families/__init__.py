@@ -1,5 +1,6 @@
 """What is known of model families: which are proven or refused, and where their parts are. Loads no model."""
 
+from shardwise.families.key_choice import IndexerKeys, KeyChoice, KeysSoFar, defer_choices, require_choice
 from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
 from shardwise.families.proven import (
     CHECKS,
@@ -31,11 +32,12 @@ from shardwise.families.support import (
     backbone,
     decoder_layers,
     hand_on_keywords,
+    indexers,
     language_model_class,
     packed_tokens_limit,
     sequence_mixers,
     takes_images,
-    unseen_modules,
+    unreached_modules,
     unsupported_reason,
     vision_path,
     vision_reason,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.families.support import chunk_size
+from shardwise.families.support import INDEXED, chunk_size
 
 HAS_OWN_MASK = "brings an attention mask of its own"
 
@@ -23,23 +23,37 @@ class Span(int):
         return self
 
 
-Mask = Tensor | Callable[..., Any] | Span | None
+class AllBefore:
+    """All tokens before a query: in layers with an indexer, which gets a part of the mask."""
+
+    def __getitem__(self, _part: Any) -> "AllBefore":
+        return self
+
+
+Mask = Tensor | Callable[..., Any] | Span | AllBefore | None
 """What attention gets as `attention_mask`: the tokens of a window or chunk, None without one, or what a family has made
 itself, which says more."""
 
 
 def mask_as_span(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, use_vmap: bool = False, **_others: Any
+    *,
+    mask_function: Callable[..., Any],
+    config: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_others: Any,
 ) -> Mask:
     """A mask function for transformers' AttentionMaskInterface. `use_vmap` comes with functions of the family's own."""
     if use_vmap:
         return mask_function
-    return None if local_size is None else Span(local_size)
+    if local_size is not None:
+        return Span(local_size)
+    return AllBefore() if INDEXED in (getattr(config, "layer_types", None) or ()) else None
 
 
 def is_own_mask(mask: Mask) -> bool:
     """Whether it says more than a window or chunk."""
-    return mask is not None and not isinstance(mask, Span)
+    return mask is not None and not isinstance(mask, Span | AllBefore)
 
 
 def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tuple[int | None, int | None]:

@@ -15,7 +15,9 @@ from shardwise.families.proven import is_proven, with_release
 
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
-LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
+INDEXED = "indexed_attention"
+"""Of layers in which an indexer chooses the keys that a token sees (DeepSeek-V3.2)."""
+LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED, INDEXED}
 MIXER_TYPES = {"linear_attention", "conv"}
 """Of layers with a sequence mixer instead of attention; transformers calls a layer with both hybrid."""
 FEED_FORWARD_TYPES = {"mlp", "moe"}
@@ -85,6 +87,18 @@ def sequence_mixers(model: Any) -> dict[str, nn.Module]:
         for layer in decoder_layers(model)
         for part in layer.modules()
         if any(isinstance(child, nn.Conv1d) for child in part.children()) and _takes_layout(part)
+    }
+
+
+def indexers(model: Any) -> dict[str, nn.Module]:
+    """The parts of decoder layers, by path, that choose the keys of an attention."""
+    path_of = {id(module): path for path, module in model.named_modules()}
+    asked = {"hidden_states", "attention_mask", "cache"}
+    return {
+        path_of[id(part)]: part
+        for layer in decoder_layers(model)
+        for part in layer.modules()
+        if hasattr(part, "index_topk") and asked <= inspect.signature(part.forward).parameters.keys()
     }
 
 
@@ -229,9 +243,13 @@ def vision_reason(model: Any) -> str | None:
     )
 
 
-def unseen_modules(model: Any) -> list[str]:
-    """The paths of what lies beside the language model of one that also sees or hears, and learns from words alone
-    here: no gradient reaches it. Empty for one that training shows images."""
+def unreached_modules(model: Any) -> list[str]:
+    """The paths of what no gradient reaches: indexers, and what lies beside the language model of one that also sees
+    or hears, and learns from words alone here."""
+    return [*indexers(model), *_unseen_modules(model)]
+
+
+def _unseen_modules(model: Any) -> list[str]:
     whole, decoder = backbone(model), model.get_decoder()
     holders = {id(child) for child in whole.children() if any(part is decoder for part in child.modules())}
     if not holders or takes_images(model):

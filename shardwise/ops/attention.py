@@ -4,7 +4,7 @@ Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, 
 d head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -153,6 +153,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chosen: Sequence[Tensor | None] | None = None,
     kernel: PackedKernel | None = None,
 ) -> Tensor:
     """Causal attention inside every sequence of a pack; sequences never see each other.
@@ -163,19 +164,22 @@ def packed_attention(
     Args:
         query: [H, T, d]. key, value: [K, T, d]; the value's head dim may differ.
         window, softcap, sinks: as in `attend`.
-        kernel: computes what `attend` would, given neither sinks nor another head dim of the value.
+        chosen: of every run of the layout bool [n, L, L], the keys that a query sees, or None for all before it.
+        kernel: computes what `attend` would, given neither sinks nor another head dim of the value nor `chosen`.
     Returns:
         [H, T, dv].
     """
     if kernel is not None:
         return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap)
     sizes = [count * length for count, length in layout.runs]
+    masks = [None] * len(sizes) if chosen is None else [None if one is None else one[:, None] for one in chosen]
     outputs = []
-    for (count, length), q, k, v in zip(
-        layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True
+    for (count, length), q, k, v, mask in zip(
+        layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), masks, strict=True
     ):
         dense = [x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v)]
-        out = attend(*dense, scaling=scaling, causal=True, window=window, softcap=softcap, sinks=sinks)
+        options: dict[str, Any] = {"causal": True, "window": window} if mask is None else {"mask": mask}
+        out = attend(*dense, scaling=scaling, softcap=softcap, sinks=sinks, **options)
         outputs.append(out.transpose(0, 1).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

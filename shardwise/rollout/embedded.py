@@ -18,6 +18,7 @@ from shardwise.families import (
     UNREGISTERED_ATTENTION,
     attention_of,
     avoid_unaligned,
+    defer_choices,
     hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
@@ -142,6 +143,7 @@ class EmbeddedEngine:
         avoid_unaligned(model, dtype)
         adapter = None if attach_adapter is None else attach_adapter(model)
         cache_mixers(model)
+        defer_choices(model)
         hand_on_keywords(model)
         return cls(
             model.to(device).eval(),

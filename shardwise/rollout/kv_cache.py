@@ -21,10 +21,13 @@ from shardwise.config import ModelError
 from shardwise.families import (
     DROPS_KEYWORDS,
     HAS_OWN_MASK,
+    KeyChoice,
+    KeysSoFar,
     Mask,
     attention_span,
     is_own_mask,
     mask_as_span,
+    require_choice,
     sequence_mixers,
     with_release,
 )
@@ -89,6 +92,10 @@ class KVCache:
         self._capacity_tokens = capacity_tokens
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._index_keys: dict[int, Tensor] = {}
+        """[rows, capacity, d], by the layer of their indexer."""
+        self._index_bytes: dict[int, int] = {}
+        """Of a token's, also where no indexer is asked."""
         self._mixers: dict[int, MixerStates] = {}
         self._prefill: Tensor | None = None
         self._prompts_by_length: dict[int, list[int]] = {}
@@ -121,6 +128,8 @@ class KVCache:
         """The first tokens of a row to others, which nothing has been appended to."""
         for stored in (tensor for pair in self._layers.values() for tensor in pair):
             stored[targets, :, :num_tokens] = stored[source, :, :num_tokens]
+        for stored in self._index_keys.values():
+            stored[targets, :num_tokens] = stored[source, :num_tokens]
         for stored in self._carried():
             stored[targets] = stored[source]
 
@@ -128,7 +137,7 @@ class KVCache:
         """Copies whole rows, to close the gaps that finished rows leave."""
         for keys, values in self._layers.values():
             keys[target], values[target] = keys[source], values[source]
-        for stored in self._carried():
+        for stored in (*self._index_keys.values(), *self._carried()):
             stored[target] = stored[source]
 
     @contextmanager
@@ -156,7 +165,8 @@ class KVCache:
         rows = [tensor[0] for tensor in self._carried()]
         tokens = [tensor[0, :, 0] for pair in self._layers.values() for tensor in pair]
         return CacheSize(
-            token_bytes=sum(tensor.nbytes for tensor in tokens), carried_bytes=sum(tensor.nbytes for tensor in rows)
+            token_bytes=sum(tensor.nbytes for tensor in tokens) + sum(self._index_bytes.values()),
+            carried_bytes=sum(tensor.nbytes for tensor in rows),
         )
 
     def mix(self, mixer: "CachedMixer", hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -184,12 +194,18 @@ class KVCache:
         chunk: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        choice: KeyChoice | None = None,
     ) -> Tensor:
-        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value. Options as in `ops.attend`."""
+        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value. Options as in `ops.attend`; `choice`: of
+        a layer with an indexer."""
         self._layers_seen.append(layer)
-        fits = VARLEN_READS_CACHES and chunk is None and softcap is None
+        chosen = None if choice is None else choice.once(self._chosen_keys)
+        fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
         is_varlen = fits and varlen_problem(query, value, sinks=sinks) is None
-        keys, values = self._storage(layer, key, value, heads_inside=is_varlen)
+        kernels = self._kernels if choice is None else None
+        # Our kernels read what was written. Others may read on, and a mask does not keep the rest out: NaN times a
+        # weight of 0 is NaN.
+        keys, values = self._storage(layer, key, value, heads_inside=is_varlen, is_zeroed=kernels is None)
         options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap}
         if self._prefill is not None:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
@@ -197,9 +213,11 @@ class KVCache:
             values[self._prefill, :, : value.shape[2]] = value
             if is_varlen and window is not None and window < key.shape[2]:
                 return _attend_in_window(query, key, value, scaling=scaling, window=window)
+            if chosen is not None:
+                return attend(query, key, value, mask=chosen, scaling=scaling, softcap=softcap, sinks=sinks)
             return attend(query, key, value, causal=True, sinks=sinks, **options)
-        if self._kernels is not None:
-            return self._kernels.attend(query, key, value, keys, values, self._positions, sinks=sinks, **options)
+        if kernels is not None:
+            return kernels.attend(query, key, value, keys, values, self._positions, sinks=sinks, **options)
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]
         keys, values = keys[: len(key)], values[: len(key)]
@@ -215,24 +233,49 @@ class KVCache:
             scaling=scaling,
             softcap=softcap,
             sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
-            mask=self._mask(window, chunk),
+            mask=self._mask(window, chunk) if chosen is None else chosen,
         )
         return out.reshape(num_rows, query.shape[1], 1, value.shape[-1])
 
-    def _storage(self, layer: int, key: Tensor, value: Tensor, *, heads_inside: bool) -> tuple[Tensor, Tensor]:
+    def _chosen_keys(self, choice: KeyChoice) -> Tensor | None:
+        """[P, 1, L, L] or [B, 1, 1, span], the keys that queries see; None: all before them, in every row there may
+        be. Stores the keys that the indexer compares with."""
+        layer = choice.layer
+        self._index_bytes[layer] = choice.key_bytes
+        if self._capacity_tokens <= choice.num_keys:
+            return None
+        if self._prefill is None:
+            keys = _RowKeys(self._index_keys[layer], self._rows, self._positions, self._span)
+            return choice.among(self._mask(None, None)[:, 0], keys, lambda tensor: tensor)[:, None]
+        longest, num_prompts = max(self._prompts_by_length), len(self._prefill)
+        chosen = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril_().repeat(num_prompts, 1, 1)
+        for length, places in self._prompts_by_length.items():
+            read = KeysSoFar()
+            of_prompts = partial(_first_tokens, places, length)
+            chosen[places, :length, :length] = choice.of_whole(length, read, of_prompts)
+            if layer not in self._index_keys:
+                shape = (self._num_rows, self._capacity_tokens, read.all().shape[-1])
+                self._index_keys[layer] = read.all().new_zeros(shape)
+            self._index_keys[layer][self._prefill[places], :length] = read.all()
+        return chosen[:, None]
+
+    def _storage(
+        self, layer: int, key: Tensor, value: Tensor, *, heads_inside: bool, is_zeroed: bool
+    ) -> tuple[Tensor, Tensor]:
         """[rows, K, capacity, d] each; in memory a row's heads one after the other, with `heads_inside` its tokens."""
         if layer not in self._layers:
-            self._layers[layer] = (self._room(key, heads_inside), self._room(value, heads_inside))
+            self._layers[layer] = (
+                self._room(key, heads_inside, is_zeroed),
+                self._room(value, heads_inside, is_zeroed),
+            )
         return self._layers[layer]
 
-    def _room(self, like: Tensor, heads_inside: bool) -> Tensor:
+    def _room(self, like: Tensor, heads_inside: bool, is_zeroed: bool) -> Tensor:
         _, num_heads, _, dim = like.shape
         if heads_inside:
             return like.new_zeros(self._num_rows, self._capacity_tokens, num_heads, dim).transpose(1, 2)
         shape = (self._num_rows, num_heads, self._capacity_tokens, dim)
-        # Our kernels read what was written. Others may read on, and a mask does not keep the rest out: NaN times a
-        # weight of 0 is NaN.
-        return like.new_zeros(shape) if self._kernels is None else like.new_empty(shape)
+        return like.new_zeros(shape) if is_zeroed else like.new_empty(shape)
 
     def _carried(self) -> Iterator[Tensor]:
         """[rows, ...] each: what mixers carry on."""
@@ -248,6 +291,18 @@ class KVCache:
         return self._masks[window, chunk]
 
 
+class _RowKeys:
+    """Those that an indexer compares with in a decode step, as it asks transformers' cache for them."""
+
+    def __init__(self, stored: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
+        self._stored, self._rows, self._positions, self._span = stored, rows, positions, span
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """See IndexerKeys."""
+        self._stored[self._rows, self._positions] = keys[:, 0]
+        return self._stored[: len(keys), : self._span]
+
+
 class CachedMixer(ActivationWrapper):
     """A sequence mixer whose states lie in the cache of the forward pass."""
 
@@ -256,7 +311,8 @@ class CachedMixer(ActivationWrapper):
         super().__init__(mixer)
         self._cache_parameter = cache_parameter
         if getattr(mixer, "time_step_limit", (0.0,))[0] > 0:
-            mixer.in_proj.register_forward_hook(partial(_bound_time_steps, mixer))
+            in_proj: Any = mixer.in_proj
+            in_proj.register_forward_hook(partial(_bound_time_steps, mixer))
 
     @property
     def layer(self) -> int:
@@ -289,6 +345,10 @@ def cache_mixers(model: PreTrainedModel) -> None:
             reason = f"{type(model).__name__} is not supported: {type(mixer).__name__} takes no cache of ours"
             raise ModelError(with_release(reason))
         model.set_submodule(path, CachedMixer(mixer, names[0]))
+
+
+def _first_tokens(places: list[int], length: int, tensor: Tensor) -> Tensor:
+    return tensor[places, :length]
 
 
 def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Tensor) -> None:
@@ -325,27 +385,22 @@ def _cached_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Any = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]."""
+    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices`: the KeyChoice of a layer with an indexer."""
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if is_own_mask(attention_mask):
         raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
-    out = attention(
-        layer,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    if (choice := require_choice(module, indices)) is not None:
+        out = torch.compiler.disable(kv_cache.attend)(layer, query, key, value, choice=choice, **options)
+    else:
+        attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
+        out = attention(layer, query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
 
 

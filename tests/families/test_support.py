@@ -18,7 +18,7 @@ from shardwise.families import (
     hand_on_keywords,
     language_model_class,
     proven_record,
-    unseen_modules,
+    unreached_modules,
     unsupported_reason,
     wrapper_reason,
 )
@@ -284,7 +284,7 @@ def test_what_every_layer_is_given_reaches_its_attention_and_is_kept_for_one_pas
 
 def test_what_lies_beside_a_language_model_that_learns_from_words_alone_is_named():
     beside = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"], "qwen3_vl": [], "llama4_text": []}
-    assert {family: unseen_modules(random_model(family, FAMILIES[family])) for family in beside} == beside
+    assert {family: unreached_modules(random_model(family, FAMILIES[family])) for family in beside} == beside
 
 
 def test_a_soft_cap_that_the_class_of_a_whole_checkpoint_leaves_out_is_refused():
