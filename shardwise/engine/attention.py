@@ -14,13 +14,14 @@ from shardwise.engine.ulysses import Ulysses
 from shardwise.families import (
     DROPS_KEYWORDS,
     HAS_OWN_MASK,
+    HIDES_CHOICE,
     KeyChoice,
     KeysSoFar,
     Mask,
     attention_span,
     is_own_mask,
+    lacks_choice,
     mask_as_span,
-    require_choice,
 )
 from shardwise.ops import PackedKernel, PackedLayout, packed_attention, varlen_attention, varlen_problem
 
@@ -139,11 +140,11 @@ def _packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    indices: Any = None,
+    indices: KeyChoice | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank. `indices`:
-    the KeyChoice of a layer with an indexer.
+    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank.
+    `indices`: of a layer with an indexer.
 
     A compiled layer calls it as it is: the layout changes with every batch, and each would be compiled anew.
     """
@@ -152,9 +153,10 @@ def _packed_attention(
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if is_own_mask(attention_mask):
         raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
+    if lacks_choice(module, indices):
+        raise ModelError(f"The family of {type(module).__name__} is not supported: it {HIDES_CHOICE}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
-    choice = require_choice(module, indices)
-    chosen = None if choice is None else choice.once(partial(_chosen_keys, layout=packed.layout))
+    chosen = None if indices is None else indices.once(partial(_chosen_keys, layout=packed.layout))
     packed.num_attention_calls += 1
     query, key, value, sinks = query[0], key[0], value[0], s_aux
     ulysses = packed.backend.ulysses

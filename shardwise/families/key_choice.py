@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
-from shardwise.config import ModelError
-from shardwise.families.proven import with_release
 from shardwise.families.support import INDEXED, indexers
 
 _QUERIES_AT_ONCE = 512
 """transformers scores every key for every query and head of an indexer in float32: these at a time."""
+
+HIDES_CHOICE = "does not tell its attention which keys its indexer has chosen"
 
 T = TypeVar("T")
 
@@ -138,13 +138,8 @@ def defer_choices(model: Any) -> None:
         model.set_submodule(path, DeferredIndexer(indexer))
 
 
-def require_choice(attention: nn.Module, indices: Any) -> KeyChoice | None:
-    """Of an attention that its module calls with these `indices`. Raises ModelError: a layer with an indexer says
-    otherwise what it has chosen, or nothing."""
+def lacks_choice(attention: nn.Module, indices: Any) -> bool:
+    """Whether a layer has an indexer and does not call its attention with what that has chosen."""
     layer_types = getattr(getattr(attention, "config", None), "layer_types", None) or ()
-    if INDEXED not in layer_types or layer_types[int(attention.layer_idx)] != INDEXED:  # type: ignore[arg-type]
-        return None
-    if not isinstance(indices, KeyChoice):
-        reason = "does not tell its attention what its indexer has chosen"
-        raise ModelError(with_release(f"The family of {type(attention).__name__} is not supported: it {reason}"))
-    return indices
+    is_indexed = INDEXED in layer_types and layer_types[int(attention.layer_idx)] == INDEXED  # type: ignore[arg-type]
+    return is_indexed and not isinstance(indices, KeyChoice)

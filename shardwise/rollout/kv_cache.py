@@ -21,13 +21,14 @@ from shardwise.config import ModelError
 from shardwise.families import (
     DROPS_KEYWORDS,
     HAS_OWN_MASK,
+    HIDES_CHOICE,
     KeyChoice,
     KeysSoFar,
     Mask,
     attention_span,
     is_own_mask,
+    lacks_choice,
     mask_as_span,
-    require_choice,
     sequence_mixers,
     with_release,
 )
@@ -385,19 +386,21 @@ def _cached_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    indices: Any = None,
+    indices: KeyChoice | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices`: the KeyChoice of a layer with an indexer."""
+    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices`: of a layer with an indexer."""
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if is_own_mask(attention_mask):
         raise ModelError(f"{type(module).__name__} is not supported: it {HAS_OWN_MASK}")
+    if lacks_choice(module, indices):
+        raise ModelError(f"The family of {type(module).__name__} is not supported: it {HIDES_CHOICE}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-    if (choice := require_choice(module, indices)) is not None:
-        out = torch.compiler.disable(kv_cache.attend)(layer, query, key, value, choice=choice, **options)
+    if indices is not None:
+        out = torch.compiler.disable(kv_cache.attend)(layer, query, key, value, choice=indices, **options)
     else:
         attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
         out = attention(layer, query, key, value, **options)

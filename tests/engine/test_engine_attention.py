@@ -3,7 +3,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +73,16 @@ def test_mask_of_the_model_would_be_ignored_and_is_refused():
     call = PackedCall(layout_of([3]), AttentionBackend("auto", None))
     with pytest.raises(ModelError, match=r"^Linear is not supported: it brings an attention mask of its own$"):
         _packed_attention(nn.Linear(1, 1), heads, heads, heads, torch.zeros(3, 3), packed=call)
+
+
+def test_an_attention_that_is_not_told_what_its_indexer_chose_is_refused():
+    heads, module = torch.zeros(1, 2, 3, 4), nn.Linear(1, 1)
+    module.config, module.layer_idx = SimpleNamespace(layer_types=["indexed_attention"]), 0
+    call = PackedCall(layout_of([3]), AttentionBackend("auto", None))
+    with pytest.raises(
+        ModelError, match=r"family of Linear is not supported: it does not tell its attention which keys"
+    ):
+        _packed_attention(module, heads, heads, heads, None, packed=call)
 
 
 def softmax_with_a_column_for_the_sink(query, key, value, sinks, lengths):

@@ -22,7 +22,8 @@ def mask_by():
     config._attn_implementation = NAME
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
 
-    def make(function, **options):
+    def make(function, *, layer_type="sliding_attention", **options):
+        config.layer_types = [layer_type] * config.num_hidden_layers
         return function(
             config=config,
             inputs_embeds=torch.zeros(1, 10, 2),
@@ -52,6 +53,13 @@ def test_a_window_given_by_keyword_holds_where_no_mask_is_made(mask_by):
     assert mask_by(create_causal_mask) is None
     assert attention_span(layer("sliding_attention"), None, 4) == (4, None)
     assert attention_span(layer("full_attention"), None, None) == (None, None)
+
+
+def test_layers_with_an_indexer_cut_a_mask_that_says_nothing(mask_by):
+    mask = mask_by(create_causal_mask, layer_type="indexed_attention", allow_is_causal_skip=False)
+    part = mask[:, 0, :, :]
+    assert not any(map(is_own_mask, (mask, part)))
+    assert attention_span(layer("indexed_attention"), part, None) == (None, None)
 
 
 def test_a_window_stays_where_a_model_cuts_its_masks_to_fewer_queries(mask_by):

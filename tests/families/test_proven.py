@@ -51,10 +51,9 @@ def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
 
 def test_the_page_names_the_whole_checkpoints_of_which_only_the_language_model_is_proven():
     said = PAGE.read_text(encoding="utf-8")
-    assert (
-        "Whole checkpoints of `apertus1p5`, `aria`, `gemma3n`, `gemma4_unified`, `llama4` or `minimax_m3_vl` are"
-        in said
-    )
+    families = ("apertus1p5", "aria", "dots3_note", "gemma3n", "gemma4_unified", "llama4", "minimax_m3_vl")
+    *others, last = (f"`{family}`" for family in families)
+    assert f"Whole checkpoints of {', '.join(others)} or {last} are" in said
     assert "all in float32 on a CPU" in said
 
 
