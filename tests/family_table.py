@@ -133,6 +133,7 @@ FAMILIES |= {
     "glm_moe_dsa": ROUTED | LATENT | CHOSEN_KEYS | {"indexer_types": ["full", "shared"]},
     "axk2": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST,
     "dots3_note_text": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST | {"shared_experts_intermediate_size": 16},
+    "biogpt": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0),
     "hy_v4": ROUTED | LATENT | CHOSEN_KEYS | DENSE_FIRST | {"indexer_types": ["full", "shared"]},
     "gpt_oss": EXPERTS | {"num_local_experts": 4, "head_dim": 8, "swiglu_limit": 0.5, **MIXED_WINDOWS},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16} | WINDOW,
@@ -325,6 +326,9 @@ REFUSED = {
     "gpt_neox_japanese": ({"attention_dropout": 0.0}, r"its 2 layers called the (packed|cached) attention 0 times"),
     "deepseek_v4": (ROUTED | {"num_hash_layers": 0}, RECURRENT),
     "minimax": ({"head_dim": 8}, "has layers of type linear_attention"),
+    "zaya": ({"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "router_hidden_size": 16}, RECURRENT),
+    "inkling_text": ({"head_dim": 8}, "has layers of type hybrid_sliding"),
+    "hrm_text": ({"head_dim": 8, "prefix_lm": False, "num_hidden_layers": 4}, "has no list of num_hidden_layers=32"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),
 }
