@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 AGENTS_VENV := .venv-agents
 
 # The tests start hundreds of processes: what they import is compiled once, whatever the shell has set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install quickstart test test-quickstart test-full test-faults test-vllm test-agents test-learning gpu-test models check format docs clean
+.PHONY: install quickstart test test-quickstart test-full test-faults test-vllm test-sglang test-agents test-learning gpu-test models models-vllm check format docs clean
 
 install: $(VENV)/installed
 
@@ -56,6 +57,19 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	touch $@
 
+# The rollout engines' contract with the real SGLang among them, whose server runs on the CPU in an environment of its own,
+# beside what its path for CPUs lacks (tests/cpu_sglang).
+test-sglang: install $(SGLANG_VENV)/installed
+	SHARDWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest -k 'sglang and not stub' \
+	  tests/contract tests/rollout/test_sglang_real.py
+
+$(SGLANG_VENV)/installed: constraints.txt requirements-sglang.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0 triton==3.9.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement requirements-sglang.txt
+	touch $@
+
 # Tasks of reasoning-gym, harnesses of verifiers, agents with OpenAI's own client. They bring fifty packages, so they have an
 # environment of their own.
 test-agents: $(AGENTS_VENV)/installed
@@ -76,6 +90,10 @@ test-learning: install
 models: install
 	PYTHONPATH=. $(BIN)/python tests/prove_models.py
 
+# Every family in vLLM against the trainer. Writes tests/vllm_families.json, and docs/models.md, which shows it.
+models-vllm: $(VLLM_VENV)/installed
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/tests/cpu_torchvision:. $(VLLM_VENV)/bin/python tests/prove_vllm_models.py
+
 # On a machine with a GPU, in the environment it has: torch, transformers, pydantic, safetensors, pyyaml, pytest.
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu --continue-on-collection-errors
@@ -94,4 +112,4 @@ docs: install
 	  $(BIN)/shardwise schema --markdown ) > docs/config.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(AGENTS_VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AGENTS_VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,8 +1,8 @@
 """Small models whose heads are wide enough for vLLM's CPU kernels, and every rollout engine on them.
 
 sglang_stub is SglangEngine on a server that stands in for SGLang's and samples with the embedded engine
-(tests/sglang_stub). sglang is the real one, in the environment of the interpreter that SHARDWISE_SGLANG_PYTHON names,
-on a machine with a GPU.
+(tests/sglang_stub). sglang is the real one, in the environment of the interpreter that SHARDWISE_SGLANG_PYTHON names:
+on a GPU, or without one with what SGLang's path for CPUs lacks (tests/cpu_sglang).
 """
 
 import importlib.util
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sglang_engines
 import torch
+from sglang_engines import needs_sglang
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.config import ModelConfig, SamplingConfig, SglangRollout, VllmRollout
@@ -41,8 +43,6 @@ FAMILIES = {
 }
 VLLM_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25}
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-SGLANG_PYTHON = os.environ.get("SHARDWISE_SGLANG_PYTHON")
-needs_sglang = pytest.mark.skipif(SGLANG_PYTHON is None, reason="SHARDWISE_SGLANG_PYTHON names no SGLang")
 KINDS = [
     "embedded",
     "embedded in a process",
@@ -144,10 +144,8 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
         if kind == "vllm":
             config = VllmRollout(args=VLLM_ARGS)
             return VllmEngine.from_folder(folders[family], config, temperature=temperature, **common)
-        common["device"] = torch.device("cuda", 0)  # the stub does not look at it
-        python, args = (
-            (sys.executable, {}) if kind == "sglang_stub" else (SGLANG_PYTHON, {"attention_backend": "triton"})
-        )
+        common["device"] = sglang_engines.GPU  # the stub does not look at it
+        python, args = (sys.executable, {}) if kind == "sglang_stub" else (sglang_engines.PYTHON, sglang_engines.ARGS)
         weights_folder = str(tmp_path_factory.mktemp("weights"))
         config = SglangRollout(python=python, args=args, weights_folder=weights_folder)
         return SglangEngine.from_folder(folders[family], config, **common)
@@ -175,6 +173,9 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
     with pytest.MonkeyPatch.context() as patch:
         if kind == "sglang_stub":
             patch.setenv("PYTHONPATH", os.pathsep.join([str(STUB), str(STUB.parents[1])]))
+        if kind == "sglang":
+            for name, value in sglang_engines.VARIABLES.items():
+                patch.setenv(name, value)
         yield keep
         if kind not in ("embedded", "vllm"):  # which go with this process
             for engine in kept.values():
