@@ -197,6 +197,7 @@ PROCESSORS = {
     "glm4v": (Glm4vProcessor, Glm4vImageProcessorPil),
     "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil),
     "glm4v_moe": (Glm4vProcessor, Glm4vImageProcessorPil),
+    "glm_ocr": (Glm46VProcessor, Glm46VImageProcessorPil),
 }
 """Those that are not Qwen3-VL's."""
 
