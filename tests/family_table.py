@@ -431,9 +431,6 @@ INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "
     "hc_count": 2,
     "hc_lowrank": 8,
 }
-NARROW = {"mamba_num_heads": 4, "mamba_head_dim": 8, "moe_intermediate_size": 16} | {
-    "moe_shared_expert_intermediate_size": 16
-}
 RECURRENT = "carries a recurrent state"
 KEYWORDS = "does not pass keyword arguments on to its attention"
 UNREGISTERED = "does not support attention implementations that are registered with transformers"
@@ -471,7 +468,7 @@ REFUSED = {
     "hrm_text": ({"head_dim": 8, "prefix_lm": False, "num_hidden_layers": 4}, "has no list of num_hidden_layers=32"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),
-    "qwen4_exp_text": (LINEAR | SHARED_EXPERT | INDEXED, "has layers of type indexed_attention"),
+    "qwen4_exp_text": (LINEAR | SHARED_EXPERT | INDEXED, "whose indexer is of another kind than"),
     "qwen4_exp": (
         {
             "text_config": TEXT | LINEAR | SHARED_EXPERT | INDEXED,
@@ -479,7 +476,7 @@ REFUSED = {
             "image_token_id": 2,
             "architectures": ["Qwen4ExpForConditionalGeneration"],
         },
-        "has layers of type indexed_attention",
+        "whose indexer is of another kind than",
     ),
     "mllama": (
         {
@@ -512,7 +509,7 @@ REFUSED = {
     ),
     "nemotron_h_omni": (
         {
-            "text_config": language_model("nemotron_h", head_dim=8, n_groups=1, **NARROW),
+            "text_config": FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
             "vision_config": PICTURES | {"model_type": "radio", "video_temporal_patch_size": 2, "max_img_size": 16},
             "projector_hidden_size": 32,
             "audio_config": {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 1}
@@ -520,7 +517,7 @@ REFUSED = {
             | {"num_attention_heads": 2, "intermediate_size": 48},
             "image_token_id": 2,
         },
-        "has layers of type mlp, moe",
+        "has no output projection",
     ),
 }
 

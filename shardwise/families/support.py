@@ -58,6 +58,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return "carries a recurrent state from token to token"
     if other_layers:
         return f"has layers of type {', '.join(other_layers)}; supported are {', '.join(sorted(supported))}"
+    if INDEXED in (getattr(config, "layer_types", None) or ()) and not indexers(model):
+        return f"has layers of type {INDEXED} whose indexer is of another kind than DeepSeek-V3.2's"
     if config.is_encoder_decoder:
         return "is an encoder-decoder model"
     if has_projection and head is None:
