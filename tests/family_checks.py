@@ -22,6 +22,7 @@ from shardwise.engine.lora import fused_experts
 from shardwise.engine.model import build_on_meta
 from shardwise.engine.model_classes import AUTO_CLASSES
 from shardwise.families import PROVEN, backbone, language_model_class
+from shardwise.model_config import media_token_ids
 from shardwise.ops import plain_name
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest, Sample
@@ -214,8 +215,11 @@ def attempt(function: Callable[..., Any], folder: str, *arguments: Any, **keys: 
 
 
 def on_one_rank(folders: dict[str, str], out: str) -> dict[str, Any]:
+    packing = attempt(trained, folders["logprobs"])
+    if isinstance(packing, Refusal):
+        return {"packing": packing}
     found = {
-        "packing": attempt(trained, folders["logprobs"]),
+        "packing": packing,
         "lora": attempt(adapted, folders["logprobs"], f"{out}/lora"),
         "qlora": attempt(quantised, folders["logprobs"], f"{out}/qlora"),
         "embedded": attempt(generated, folders["logprobs"]),
@@ -258,7 +262,7 @@ class Proof:
         self._model = save_model(family, options, scratch / "model")
         self._folders = {"logprobs": str(scratch / "model")}
         self._classifiers = {}
-        for head in AUTO_CLASSES:
+        for head in AUTO_CLASSES if family in FAMILIES else ():
             folder = scratch / f"saved {head}"
             self._classifiers[head] = save_model(family, options | {"num_labels": 1}, folder, head)
             self._folders[head] = str(folder)
@@ -266,8 +270,11 @@ class Proof:
     def on_one_rank(self, run_ranks) -> dict[str, str]:
         """Check -> PROVEN, or why not."""
         (found,) = run_ranks(on_one_rank, 1, self._folders, str(self._scratch))
+        packing = verdict(found["packing"], self._packing)
+        if isinstance(found["packing"], Refusal):
+            return {"packing": packing}
         return {
-            "packing": verdict(found["packing"], self._packing),
+            "packing": packing,
             **{
                 check: verdict(found[check], lambda again: self._same_gradients(again, found["packing"]))
                 for check in RECOMPUTED
@@ -395,7 +402,11 @@ class Proof:
             torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(trainer), atol=2e-5, rtol=1e-5)
         for prompt, (tokens, _, _) in zip(sequences(), found[: len(LENGTHS)], strict=True):
             whole = self._model.generate(
-                prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS, do_sample=False
+                prompt[None],
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                suppress_tokens=media_token_ids(self._model.config) or None,  # which no completion may say
             )
             assert tokens == whole[0, len(prompt) :].tolist(), "another token than model.generate"
 

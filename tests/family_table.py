@@ -294,6 +294,143 @@ FAMILIES |= {
 }
 """With a vision tower: here they read text, tests/distributed/test_vision.py shows them images."""
 
+
+def language_model(model_type: str, **options) -> dict:
+    """The text_config of a family that takes the language model of another."""
+    return COMMON | {"model_type": model_type} | options
+
+
+CLIP = PICTURES | {"model_type": "clip_vision_model", "num_hidden_layers": 2}
+SIGLIP = PICTURES | {"model_type": "siglip_vision_model"}
+PIXTRAL = PICTURES | {"model_type": "pixtral", "head_dim": 16}
+SQUARE = PICTURES | {"image_size": [16, 16], "patch_size": [4, 4]}
+LISTENER = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "output_dim": 32,
+} | {"max_source_positions": 50}
+# Queries grow with their place in the sequence from the 8th token on.
+SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8} | {
+    "llama_4_scaling_beta": 0.3,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT_EXPERTS = {name: value for name, value in (ROUTED | LATENT).items() if name != "head_dim"}
+FAMILIES |= {
+    "mistral4": LATENT_EXPERTS | {"rope_parameters": SCALED_QUERIES | {"partial_rotary_factor": 0.5}},
+    "mistral3": {
+        "text_config": language_model("ministral3", head_dim=8, sliding_window=4, rope_parameters=SCALED_QUERIES),
+        "vision_config": PIXTRAL,
+        "image_token_index": 2,
+        "tie_word_embeddings": False,
+    },
+    "internvl": {"text_config": language_model("qwen2"), "vision_config": SQUARE, "image_token_id": 2},
+    "llava": {"text_config": language_model("llama"), "vision_config": CLIP, "image_token_index": 2},
+    "llava_next": {
+        "text_config": language_model("mistral", sliding_window=4),
+        "vision_config": CLIP,
+        "image_token_index": 2,
+    },
+    "llava_onevision": {"text_config": language_model("qwen2"), "vision_config": SIGLIP, "image_token_index": 2},
+    "kimi_k25": {
+        "text_config": language_model("deepseek_v3", **ROUTED, **LATENT),
+        "vision_config": PICTURES | {"pos_emb_height": 4, "pos_emb_width": 4},
+        "projection_hidden_size": 32,
+        "image_token_id": 2,
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": TEXT
+        | DENSE_FIRST
+        | {"moe_num_experts": 4, "moe_intermediate_size": [16, 16], "moe_k": 2}
+        | {"rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [1, 1, 2]}},
+        "vision_config": TOWER,
+        "image_token_id": 2,
+    },
+    "smolvlm": {"text_config": language_model("llama"), "vision_config": PICTURES, "image_token_id": 2},
+    "idefics3": {"text_config": language_model("llama"), "vision_config": PICTURES, "image_token_id": 2},
+    "lfm2_vl": {
+        "text_config": language_model("lfm2", layer_types=["conv", "full_attention"]),
+        "vision_config": {name: value for name, value in PICTURES.items() if name != "image_size"}
+        | {"model_type": "siglip2_vision_model", "num_patches": 16},
+        "projector_hidden_size": 32,
+        "image_token_id": 2,
+    },
+    "granite4_vision": {
+        "text_config": COMMON | GRANITE,
+        "vision_config": CLIP | {"hidden_size": 64},
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[1, 0]],
+        "image_token_index": 2,
+    },
+    "ovis2": {
+        "text_config": language_model("qwen2"),
+        "vision_config": PICTURES | {"vocab_size": 24},
+        "hidden_size": 32,
+        "vocab_size": 97,
+        "image_token_id": 2,
+    },
+    "hunyuan_vl": {
+        "text_config": COMMON
+        | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "xdrope_section": [1] * 4}},
+        "vision_config": PICTURES
+        | {"num_key_value_heads": 2, "max_image_size": 16, "out_hidden_size": 32, "text_hidden_size": 32},
+        "image_token_id": 2,
+    },
+    "exaone4_5": {
+        "text_config": language_model("exaone4", **MIXED_WINDOWS),
+        "vision_config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+        "image_token_id": 2,
+    },
+    "glm_ocr": {
+        "text_config": ROTATED | {"head_dim": 8},
+        "vision_config": TOWER | {"image_size": 16},
+        "image_token_id": 2,
+    },
+    "step3p7": {
+        "text_config": COMMON
+        | EXPERTS
+        | MIXED_WINDOWS
+        | DENSE_FIRST
+        | {"num_local_experts": 4, "n_routed_experts": 4, "share_expert_dim": 16},
+        "vision_config": PICTURES | {"max_position_embeddings": 16},
+        "image_token_id": 2,
+    },
+    "minimax_m3_vl": {
+        "text_config": COMMON | FAMILIES["minimax_m3_vl_text"],
+        "vision_config": PICTURES,
+        "projector_hidden_size": 32,
+        "image_token_index": 2,
+    },
+    "aria": {
+        "text_config": COMMON | FAMILIES["aria_text"],
+        "vision_config": PICTURES | {"model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {16: 4},
+        "image_token_index": 2,
+    },
+    "qwen2_5_omni_thinker": {
+        "text_config": TEXT,
+        "vision_config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": LISTENER,
+        "vision_start_token_id": 3,
+        "image_token_id": 2,
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": TEXT | EXPERTS | {"num_experts": 4},
+        "vision_config": DEEP,
+        "audio_config": LISTENER | {"downsample_hidden_size": 8},
+        "vision_start_token_id": 3,
+        "image_token_id": 2,
+    },
+}
+"""Language models with other models around them, which are kept as they are."""
+
+INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4} | {
+    "indexer_compress_ratio": 2,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+}
 RECURRENT = "carries a recurrent state"
 KEYWORDS = "does not pass keyword arguments on to its attention"
 UNREGISTERED = "does not support attention implementations that are registered with transformers"
@@ -331,6 +468,57 @@ REFUSED = {
     "hrm_text": ({"head_dim": 8, "prefix_lm": False, "num_hidden_layers": 4}, "has no list of num_hidden_layers=32"),
     "diffllama": ({}, r"its 2 layers called the (packed|cached) attention 4 times instead of once each"),
     "doge": ({}, "brings an attention mask of its own"),
+    "qwen4_exp_text": (LINEAR | SHARED_EXPERT | INDEXED, "whose indexer is of another kind than"),
+    "qwen4_exp": (
+        {
+            "text_config": TEXT | LINEAR | SHARED_EXPERT | INDEXED,
+            "vision_config": TOWER | {"num_position_embeddings": 16},
+            "image_token_id": 2,
+            "architectures": ["Qwen4ExpForConditionalGeneration"],
+        },
+        "whose indexer is of another kind than",
+    ),
+    "mllama": (
+        {
+            "text_config": COMMON
+            | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "vision_config": {"attention_heads": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+            | {"max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]], "vision_output_dim": 64}
+            | PICTURES,
+            "image_token_index": 2,
+            "architectures": ["MllamaForConditionalGeneration"],
+        },
+        "has layers that see nothing but images",
+    ),
+    "cohere2_vision": (
+        {
+            "text_config": language_model("cohere2", logit_scale=0.4, **MIXED_WINDOWS),
+            "vision_config": SIGLIP,
+            "alignment_intermediate_size": 32,
+            "image_token_id": 2,
+        },
+        "sets text_config.logit_scale, which its class does not apply",
+    ),
+    "aya_vision": (
+        {
+            "text_config": language_model("cohere2", logit_scale=0.4, **MIXED_WINDOWS),
+            "vision_config": SIGLIP,
+            "image_token_index": 2,
+        },
+        "sets text_config.logit_scale, which its class does not apply",
+    ),
+    "nemotron_h_omni": (
+        {
+            "text_config": FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
+            "vision_config": PICTURES | {"model_type": "radio", "video_temporal_patch_size": 2, "max_img_size": 16},
+            "projector_hidden_size": 32,
+            "audio_config": {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 1}
+            | {"projection_hidden_size": 32, "projection_bias": False}
+            | {"num_attention_heads": 2, "intermediate_size": 48},
+            "image_token_id": 2,
+        },
+        "has no output projection",
+    ),
 }
 
 

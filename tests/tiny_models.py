@@ -155,6 +155,7 @@ VISION_FAMILIES = (
     "glm4v",
     "glm46v",
     "glm4v_moe",
+    "glm_ocr",
 )
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 """Token ids of the tiny models that see images."""
@@ -179,13 +180,15 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     fused experts in each decoder layer; untied. qwen3_5: linear attention in the first decoder layer; untied.
     qwen3_5_moe: likewise, with 4 fused experts and a shared one. qwen2_vl: a tower without windows and without learned
     positions; untied. glm4v, glm46v: learned positions are interpolated to the size of each image, heads are rotated in
-    part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer.
+    part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer. glm_ocr: heads
+    are rotated whole, and the tower normalises queries and keys; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
         Glm4vConfig,
         Glm4vMoeConfig,
         Glm46VConfig,
+        GlmOcrConfig,
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
         Qwen3_5Config,
@@ -263,6 +266,9 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         ),
         "glm4v": lambda: Glm4vConfig(text_config=text | rotated_in_part | overrides, vision_config=glm, **marks),
         "glm46v": lambda: Glm46VConfig(text_config=text | rotated_in_part | overrides, vision_config=glm, **marks),
+        "glm_ocr": lambda: GlmOcrConfig(
+            text_config=text | {"head_dim": 8} | overrides, vision_config=vision | {"image_size": 16}, **marks
+        ),
         "glm4v_moe": lambda: Glm4vMoeConfig(
             text_config=text | rotated_in_part | routed | overrides, vision_config=glm, **marks
         ),

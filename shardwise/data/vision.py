@@ -13,6 +13,7 @@ from shardwise.config import DataError, ModelError
 from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
+from shardwise.families import takes_images
 from shardwise.types import ImageRef
 
 if TYPE_CHECKING:
@@ -52,21 +53,21 @@ class Vision:
         Raises:
             ModelError: as `ImageReader.load`.
         """
-        from transformers import AutoModel, AutoModelForImageTextToText
+        from transformers import AutoModelForImageTextToText
 
         from shardwise.model_config import blaming_config, read_model_config
 
         config = read_model_config(folder)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             return None
-        if not hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"):
+        with blaming_config(folder, "ImageTextToText"), torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+        if not takes_images(model):
             return UnknownVision(config.model_type)
         reader = ImageReader.load(folder)
         if reader is None:
             return None
-        with blaming_config(folder, "ImageTextToText"), torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(config).base_model
-        return cls(tokenizer, reader, config.image_token_id, model.get_rope_index)
+        return cls(tokenizer, reader, config.image_token_id, model.base_model.get_rope_index)
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
         """The images of a conversation, or of a prompt that is a string, and the words with what the chat template

@@ -217,7 +217,7 @@ def checked_blocks(
         name
         for name, target in left_over.items()
         if name not in expected and target not in ignored and not _is_ignored(model, name)
-        if fresh is None or name.split(".")[0] not in LANGUAGE_MODEL_PROJECTIONS
+        if fresh is None or target.split(".")[0] not in LANGUAGE_MODEL_PROJECTIONS
     )
     misfits.raise_if_any(model, source.folder)
     return [block for block in blocks if block.first_target not in originals], copies

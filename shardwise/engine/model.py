@@ -1,5 +1,6 @@
 """From a model folder to a sharded model. The order of the steps in `build_unloaded` is the documentation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModelError
 from shardwise.engine.activations import checkpoint_layers
@@ -30,8 +31,9 @@ from shardwise.engine.heads import (
 from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
-from shardwise.engine.model_classes import kind_of, language_model_of, model_from_config, sees_images
+from shardwise.engine.model_classes import kind_of, language_model_of, model_from_config
 from shardwise.engine.model_folder import take_generation_config
+from shardwise.engine.names import is_within
 from shardwise.engine.precision import Precision
 from shardwise.engine.router_replay import RouterReplay
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
@@ -46,6 +48,7 @@ from shardwise.families import (
     avoid_unaligned,
     backbone,
     defer_choices,
+    families_of,
     hand_on_keywords,
     indexers,
     is_proven,
@@ -55,9 +58,9 @@ from shardwise.families import (
     sequence_mixers,
     unproven_reason,
     unreached_modules,
+    unseen_modules,
     unsupported_reason,
     vision_path,
-    vision_reason,
     wrapper_reason,
 )
 from shardwise.model_config import blaming_config, read_model_config, require_generates, require_no_critic
@@ -194,7 +197,8 @@ def build_unloaded(
     backend = AttentionBackend(config.attention_implementation, ulysses)
     _choose_trained(hf_model, config, head_name)
     require_shareable(hf_model, shared, mesh.dims.ep)
-    _require_proven(folder, hf_model.config.model_type, config, mesh, head_name)  # what cannot be says so before
+    families = families_of(hf_model.config, AutoModelForCausalLM, AutoModelForImageTextToText)
+    _require_proven(folder, families, config, mesh, head_name)  # what cannot be says so before
     expert_loads, replay = _watch_routers(hf_model, config, ulysses)
     precision = Precision(hf_model, config)
     precision.cast_parameters(hf_model)
@@ -226,7 +230,9 @@ def build_unloaded(
     return ShardedModel(model, sharded, backend, expert_loads, replay)
 
 
-def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: EngineMesh, head_name: HeadName) -> None:
+def _require_proven(
+    folder: Path, families: Sequence[str], config: LayoutConfig, mesh: EngineMesh, head_name: HeadName
+) -> None:
     asked = {
         "packing": True,
         "fsdp2": mesh.fsdp.size() > 1,
@@ -244,12 +250,12 @@ def _require_proven(folder: Path, model_type: str, config: LayoutConfig, mesh: E
             "lora_experts": lora is not None and bool(lora.target_parameters),
             "qlora": lora is not None and lora.quantize_base is not None,
         }
-    reason = unproven_reason(model_type, [check for check in asked if asked[check]], "engine.allow_unproven")
+    reason = unproven_reason(families, [check for check in asked if asked[check]], "engine.allow_unproven")
     if reason is None:
         return
     if not config.allow_unproven:
         raise ConfigError(f"{folder}: {reason}")
-    is_sharding_proven = not asked["fsdp2"] or is_proven(model_type, "fsdp2")
+    is_sharding_proven = not asked["fsdp2"] or all(is_proven(family, "fsdp2") for family in families)
     if isinstance(config, EngineConfig) and not is_sharding_proven and not REDUCES_UNUSED:
         raise ConfigError(
             f"{folder}: engine.allow_unproven=true trains on several ranks from torch {MIN_TORCH} on, and this is "
@@ -330,8 +336,6 @@ def build_on_meta(
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
     if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
-    if sees_images(config) and (reason := vision_reason(model)):
-        raise ModelError(f"{folder}: {reason}")
     if has_value_head:
         value_projection_name(model)  # or it is refused
     _refuse_dropout(model)
@@ -366,8 +370,12 @@ def _set_experts(model: PreTrainedModel, implementation: str) -> None:
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
     """With dropout two passes over the same tokens would give two sets of logprobs, and their ratio would be noise."""
-    parts = model.base_model.named_modules(prefix=model.base_model_prefix)
-    active = [f"{name}={part.p}" for name, part in parts if isinstance(part, nn.Dropout) and part.p]
+    parts, unseen = model.base_model.named_modules(prefix=model.base_model_prefix), unseen_modules(model)
+    active = [
+        f"{name}={part.p}"
+        for name, part in parts
+        if isinstance(part, nn.Dropout) and part.p and not any(is_within(name, path) for path in unseen)
+    ]
     attention_dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if attention_dropout:
         active.insert(0, f"attention_dropout={attention_dropout}")

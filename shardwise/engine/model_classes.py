@@ -46,11 +46,6 @@ def kind_of(head: HeadName) -> str:
     return auto.__name__.removeprefix("AutoModelFor")
 
 
-def sees_images(config: PreTrainedConfig) -> bool:
-    """Whether the family's language model is one of those that take images."""
-    return language_model_of(config) is AutoModelForImageTextToText
-
-
 def model_from_config(config: PreTrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:
     """A model with this head, of transformers' own class where the family has one.
 

@@ -15,7 +15,7 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicy
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
-from shardwise.families import decoder_layers, vision_path
+from shardwise.families import decoder_layers, unseen_modules, vision_path
 from shardwise.ops import plain_name
 
 MIN_TORCH = "2.13"
@@ -87,6 +87,9 @@ class Units:
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         """Their paths."""
+        unseen = unseen_modules(model)
+        self._reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unseen)]
+        """Those of them that some input runs through."""
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
         for path in named:
@@ -155,7 +158,7 @@ class Units:
             for path, module in modules.items()
             if path in chosen
         }
-        self._prefetch([units[path] for path in self.layers])
+        self._prefetch([units[path] for path in self._reached])
         ordered = list(reversed(units.values()))
         taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -73,16 +73,22 @@ def is_proven(model_type: str, check: str) -> bool:
     return proven_record().get(model_type, {}).get(check) == PROVEN
 
 
-def unproven_reason(model_type: str, asked: Iterable[str], key: str) -> str | None:
-    """What has not been proven of a family.
+def unproven_reason(families: Iterable[str], asked: Collection[str], key: str) -> str | None:
+    """What has not been proven of families.
 
     Args:
-        model_type: of config.json.
+        families: what `families_of` gives for a config.
         asked: keys of CHECKS.
         key: of the config, that allows it all the same.
     Returns:
-        A sentence that names it, what has been proven instead, and `key`; None if all of it is proven.
+        A sentence that names the first family with something missing, what has been proven of it instead, and `key`;
+        None if all of it is proven.
     """
+    reasons = (_unproven_reason(family, asked, key) for family in families)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _unproven_reason(model_type: str, asked: Collection[str], key: str) -> str | None:
     missing = [CHECKS[check] for check in asked if not is_proven(model_type, check)]
     if not missing:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.families.support import FOR_IMAGES_ALONE
 from shardwise.ops.wrappers import name_without_copies, plain_name
 
 EXPERTS = "experts"
@@ -106,24 +107,26 @@ class Router:
 def routers_of(model: Any) -> list[Router]:
     """Those of a transformers model, in the order of its modules; none in a dense one.
 
-    They are what transformers records router logits of. A model that says nothing about that is looked through for
-    modules called gate or router beside one called experts.
+    They are what transformers records router logits of. A model that says nothing about that, and a block that is
+    recorded whole, are looked through for modules called gate or router beside one called experts.
     """
     recorded = _recorded_classes(model)
+    named = [
+        Router(f"{path}.{name}", (part,), num_chosen=_num_chosen(part, module, model.config))
+        for path, module in model.named_modules()
+        for name, part in module.named_children()
+        if name in ROUTER_NAMES and EXPERTS in dict(module.named_children())
+    ]
     found = [
         Router(path, (module,), index, _num_chosen(module))
         for path, module in model.named_modules()
         for target, index in recorded.items()
         if isinstance(module, target)
     ]
-    if not recorded:
-        found = [
-            Router(f"{path}.{name}", (part,), num_chosen=_num_chosen(part, module, model.config))
-            for path, module in model.named_modules()
-            for name, part in module.named_children()
-            if name in ROUTER_NAMES and EXPERTS in dict(module.named_children())
-        ]
-    # Of JetMoe transformers records an attention too, which has a router inside.
+    # Of ERNIE 4.5 VL transformers records the block around two routers, one of them for images alone.
+    found += [one for one in named if not recorded or any(one.path.startswith(f"{other.path}.") for other in found)]
+    found = [one for one in found if FOR_IMAGES_ALONE.isdisjoint(one.path.split("."))]
+    # Of JetMoe it records an attention too, which has a router inside.
     found = [one for one in found if not any(other.path.startswith(f"{one.path}.") for other in found)]
     by_path: dict[str, Router] = {}
     for one in found:

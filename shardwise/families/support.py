@@ -7,11 +7,13 @@ state from token to token.
 """
 
 import inspect
+from inspect import unwrap
 from typing import Any
 
 from torch import nn
 
 from shardwise.families.proven import is_proven, with_release
+from shardwise.ops.logits import LogitTransform
 
 CHUNKED = "chunked_attention"
 """Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
@@ -56,6 +58,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return "carries a recurrent state from token to token"
     if other_layers:
         return f"has layers of type {', '.join(other_layers)}; supported are {', '.join(sorted(supported))}"
+    if INDEXED in (getattr(config, "layer_types", None) or ()) and not indexers(model):
+        return f"has layers of type {INDEXED} whose indexer is of another kind than DeepSeek-V3.2's"
     if config.is_encoder_decoder:
         return "is an encoder-decoder model"
     if has_projection and head is None:
@@ -64,8 +68,10 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return "has a bias on its output projection"
     if has_projection and type(head) is not nn.Linear:
         return f"has an output projection of a class of its own ({type(head).__name__})"
-    if config.model_type == "gemma3_text" and config is not model.config and config.final_logit_softcapping:
-        return "sets text_config.final_logit_softcapping, which its class does not apply"
+    if has_projection and (key := _ignored_transform(model)):
+        return f"sets text_config.{key}, which its class does not apply"
+    if crossed := getattr(config, "cross_attention_layers", None):
+        return f"has layers that see nothing but images (cross_attention_layers={list(crossed)})"
     if not decoder_layers(model):
         return f"has no list of num_hidden_layers={config.num_hidden_layers} decoder layers"
     if any(getattr(part, "is_causal", True) is False for layer in decoder_layers(model) for part in layer.modules()):
@@ -75,6 +81,16 @@ def _reason(model: Any, has_projection: bool) -> str | None:
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return DROPS_KEYWORDS
     return None
+
+
+def _ignored_transform(model: Any) -> str | None:
+    """What the language model of a whole checkpoint does with its logits, and the class around it does not: it has an
+    output projection of its own, and some leave out what follows (Gemma 3, Aya Vision)."""
+    config = model.config.get_text_config()
+    if config is model.config:
+        return None
+    applied = unwrap(type(model).forward).__code__.co_names
+    return next((key for key in LogitTransform.keys_of(config) if key not in applied), None)
 
 
 def sequence_mixers(model: Any) -> dict[str, nn.Module]:
@@ -173,13 +189,16 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 VISION_CONFIG = "vision_config"
 _FINDS_POSITIONS = "get_rope_index"
 """The method of a model that gives tokens of an image their positions."""
+FOR_IMAGES_ALONE = {"vision_moe"}
+"""Parts of decoder layers that no word reaches: experts of ERNIE 4.5 VL."""
 _VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
 
 
 def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
     """Of two auto classes of transformers the one that builds a model with a language model's head from this config.
 
-    Where both do (Qwen 3.5), a checkpoint with a vision tower that training knows keeps its tower.
+    Where both do (Qwen 3.5), a checkpoint that says it has a vision tower keeps it. Not so Llama 4's: transformers has
+    the whole with a head alone, and that computes no text without images.
 
     Args:
         bare: the auto class of models without a head.
@@ -189,7 +208,7 @@ def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) 
         return with_images
     seeing = with_images._model_mapping.get(kind, None)
     has_tower = seeing is not None and seeing.__name__ in (config.architectures or ())
-    return with_images if has_tower and hasattr(bare._model_mapping[kind], _FINDS_POSITIONS) else causal
+    return with_images if has_tower and bare._model_mapping[kind] is not seeing else causal
 
 
 def wrapper_reason(config: Any, model_class: Any) -> str | None:
@@ -215,6 +234,18 @@ def wrapper_reason(config: Any, model_class: Any) -> str | None:
     )
 
 
+def families_of(config: Any, *auto_classes: Any) -> list[str]:
+    """Of which families all has to be proven that is asked of a checkpoint: its own and, where the language model in it
+    is one that there is by itself, that one's.
+
+    Args:
+        auto_classes: of transformers, those that build language models.
+    """
+    text = config.get_text_config()
+    is_another = text is not config and any(type(text) in auto._model_mapping for auto in auto_classes)
+    return [config.model_type, *([text.model_type] if is_another else [])]
+
+
 def attention_of(config: Any, implementation: str) -> dict[str, str]:
     """What to load a model with whose language model computes attention by `implementation`: by the name of a
     sub-config. A vision tower looks at images one by one, for which it needs neither packs nor a cache."""
@@ -233,8 +264,12 @@ def vision_reason(model: Any) -> str | None:
     whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
     missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
     missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]
-    if "mm_encoder_outputs" not in inspect.signature(whole.forward).parameters:
-        missing.append("mm_encoder_outputs")
+    taken = {"forward": "mm_encoder_outputs", _FINDS_POSITIONS: "mm_token_type_ids"}
+    missing += [
+        f"{argument} among what {method} takes"
+        for method, argument in taken.items()
+        if hasattr(whole, method) and argument not in inspect.signature(getattr(whole, method)).parameters
+    ]
     if not missing:
         return None
     return with_release(
@@ -244,18 +279,23 @@ def vision_reason(model: Any) -> str | None:
 
 
 def unreached_modules(model: Any) -> list[str]:
-    """The paths of what no gradient reaches: indexers, and what lies beside the language model of one that also sees
-    or hears, and learns from words alone here."""
-    return [*indexers(model), *_unseen_modules(model)]
+    """The paths of what no gradient reaches: indexers and `unseen_modules`."""
+    return [*indexers(model), *unseen_modules(model)]
 
 
-def _unseen_modules(model: Any) -> list[str]:
+def unseen_modules(model: Any) -> list[str]:
+    """The paths of what no word reaches, if a model that also sees or hears learns from words alone here: what lies
+    beside its language model, and what its layers have for images alone. Empty for one that training shows images."""
     whole, decoder = backbone(model), model.get_decoder()
     holders = {id(child) for child in whole.children() if any(part is decoder for part in child.modules())}
     if not holders or takes_images(model):
         return []
     beside = {id(child) for child in whole.children() if any(True for _ in child.parameters())} - holders
-    return [path for path, part in model.named_modules() if id(part) in beside]
+    return [
+        path
+        for path, part in model.named_modules()
+        if id(part) in beside or path.rpartition(".")[2] in FOR_IMAGES_ALONE
+    ]
 
 
 def vision_path(model: Any) -> str | None:

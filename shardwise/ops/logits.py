@@ -6,6 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISOR = "logits_scaling"
+_CAP = "final_logit_softcapping"
+
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
@@ -19,10 +23,16 @@ class LogitTransform:
         """Reads the attributes Hugging Face configs use: final_logit_softcapping (Gemma 2), logit_scale (Cohere, a
         factor), lm_head_multiplier (Falcon-H1, a factor) and logits_scaling (Granite, a divisor; HyperCLOVA X, a
         factor)."""
-        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-        scaling = getattr(config, "logits_scaling", None) or 1.0
+        scale = next((value for key in _FACTORS if (value := getattr(config, key, None))), 1.0)
+        scaling = getattr(config, _DIVISOR, None) or 1.0
         scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
+        return cls(scale, getattr(config, _CAP, None))
+
+    @classmethod
+    def keys_of(cls, config: Any) -> list[str]:
+        """Those of the attributes that change the logits of this config."""
+        values = {key: getattr(config, key, None) for key in (*_FACTORS, _DIVISOR, _CAP)}
+        return [key for key, value in values.items() if value and (key == _CAP or value != 1)]
 
     def forward_(self, logits: Tensor) -> Tensor:
         """In place on [..., V] float32."""

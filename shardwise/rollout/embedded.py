@@ -19,6 +19,7 @@ from shardwise.families import (
     attention_of,
     avoid_unaligned,
     defer_choices,
+    families_of,
     hand_on_keywords,
     language_model_class,
     packed_tokens_limit,
@@ -129,9 +130,8 @@ class EmbeddedEngine:
         model, missing = _load_model(folder, dtype)
         if reason := unsupported_reason(model):
             raise ModelError(f"{folder}: {reason}")
-        if not allow_unproven and (
-            reason := unproven_reason(model.config.model_type, ["embedded"], "rollout.engine.allow_unproven")
-        ):
+        families = families_of(model.config, AutoModelForCausalLM, AutoModelForImageTextToText)
+        if not allow_unproven and (reason := unproven_reason(families, ["embedded"], "rollout.engine.allow_unproven")):
             raise ConfigError(f"{folder}: {reason}")
         if missing:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

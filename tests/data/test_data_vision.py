@@ -197,6 +197,7 @@ PROCESSORS = {
     "glm4v": (Glm4vProcessor, Glm4vImageProcessorPil),
     "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil),
     "glm4v_moe": (Glm4vProcessor, Glm4vImageProcessorPil),
+    "glm_ocr": (Glm46VProcessor, Glm46VImageProcessorPil),
 }
 """Those that are not Qwen3-VL's."""
 
@@ -467,7 +468,7 @@ def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_p
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral3", "qwen3_omni_moe_thinker"])
 def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(ask, tokenizer, tmp_path, family):
     """Whose processor lies in the folder: rows of words are learnt from."""
     AutoConfig.for_model(family, **FAMILIES[family]).save_pretrained(tmp_path)

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES as FAMILY_TABLE
+from family_table import save_model
 from ranks import RankError
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
@@ -330,3 +332,20 @@ def test_a_slice_that_one_rank_cannot_read_fails_on_every_rank(run_ranks, tmp_pa
         f"rank 1: {tmp_path / SINGLE_NAME}: model.norm.weight cannot be read: the file ends at byte"
     )
     assert first.endswith("; download or copy it again")
+
+
+def test_a_critic_starts_from_a_language_model_whose_projection_has_another_name_in_the_files(run_ranks, tmp_path):
+    """LLaVA's is language_model.lm_head there."""
+    model = save_model("llava", FAMILY_TABLE["llava"], tmp_path)
+    assert "language_model.lm_head.weight" in load_file(tmp_path / SINGLE_NAME)
+    (found,) = run_ranks(weights_of_a_critic, 1, str(tmp_path))
+    own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert found.keys() - own.keys() == {"score.weight", "score.bias"}
+    assert all(torch.equal(tensor, found[name]) for name, tensor in own.items())
+
+
+def weights_of_a_critic(folder):
+    engine = TrainEngine.build(
+        Path(folder), EngineConfig(), device=torch.device("cpu"), optimizer=OptimizerConfig(), head="token_values"
+    )
+    return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}

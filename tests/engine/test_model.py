@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_table import FAMILIES as FAMILY_TABLE
+from family_table import save_model
 from ranks import RankError
 from tiny_models import FAMILIES, random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
@@ -169,6 +171,46 @@ def test_attention_dropout_is_refused_before_the_first_step(tmp_path, family):
     tiny_folder(family, tmp_path, attention_dropout=0.1)
     with pytest.raises(ModelError, match=r"attention_dropout=0\.1 is active\); set it to 0 in config\.json$"):
         build_on_meta(tmp_path)
+
+
+def test_dropout_of_what_no_word_reaches_is_no_hindrance(tmp_path):
+    """Granite Vision's projector has some as it is published."""
+    options = FAMILY_TABLE["granite4_vision"]
+    save_model("granite4_vision", options, tmp_path)
+    model = build_on_meta(tmp_path)
+    assert model.model.layerwise_projectors[0].dropout.p == 0.1
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = 0.1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"\(attention_dropout=0\.1 is active\)"):
+        build_on_meta(tmp_path)
+
+
+class Block(torch.nn.Module):
+    """One whose family sets its parts from here, as Qwen3-Omni does the experts of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2))  # wrapped since
+
+
+def test_modules_without_buffers_are_not_initialised(folder, monkeypatch):
+    """transformers would look for weights where they were before something was wrapped around them."""
+    hf_model = build_on_meta(folder)
+    with torch.device("meta"):
+        hf_model.block = Block()
+    initialise, seen = type(hf_model)._init_weights, []
+
+    def init_weights(model, module):
+        seen.append(type(module))
+        if isinstance(module, Block):
+            assert module.inner.weight is not None
+        initialise(model, module)
+
+    monkeypatch.setattr(type(hf_model), "_init_weights", init_weights)
+    materialize(ScoringModel(hf_model, make_head(hf_model, "logprobs")), CPU, params_on_host=False)
+    assert Block not in seen
+    assert seen
 
 
 def test_the_generation_config_beside_the_model_is_kept(tmp_path):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_vision_model
-from transformers import AutoModelForTokenClassification, CLIPConfig, GPT2Config, Qwen3VLConfig
+from transformers import AutoModelForTokenClassification, CLIPConfig
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3PreTrainedModel
 
-from shardwise.engine.model_classes import auto_map, class_code, class_named, model_from_config, sees_images
+from shardwise.engine.model_classes import auto_map, class_code, class_named, model_from_config
 
 TOKENS = torch.tensor([[5, 9, 7, 4, 8]])
 SMALL = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
@@ -104,8 +104,3 @@ def test_a_class_that_a_folder_brought_into_the_process_is_not_taken(monkeypatch
 def test_a_family_without_a_language_model_has_no_head():
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         model_from_config(CLIPConfig(), "token_values")
-
-
-def test_only_families_with_a_tower_see_images():
-    assert not sees_images(GPT2Config())
-    assert sees_images(Qwen3VLConfig())

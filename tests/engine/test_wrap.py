@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES as FAMILY_TABLE
+from family_table import save_model
 from ranks import RankError
 from tiny_models import random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
@@ -348,7 +350,7 @@ def test_gradients_do_not_depend_on_the_units(run_ranks, tmp_path, options):
 def prefetched(folder, options):
     """Of every layer the layers whose weights are gathered while it computes, forward and backward."""
     engine = TrainEngine.build(Path(folder), EngineConfig(**options), device=CPU, optimizer=OptimizerConfig())
-    states = [layer._get_fsdp_state() for layer in engine._model.hf_model.model.layers]
+    states = [layer._get_fsdp_state() for layer in engine._model.hf_model.get_decoder().layers]
     return [
         [
             [states.index(other) for other in found]
@@ -363,3 +365,9 @@ def test_weights_of_so_many_layers_are_gathered_ahead(run_ranks, tmp_path):
     assert run_ranks(prefetched, 1, folder, {}) == [[[[], []]] * 4]
     (found,) = run_ranks(prefetched, 1, folder, {"forward_prefetch": 2, "backward_prefetch": 1})
     assert found == [[[1, 2], []], [[2, 3], [0]], [[3], [1]], [[], [2]]]
+
+
+def test_weights_of_a_tower_that_nothing_runs_through_are_not_gathered_ahead(run_ranks, tmp_path):
+    save_model("llava", FAMILY_TABLE["llava"], tmp_path)
+    (found,) = run_ranks(prefetched, 1, str(tmp_path), {"forward_prefetch": 1, "backward_prefetch": 1})
+    assert found == [[[1], []], [[], [0]]]

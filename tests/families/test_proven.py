@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from family_checks import CPU, Proof
-from family_table import FAMILIES, REFUSED, save_model
+from family_table import FAMILIES, REFUSED, language_model, save_model
 from prove_models import PAGE, RECORD, page
 from ranks import RankError
 
@@ -51,9 +51,7 @@ def test_the_record_has_every_family_and_its_page_is_the_one_in_the_docs():
 
 def test_the_page_names_the_whole_checkpoints_of_which_only_the_language_model_is_proven():
     said = PAGE.read_text(encoding="utf-8")
-    families = ("apertus1p5", "aria", "dots3_note", "gemma3n", "gemma4_unified", "llama4", "minimax_m3_vl")
-    *others, last = (f"`{family}`" for family in families)
-    assert f"Whole checkpoints of {', '.join(others)} or {last} are" in said
+    assert "Whole checkpoints of `apertus1p5`, `dots3_note`, `gemma3n`, `gemma4_unified` or `llama4` are" in said
     assert "all in float32 on a CPU" in said
 
 
@@ -81,6 +79,17 @@ def test_another_release_of_transformers_is_named_with_the_one_of_the_record(
 
 UNLISTED = "persimmon"
 """A family that would be computed right, had anybody looked."""
+
+
+def test_of_a_whole_checkpoint_its_language_model_has_to_be_proven_too(run_ranks, tmp_path):
+    """Of the towers around it no other thing is known than that they go with the one that was proven."""
+    options = FAMILIES["llava"] | {"text_config": language_model(UNLISTED)}
+    save_model("llava", options, tmp_path)
+    with pytest.raises(RankError, match=f"not proven for the family {UNLISTED}, of which nothing is proven"):
+        run_ranks(build_unlisted, 1, str(tmp_path), {})
+    with pytest.raises(ConfigError, match=f"not proven for the family {UNLISTED},"):
+        EmbeddedEngine.from_folder(tmp_path, dtype=torch.float32, max_rows=1, device=CPU)
+    run_ranks(build_unlisted, 1, str(tmp_path), {"allow_unproven": True})
 
 
 def build_unlisted(folder, options):
@@ -146,11 +155,11 @@ def mesh_of(*, sharding=1, sp_group=None, ep=None):
 def test_what_a_layout_asks_of_a_family_is_asked_of_the_record(config, mesh, head, check):
     """And nothing more: the same config without it is not refused for it."""
     with pytest.raises(ConfigError) as error:
-        _require_proven(Path("model"), UNLISTED, config, mesh, head)
+        _require_proven(Path("model"), [UNLISTED], config, mesh, head)
     asked = str(error.value).removeprefix("model: ").partition(": not proven")[0].split(", ")
     assert CHECKS[check] in asked
     with pytest.raises(ConfigError) as error:
-        _require_proven(Path("model"), UNLISTED, FrozenEngineConfig(), mesh_of(), "logprobs")
+        _require_proven(Path("model"), [UNLISTED], FrozenEngineConfig(), mesh_of(), "logprobs")
     assert (CHECKS[check] in str(error.value)) == (check == "packing")
 
 
@@ -170,24 +179,24 @@ def test_what_is_unproven_trains_on_several_ranks_where_gradients_cannot_be_mixe
     """Until torch 2.13 FSDP adds up gradients of different weights where ranks reach different ones."""
     monkeypatch.setattr("shardwise.engine.model.REDUCES_UNUSED", reduces_unused)
     with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
-        _require_proven(Path("model"), UNLISTED, config, mesh_of(sharding=sharding), "logprobs")
+        _require_proven(Path("model"), [UNLISTED], config, mesh_of(sharding=sharding), "logprobs")
     if is_refused:
         assert str(error.value) == (
             "model: engine.allow_unproven=true trains on several ranks from torch 2.13 on, and this is "
             f"{torch.__version__}: gradients would be wrong wherever ranks reach other parameters of the model, as "
             "experts that are modules of their own; install a newer torch, or train on one rank"
         )
-    _require_proven(Path("model"), "deepseek_v3", config, mesh_of(sharding=sharding), "logprobs")
+    _require_proven(Path("model"), ["deepseek_v3"], config, mesh_of(sharding=sharding), "logprobs")
     sharded = next(name for name in FAMILIES if is_proven(name, "fsdp2") and not is_proven(name, "ulysses"))
-    _require_proven(Path("model"), sharded, config, mesh_of(sharding=sharding, sp_group=0), "logprobs")
+    _require_proven(Path("model"), [sharded], config, mesh_of(sharding=sharding, sp_group=0), "logprobs")
 
 
 def test_what_is_not_proven_of_a_proven_family_is_named_beside_what_is():
-    assert unproven_reason("deepseek_v3", CHECKS, "key") is None
+    assert unproven_reason(["deepseek_v3"], CHECKS, "key") is None
     family, check = next(
         (family, check) for family in FAMILIES for check in CHECKS if proven_record()[family][check] != "proven"
     )
-    assert unproven_reason(family, ["packing"], "key") is None
-    reason = unproven_reason(family, ["packing", check], "key")
+    assert unproven_reason([family], ["packing"], "key") is None
+    reason = unproven_reason([family], ["packing", check], "key")
     assert reason.startswith(f"{CHECKS[check]}: not proven for the family {family}, of which training on packed seq")
     assert reason.endswith("or set key=true to try it unproven")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checks import CPU, eager_logprobs, sequences
-from family_table import COMMON, FAMILIES, REFUSED, random_model, save_model
+from family_table import COMMON, FAMILIES, REFUSED, language_model, random_model, save_model
 from ranks import RankError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
@@ -15,11 +15,13 @@ from shardwise.data.packing import pack, unpack
 from shardwise.engine import TrainEngine
 from shardwise.families import (
     decoder_layers,
+    families_of,
     hand_on_keywords,
     language_model_class,
     proven_record,
-    unreached_modules,
+    unseen_modules,
     unsupported_reason,
+    vision_reason,
     wrapper_reason,
 )
 from shardwise.rollout import EmbeddedEngine
@@ -282,14 +284,96 @@ def test_what_every_layer_is_given_reaches_its_attention_and_is_kept_for_one_pas
     assert seen == [given[0], given[0], given[1], given[1], None, None]
 
 
-def test_what_lies_beside_a_language_model_that_learns_from_words_alone_is_named():
-    beside = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"], "qwen3_vl": [], "llama4_text": []}
-    assert {family: unreached_modules(random_model(family, FAMILIES[family])) for family in beside} == beside
+def test_what_no_word_reaches_is_named():
+    """What lies beside a language model that learns from words alone, and what its layers have for images."""
+    layer = "model.language_model.layers.1.mlp.vision_moe"
+    beside = {
+        "gemma3": ["model.vision_tower", "model.multi_modal_projector"],
+        "mistral3": ["model.vision_tower", "model.multi_modal_projector"],
+        "ernie4_5_vl_moe": [layer, "model.vision_tower", "model.resampler_model"],
+        "qwen3_omni_moe_thinker": ["model.audio_tower", "model.visual"],
+        "qwen3_vl": [],
+        "llama4_text": [],
+    }
+    assert {family: unseen_modules(random_model(family, FAMILIES[family])) for family in beside} == beside
 
 
-def test_a_soft_cap_that_the_class_of_a_whole_checkpoint_leaves_out_is_refused():
-    """Its language model alone applies it."""
-    options = FAMILIES["gemma3"]["text_config"] | {"final_logit_softcapping": 2.0}
-    model = random_model("gemma3", FAMILIES["gemma3"] | {"text_config": options})
-    assert "it sets text_config.final_logit_softcapping, which its class does not apply" in unsupported_reason(model)
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_vl", None),
+        ("mistral3", "it has no get_rope_index"),
+        ("qwen3_omni_moe_thinker", "it has no mm_token_type_ids among what get_rope_index takes"),
+        ("hunyuan_vl", "it has no vision_config.in_channels"),
+    ],
+)
+def test_a_model_is_shown_images_if_it_takes_them_as_those_of_qwen_and_glm_do(family, reason):
+    found = vision_reason(random_model(family, FAMILIES[family]))
+    assert found == reason or found.endswith(f"is not supported as a model that sees images: {reason}")
+
+
+def test_a_whole_checkpoint_is_built_where_transformers_has_a_class_for_all_but_its_head():
+    """Of Llama 4 it has none, and what it has computes no words without images."""
+
+    def built(family, **options):
+        config = AutoConfig.for_model(family, **options)
+        model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+        return model_class._model_mapping[type(config)].__name__
+
+    for name in ("Qwen3_5ForConditionalGeneration", "MllamaForConditionalGeneration"):
+        family = {"Qwen3_5": "qwen3_5", "Mllama": "mllama"}[name.partition("For")[0]]
+        assert built(family, architectures=[name]) == name
+        assert built(family).endswith("ForCausalLM")
+    assert built("llama4", architectures=["Llama4ForConditionalGeneration"]) == "Llama4ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("family", "language_model", "key"),
+    [
+        ("gemma3", FAMILIES["gemma3"]["text_config"] | {"final_logit_softcapping": 2.0}, "final_logit_softcapping"),
+        ("aya_vision", language_model("cohere2", logit_scale=0.4), "logit_scale"),
+        ("llava_next", language_model("granite", logits_scaling=3.0), "logits_scaling"),
+        ("gemma4", FAMILIES["gemma4"]["text_config"] | {"final_logit_softcapping": 2.0}, None),
+        ("aya_vision", language_model("cohere2", logit_scale=1.0), None),
+        ("llava_next", language_model("granite", logits_scaling=1.0), None),
+    ],
+)
+def test_what_becomes_of_logits_is_refused_where_the_class_of_a_whole_checkpoint_leaves_it_out(
+    family, language_model, key
+):
+    """Its language model alone applies it, and so would the engine."""
+    options = (FAMILIES | {name: row[0] for name, row in REFUSED.items()})[family]
+    reason = unsupported_reason(random_model(family, options | {"text_config": language_model}))
+    assert reason is None if key is None else f"it sets text_config.{key}, which its class does not apply" in reason
     assert unsupported_reason(random_model("gemma3_text", FAMILIES["gemma3_text"])) is None
+
+
+def test_layers_that_see_nothing_but_images_are_refused():
+    options, _ = REFUSED["mllama"]
+    reason = unsupported_reason(random_model("mllama", options))
+    assert "it has layers that see nothing but images (cross_attention_layers=[1])" in reason
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", ["llama"]),
+        ("llava", ["llava", "llama"]),
+        ("mistral3", ["mistral3", "ministral3"]),
+        ("gemma3", ["gemma3", "gemma3_text"]),
+        ("qwen3_vl", ["qwen3_vl"]),
+    ],
+)
+def test_the_families_of_a_checkpoint_are_its_own_and_that_of_the_language_model_in_it(family, expected):
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    assert families_of(config, AutoModelForCausalLM, AutoModelForImageTextToText) == expected
+
+
+@pytest.mark.parametrize("inner", ["mistral", "mistral4"])
+def test_a_tower_goes_with_other_language_models_than_the_one_it_was_proven_with(run_ranks, tmp_path, inner):
+    """Mistral Small 3 and 4 have one model_type."""
+    options = FAMILIES["mistral3"] | {"text_config": language_model(inner, **FAMILIES[inner])}
+    model = save_model("mistral3", options, tmp_path)
+    (found,) = run_ranks(train_logprobs, 1, str(tmp_path))
+    for tokens, logprobs in zip(sequences(), found, strict=True):
+        torch.testing.assert_close(logprobs[1:], eager_logprobs(model, tokens), atol=2e-5, rtol=0)

@@ -2,25 +2,29 @@ import math
 
 import pytest
 import torch
-from transformers import CohereConfig, Gemma2Config, GraniteConfig, HyperCLOVAXConfig, LlamaConfig
+from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConfig, HyperCLOVAXConfig, LlamaConfig
 
 from shardwise.ops import LogitTransform, project_float32, repeated_projection
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "expected", "keys"),
     [
-        (LlamaConfig(), LogitTransform()),
-        (Gemma2Config(final_logit_softcapping=30.0), LogitTransform(softcap=30.0)),
-        (Gemma2Config(final_logit_softcapping=None), LogitTransform()),
-        (CohereConfig(logit_scale=0.0625), LogitTransform(scale=0.0625)),
-        (GraniteConfig(logits_scaling=8.0), LogitTransform(scale=0.125)),
-        (HyperCLOVAXConfig(logits_scaling=8.0), LogitTransform(scale=8.0)),
+        (LlamaConfig(), LogitTransform(), []),
+        (Gemma2Config(final_logit_softcapping=30.0), LogitTransform(softcap=30.0), ["final_logit_softcapping"]),
+        (Gemma2Config(final_logit_softcapping=1.0), LogitTransform(softcap=1.0), ["final_logit_softcapping"]),
+        (Gemma2Config(final_logit_softcapping=None), LogitTransform(), []),
+        (CohereConfig(logit_scale=0.0625), LogitTransform(scale=0.0625), ["logit_scale"]),
+        (CohereConfig(logit_scale=1.0), LogitTransform(), []),
+        (FalconH1Config(lm_head_multiplier=0.5), LogitTransform(scale=0.5), ["lm_head_multiplier"]),
+        (GraniteConfig(logits_scaling=8.0), LogitTransform(scale=0.125), ["logits_scaling"]),
+        (HyperCLOVAXConfig(logits_scaling=8.0), LogitTransform(scale=8.0), ["logits_scaling"]),
     ],
-    ids=["llama", "gemma2", "gemma2-without", "cohere", "granite", "hyperclovax"],
+    ids=["llama", "gemma2", "gemma2-1", "gemma2-without", "cohere", "cohere-1", "falcon-h1", "granite", "hyperclovax"],
 )
-def test_transform_is_read_from_the_config_of_the_family(config, expected):
+def test_transform_is_read_from_the_config_of_the_family(config, expected, keys):
     assert LogitTransform.from_config(config) == expected
+    assert LogitTransform.keys_of(config) == keys
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "rollout": SHARED | TENSORS | MODELS | {"ops", "families"},
     "transfer": SHARED | TENSORS | {"ops"},
     "controller": SHARED | {"codec"},
-    "data": SHARED | MODELS,
+    "data": SHARED | MODELS | {"families"},
     "rewards": SHARED,
     "algorithms": {"types"},
     "observability": {"types", "fault_plan", "console", "durable"},
