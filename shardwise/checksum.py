@@ -1,4 +1,4 @@
-"""What proves that weights are those that were sent: hashes of the bytes that an engine computes with."""
+"""Hashes of the bytes that an engine computes with, which prove that it has the weights that were sent."""
 
 import os
 from collections import deque
@@ -13,18 +13,20 @@ from torch import Tensor
 from shardwise.ops import on_current_stream
 
 _MAX_THREADS = 4
-"""One hashes 20 GB/s; more than a few ask for more than memory gives."""
+"""One thread hashes 20 GB/s; more than a few exceed what memory delivers."""
 _WAITING_BYTES = 1 << 26
-"""Of small tensors, so that no thread waits for another one to be done with a larger one."""
+"""Bytes of tensors that may be queued beyond one for each thread, so that no thread idles while another one hashes a
+larger tensor."""
 
 
 def checksum(tensor: Tensor) -> int:
-    """xxh3 of the tensor's bytes in memory order. Lets other threads run meanwhile."""
+    """xxh3 of the tensor's bytes in memory order. Other threads can run meanwhile."""
     return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int | None]]:
-    """By name, a few tensors at a time, or many small ones. None for those on the meta device, which cannot be read."""
+    """Yields (name, checksum), hashing a few tensors at a time, or many small ones. The checksum is None for a tensor
+    on the meta device, which cannot be read."""
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
     waiting: deque[_Waiting] = deque()
     num_bytes = 0

@@ -28,7 +28,7 @@ def encode(value: Any) -> Tensor:
 
 
 def decode(message: Tensor) -> Any:
-    """The value that was encoded; tensors lie in memory of their own."""
+    """Returns the value that was encoded; tensors get memory of their own."""
     length = int(message[:8].view(torch.int64))
     header = json.loads(message[8 : 8 + length].numpy().tobytes())
     return _unpack(header, message, [8 + _aligned(length)])

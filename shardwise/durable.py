@@ -1,4 +1,5 @@
-"""Files that last: what was written survives a power cut when these return, and is still where it was written."""
+"""Durable files: what was written survives a power cut once these functions return, and is still where it was
+written."""
 
 import os
 from pathlib import Path
@@ -21,7 +22,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def is_still_at(file: IO[Any], path: Path) -> bool:
-    """Whether an open file is the one of that name, and was neither removed nor moved. Raises OSError."""
+    """Whether an open file is still the one at `path`, neither removed nor moved. Raises OSError."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Host memory without a name that processes share: nothing is left behind, whoever dies. Linux only."""
+"""Host memory without a name, shared between processes: nothing is left behind, whichever of them dies. Linux only."""
 
 import mmap
 import os
@@ -12,23 +12,23 @@ _ALIGNMENT_BYTES = 64
 
 
 def create_memory(num_bytes: int = 0) -> int:
-    """Returns a descriptor, which other processes may be passed; `os.ftruncate` changes the size."""
+    """Returns a descriptor, which can be passed to other processes; `os.ftruncate` changes the size."""
     descriptor = os.memfd_create("shardwise-weights")
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 
 
 def mapped(descriptor: int) -> Tensor:
-    """[num_bytes] uint8, all of the memory, which lives as long as the tensor or a descriptor."""
+    """Maps all of the memory as [num_bytes] uint8; the memory lives as long as the tensor or a descriptor does."""
     return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
 class SharedTensors:
-    """Tensors that this process computes with, in memory that another one may write to."""
+    """Tensors that this process computes with, in memory that another process may write to."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Moves the tensors there, each given once: whoever holds one finds its values in the new memory. Those on
-        other devices, and those that are not contiguous, stay where they are."""
+        """Moves the tensors into shared memory in place: whoever holds one finds its values there. Each is given once.
+        Tensors on other devices and tensors that are not contiguous stay where they are."""
         moved = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.is_contiguous()]
         offsets, num_bytes = [], 0
         for tensor in moved:
@@ -42,7 +42,7 @@ class SharedTensors:
             tensor.data = place.copy_(tensor.detach())
 
     def places(self, named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Where those of the tensors begin in the memory that lie there, and how many bytes they have."""
+        """Name -> (offset, number of bytes), for those of the tensors that lie in the memory."""
         begin, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.nbytes
         return {
             name: (tensor.data_ptr() - begin, tensor.nbytes)

@@ -1,4 +1,4 @@
-"""Temporary folders that outlive their process, should it be killed, only until the next one is made."""
+"""Temporary folders that, if their process is killed, remain only until another process makes one."""
 
 import fcntl
 import functools
@@ -11,20 +11,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX = f"shardwise-scratch-{socket.gethostname()}-"
-"""Of this host alone: where TMPDIR is shared, the locks of another one may not be seen here."""
+"""Names this host: if TMPDIR is shared between hosts, the locks of another host may not be visible here."""
 
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """An empty folder for this user alone, in `parent`, else in TMPDIR or /tmp, that is removed with what is in it at
-    the end.
+    """Makes an empty folder that only this user can access, in `parent` or else in TMPDIR or /tmp, and removes it with
+    its contents at the end.
 
-    Meanwhile this process locks it. The lock is the operating system's and ends with the process, however that ends;
-    the first folder that a process makes there is preceded by removing those that nobody locks.
+    This process locks it meanwhile. The lock is the operating system's and ends with the process, however that ends.
+    Before its first folder in a place, a process removes those there that nobody locks.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_abandoned(parent)
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))  # by this name nobody looks for it
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))  # no other process looks for this name
     folder = unlocked.with_name(unlocked.name.removeprefix("."))
     descriptor = os.open(unlocked, os.O_RDONLY)
     try:
@@ -39,7 +39,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @functools.cache
 def _remove_abandoned(parent: Path) -> None:
-    """Leaves alone what belongs to other users or cannot be locked."""
+    """Removes the folders of this host that nobody locks; leaves alone those that belong to other users or cannot be
+    locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

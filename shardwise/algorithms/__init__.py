@@ -1,4 +1,4 @@
-"""What turns rewards and logprobs into a loss: pure functions over tensors.
+"""Pure functions over tensors that turn rewards and logprobs into a loss.
 
 No class, no config, no collective, no `.item()`: tensors and scalars in, tensors and partial metrics out. Losses have
 the same value and gradient however a step is split, because tokens are summed and only global counts divide.

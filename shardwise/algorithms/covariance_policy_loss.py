@@ -1,8 +1,8 @@
-"""Policy losses that hold back the few tokens whose advantage and logprob vary together most, which is what makes a
-policy's entropy fall; inputs and outputs as in policy_loss.py.
+"""Policy losses that hold back the few tokens whose advantage and logprob covary most, because those make a policy's
+entropy fall. Inputs and outputs are those of policy_loss.py.
 
 Shape letters: N samples of a step, L width of the padded arrays; T tokens of one packed batch.
-The tokens are chosen on the controller from the whole optimizer step, before it: a choice per micro-batch would change
+The controller chooses the tokens from the whole optimizer step before it runs: a choice per micro-batch would change
 with the split. The losses get the choice as `selected`.
 """
 
@@ -25,7 +25,7 @@ def clip_cov_selection(
     cov_high: float,
     seed: int,
 ) -> Tensor:
-    """Draws at random among the tokens of a step whose covariance lies in (cov_low, cov_high).
+    """Draws tokens at random among those of a step whose covariance lies in (cov_low, cov_high).
 
     The covariance of a token is (A - mean A) (logprob - mean logprob), means over the step's trained tokens. The draw
     depends on the seed and the tokens, not on the order of samples or the padding; tokens that agree in logprob,
@@ -35,14 +35,14 @@ def clip_cov_selection(
         logprobs: [N, L] float32, nats, of the policy before the step.
         advantages: [N, L] float32.
         loss_mask: [N, L] bool, True = trained; the other arrays are ignored elsewhere, NaN included.
-        fraction: share of the trained tokens that is drawn, rounded down, at least one token; 2e-4 in the paper. Where
-            fewer tokens lie in the range, all of them.
+        fraction: share of the trained tokens that is drawn, rounded down, at least one token; 2e-4 in the paper. If
+            fewer tokens lie in the range, all of them are drawn.
         cov_low, cov_high: 1 and 5 in the paper.
-        seed: of the draw, another one for each step.
+        seed: seeds the draw; a different one for each step.
     Returns:
         [N, L] bool, a subset of loss_mask.
-    Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning, Clip-Cov). Differs: chosen from the whole
-        step, so tokens that the ratio clips later are not known yet and not left out.
+    Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning, Clip-Cov). Differs: the choice is made
+        over the whole step, so tokens that the ratio clips later are not known yet and not left out.
     """
     tokens, covariances = _token_covariances(logprobs, advantages, loss_mask)
     candidates = tokens[(covariances > cov_low) & (covariances < cov_high)]
@@ -52,8 +52,8 @@ def clip_cov_selection(
 
 
 def kl_cov_selection(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, fraction: float) -> Tensor:
-    """The tokens of a step with the largest covariance, as defined at `clip_cov_selection`; ties go by logprob,
-    advantage and place in the response, and at last by row.
+    """Selects the tokens of a step with the largest covariance, as defined in `clip_cov_selection`. Ties are broken by
+    logprob, advantage and place in the response, and finally by row.
 
     Args:
         logprobs: [N, L] float32, nats, of the policy before the step.
@@ -81,12 +81,12 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clipped surrogate max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), 0 on selected tokens. These stay in
-    the denominators.
+    """PPO's clipped surrogate max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), and 0 on selected tokens, which still
+    count in the denominators.
 
     Args:
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see policy_loss.py.
-        selected: [T] bool, of `clip_cov_selection`.
+        selected: [T] bool, from `clip_cov_selection`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     Returns:
         [T] float32 loss per token, 0 where not trained, and metrics over trained tokens: policy/selected_fraction,
@@ -113,12 +113,12 @@ def kl_cov(
     *,
     coef: float,
 ) -> tuple[Tensor, Metrics]:
-    """-r A, and on selected tokens -r A + coef |log r|. Nothing is clipped.
+    """The surrogate -r A, unclipped, with the penalty coef |log r| added on selected tokens.
 
     Args:
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see policy_loss.py.
-        selected: [T] bool, of `kl_cov_selection`.
-        coef: of the penalty, >= 0; 1 in the paper.
+        selected: [T] bool, from `kl_cov_selection`.
+        coef: weight of the penalty, >= 0; 1 in the paper.
     Returns:
         [T] float32 loss per token, 0 where not trained, and metrics over trained tokens: policy/selected_fraction,
         policy/log_ratio_clamped, policy/approx_kl.
@@ -131,10 +131,10 @@ def kl_cov(
 
 
 def _token_covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the K trained tokens of a step are, [K, 2] int64 (row, column), and their covariances, [K] float64."""
+    """Positions of the K trained tokens of a step, [K, 2] int64 (row, column), and their covariances, [K] float64."""
     tokens, place = loss_mask.nonzero(), loss_mask.cumsum(1)[loss_mask]
     logprob, advantage = logprobs[loss_mask].double(), advantages[loss_mask].double()
-    # In an order of their own the tokens sum to the same bits and are drawn alike, whatever the order of samples.
+    # Sorted by their values, the tokens sum to the same bits and are drawn alike, whatever the order of samples.
     order = place.argsort(stable=True)
     order = order[advantage[order].argsort(stable=True)]
     order = order[logprob[order].argsort(stable=True)]

@@ -1,8 +1,9 @@
 """Policy losses with a trust region on probabilities, not on their ratio; inputs and outputs as in policy_loss.py.
 
 Shape letters: T tokens of one packed batch, S sequences of it.
-A ratio clip stops a rare token from doubling 1e-4 and lets a frequent one fall from 0.99 to 0.8. Here a token counts
-while the two policies, seen as coins that show this token or another one, are close.
+A ratio clip stops a rare token's probability from doubling from 1e-4, yet lets a frequent token's fall from 0.99 to
+0.8. Here a token is trained while the two policies, seen as coins that show either this token or another one, are
+close.
 """
 
 import torch
@@ -14,7 +15,7 @@ from shardwise.algorithms.ratios import clamped_log_ratio
 from shardwise.types import Metrics
 
 MAX_WEIGHT = 20.0
-"""The importance weight is truncated here, far from anything but accidents: section 5.4 of the paper."""
+"""Where the importance weight is truncated, a bound that only accidents reach: section 5.4 of the paper."""
 
 
 def dppo_tv(
@@ -27,14 +28,14 @@ def dppo_tv(
     threshold_low: float,
     threshold_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """loss = -sg(min(r, 20)) A logprob, where the probability p has not moved too far already; 0 elsewhere.
+    """loss = -sg(min(r, 20)) A logprob where the probability p has not moved too far yet, and 0 elsewhere.
 
-    Too far is p - p_old > threshold_high where A > 0, and p - p_old < -threshold_low elsewhere: |p - p_old| is the
-    total variation of the two coins.
+    Too far means p - p_old > threshold_high where A > 0, and p - p_old < -threshold_low elsewhere; |p - p_old| is the
+    total variation distance between the two coins.
 
     Args:
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see policy_loss.py.
-        threshold_low, threshold_high: largest change of a probability, down and up, 0..1.
+        threshold_low, threshold_high: largest allowed change of a probability, down and up, 0..1.
     Returns:
         [T] float32 loss per token, 0 where not trained, and metrics over trained tokens:
         policy/clip_fraction_low, policy/clip_fraction_high: tokens without a gradient, A <= 0 and A > 0.
@@ -57,17 +58,17 @@ def dppo_kl(
     threshold_low: float,
     threshold_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """As `dppo_tv`; too far is KL(old coin || coin) above threshold_high where A > 0 and p > p_old, above threshold_low
-    where A <= 0 and p < p_old, with KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
+    """Like `dppo_tv`, but too far means KL(old coin || coin) above threshold_high where A > 0 and p > p_old, or above
+    threshold_low where A <= 0 and p < p_old, with KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
     Args:
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see policy_loss.py.
-        threshold_low, threshold_high: largest KL in nats for a probability that falls and one that rises.
+        threshold_low, threshold_high: largest allowed KL in nats, for a probability that falls and for one that rises.
     Returns:
         [T] float32 loss per token, 0 where not trained, and metrics over trained tokens:
         policy/clip_fraction_low, policy/clip_fraction_high: tokens without a gradient, A <= 0 and A > 0.
         policy/log_ratio_clamped, policy/approx_kl.
-    Source: Qi et al. 2026 (DPPO), binary KL. Differs: 1 - p is expm1 and not below 1e-8.
+    Source: Qi et al. 2026 (DPPO), binary KL. Differs: 1 - p is computed as -expm1(logprob) and is at least 1e-8.
     """
     log_ratio, metrics = clamped_log_ratio(logprobs, old_logprobs, loss_mask)
     change = log_ratio.detach()

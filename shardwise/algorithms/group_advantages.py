@@ -1,4 +1,4 @@
-"""Advantages of whole groups of samples from their outcomes, on the controller.
+"""Advantages from the outcomes of whole groups of samples, computed on the controller.
 
 Shape letters: N samples of a step, L width of the padded arrays. Samples of one group may lie anywhere in N.
 The outcome R of a sample is the sum of its rewards on trained tokens; every trained token gets the same advantage.
@@ -66,8 +66,8 @@ def grpo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: 
 def grpo_passk(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: Literal["std", "none"]) -> Tensor:
     """Only the best sample of a group learns: (max - second max) / (std + 1e-6) for it, 0 for the others.
 
-    What the group's best reward gains by having this sample, so the sum over a group is an estimate of the gradient of
-    the best of k. Where two samples share the maximum nobody gains anything.
+    That is what the group's best reward gains by having this sample, so the sum over a group estimates the gradient of
+    the best of k. If two samples share the maximum, neither gains anything.
 
     Args:
         token_rewards: [N, L] float32; rewards where not trained are ignored.
@@ -99,15 +99,15 @@ def gdpo(
     *,
     weights: Mapping[str, float],
 ) -> Tensor:
-    """Every part of the reward is compared within the group on its own, so that a part with large values cannot hide
+    """Compares every part of the reward within the group separately, so that a part with large values cannot hide
     another: sum over parts k of weight_k (R_k - mean_k) / (std_k + 1e-6), then whitened over the step's tokens.
 
     Args:
         token_rewards: [N, L] float32, not read: the parts take its place.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
-        reward_parts: of each part [N] float32, at least one part.
-        weights: by part; a part that is not named has weight 1.
+        reward_parts: name -> [N] float32; at least one part.
+        weights: name of a part -> its weight; a part that is not named has weight 1.
     Returns:
         [N, L] float32, 0 where not trained.
     Raises:
@@ -174,8 +174,8 @@ def remax(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, greedy_re
         greedy_rewards: [N] float32, of the greedy completion of the sample's prompt.
     Returns:
         [N, L] float32, 0 where not trained.
-    Source: Li et al. 2023 (ReMax). Where the rewards have a KL term the baseline has none: nothing is trained on its
-        tokens.
+    Source: Li et al. 2023 (ReMax). If the rewards include a KL term, the baseline has none, because nothing is trained
+        on its tokens.
     """
     outcomes, _ = sample_outcomes(token_rewards, loss_mask)
     return spread_over_tokens(outcomes - greedy_rewards.double(), loss_mask)
@@ -201,7 +201,7 @@ def opo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
 
 def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_rewards: Tensor) -> Tensor:
     """(R - mean) alpha, with alpha = number of samples / number of samples with an outcome reward other than 0, over
-    the step. Penalties belong to R and not to alpha: next to no sample that has one would be exactly 0.
+    the step. Penalties are part of R but not of alpha, since hardly any penalized reward is exactly 0.
 
     Args:
         token_rewards: [N, L] float32; rewards where not trained are ignored.
@@ -211,7 +211,7 @@ def gpg(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_rew
     Returns:
         [N, L] float32, 0 where not trained.
     Source: Chu et al. 2025 (GPG), which has neither KL term nor penalties. Differs: alpha is that of published
-        programs, where the paper divides by the samples of groups whose rewards are not all equal; a group of one gets
+        implementations; the paper divides by the samples of groups whose rewards are not all equal; a group of one gets
         0, and samples without a trained token do not count, neither in the mean nor in alpha.
     """
     outcomes, counted = sample_outcomes(token_rewards, loss_mask)
@@ -225,8 +225,8 @@ def maxrl(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, outcome_r
     likelihood.
 
     For outcome rewards of 0 and 1 their mean is the estimated chance of success p, and the gradient is that of log p,
-    expanded to as many terms as the group has samples. Penalties belong to R: they weigh 1 / p too, and p stays what
-    it is.
+    expanded to as many terms as the group has samples. Penalties are part of R: they are weighted by 1 / p too, but do
+    not change p.
 
     Args:
         token_rewards: [N, L] float32; rewards where not trained are ignored.
@@ -249,7 +249,7 @@ def group_metrics(rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metr
     """Counts the groups that teach nothing; the two counts are disjoint.
 
     Args:
-        rewards: [N, K], what is compared within a group: one reward of a sample, or K parts of it.
+        rewards: [N, K], what is compared within a group: each sample's reward (K = 1), or the K parts of it.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
     Returns:
@@ -269,7 +269,8 @@ def group_metrics(rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metr
 
 
 def scaled_deviations(outcomes: Tensor, counted: Tensor, group_ids: Tensor, scale: Literal["std", "none"]) -> Tensor:
-    """[N] float64: how far each outcome lies from its group's mean, in units of the group's standard deviation or not.
+    """[N] float64: each outcome's deviation from its group's mean, divided by the group's standard deviation if scale
+    is "std".
 
     Args: as in `groups.group_deviations`.
     Raises:

@@ -28,21 +28,21 @@ def group_maxima(values: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_means(outcomes: Tensor, counted: Tensor, group_ids: Tensor) -> Tensor:
-    """[N] -> [N] float64: for every sample the mean over those of its group that count, 0 where none does."""
+    """[N] -> [N] float64: for every sample the mean over the samples of its group that count, 0 if none does."""
     num_samples = group_sums(counted.double(), group_ids)
     return group_sums(torch.where(counted, outcomes, 0.0), group_ids) / num_samples.clamp(min=1)
 
 
 def group_deviations(outcomes: Tensor, counted: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each outcome lies from the mean of its group, and the group's unbiased standard deviation.
+    """Returns each outcome's deviation from the mean of its group, and the group's unbiased standard deviation.
 
     Args:
         outcomes: [N] float64; those of samples that do not count are ignored.
         counted: [N] bool.
         group_ids: [N] int64.
     Returns:
-        [N] and [N] float64; the deviation is 0 where a sample does not count or is alone, the deviation of a group of
-        one is 0.
+        [N] and [N] float64; the deviation is 0 where a sample does not count or is alone, and the standard deviation of
+        a group of one is 0.
     """
     deviations = torch.where(counted, outcomes - group_means(outcomes, counted, group_ids), 0.0)
     num_others = group_sums(counted.double(), group_ids) - 1
@@ -50,7 +50,7 @@ def group_deviations(outcomes: Tensor, counted: Tensor, group_ids: Tensor) -> tu
 
 
 def has_baseline(counted: Tensor, group_ids: Tensor) -> Tensor:
-    """[N] bool: the sample counts, and so does another one of its group."""
+    """[N] bool: whether the sample counts and at least one other sample of its group does too."""
     return counted & (group_sums(counted.double(), group_ids) > 1)
 
 

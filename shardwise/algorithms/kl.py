@@ -21,17 +21,18 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstima
         k2 = x^2 / 2       biased, never negative
         k3 = e^x - x - 1   unbiased, never negative; x is clamped to +-20, the result to +-10
 
-    In a loss, on tokens of the current policy, the gradient is another matter than the value. The gradient of k1 is not
-    that of the KL: it is the gradient of `logprobs` alone, whose expectation is 0, so k1 in a loss only adds noise (in
-    a reward it is right). The expected gradient of k2 is that of KL(policy || reference), of k3, where nothing is
-    clamped, that of KL(reference || policy). A name with a + has the value of the one without and the gradient of k2.
+    In a loss on tokens of the current policy the gradient counts, and it is another question than the value. The
+    gradient of k1 is not that of the KL: it is the gradient of `logprobs` alone, whose expectation is 0, so k1 in a
+    loss only adds noise (in a reward it is right). The expected gradient of k2 is that of KL(policy || reference); that
+    of k3, where nothing is clamped, is the gradient of KL(reference || policy). A name with a + has the value of the
+    name without it and the gradient of k2.
 
     Args:
         logprobs: [T] float32, nats, of the policy that sampled the tokens.
         ref_logprobs: [T] float32, nats, of the policy it is compared with.
         estimator: one of the names above.
     Returns:
-        [T] float32, nats; 0 where both logprobs are 0. Where k3 is clamped its gradient is 0, that of k3+ is not.
+        [T] float32, nats; 0 where both logprobs are 0. Where k3 is clamped, its gradient is 0, but that of k3+ is not.
     Raises:
         ValueError: an unknown estimator.
     Source: Schulman 2020, "Approximating KL Divergence". Differs: the clamps of k3, expm1 for small x, and the +.
@@ -47,7 +48,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstima
         case "k2":
             value = log_ratio.square() / 2
         case "k3":
-            # The result's clamp alone would not do: where e^x overflows, its gradient is 0 x inf = NaN.
+            # Clamping the result alone would not be enough: where e^x overflows, its gradient is 0 x inf = NaN.
             clamped = log_ratio.clamp(-20, 20)
             value = (torch.expm1(clamped) - clamped).clamp(-10, 10)
     if not estimator.endswith("+"):
@@ -57,15 +58,15 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstima
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_samples: int) -> float:
-    """The KL coefficient of the next step: coef (1 + error num_samples / horizon) with
+    """Returns the KL coefficient of the next step: coef (1 + error num_samples / horizon) with
     error = clip(kl / target - 1, -0.2, 0.2).
 
     Args:
-        coef: of this step, >= 0; 0 stays 0.
-        kl: measured in this step, nats, mean over trained tokens.
-        target: of the same unit, positive.
-        horizon: in samples, positive: so many samples at the largest error change the coefficient by 20 %.
-        num_samples: of this step.
+        coef: this step's coefficient, >= 0; 0 stays 0.
+        kl: the KL measured in this step, nats, mean over trained tokens.
+        target: the KL to aim at, in the same unit, positive.
+        horizon: number of samples, positive, that change the coefficient by 20 % at the largest error.
+        num_samples: number of samples in this step.
     Returns:
         The next coefficient, never below 0.
     Raises:

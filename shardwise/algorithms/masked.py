@@ -22,7 +22,7 @@ def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     Returns:
         [S] of the dtype of `values`; 0 for a sequence without tokens.
     """
-    # index_add would do it too, but adds in random order on CUDA; unsafe skips a check that waits for the device.
+    # index_add would work too, but it adds in random order on CUDA; unsafe skips a check that waits for the device.
     return torch.segment_reduce(values, "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
 
 
@@ -44,7 +44,7 @@ def spread(sequence_values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tens
 
     Its gradient would add the tokens of a sequence in random order on CUDA; the losses need none.
     """
-    # output_size skips a wait for the device.
+    # With output_size nothing has to wait for the device.
     return sequence_values.detach().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
@@ -82,7 +82,7 @@ def aggregate(
         ValueError: an unknown mode, or a divisor where none belongs or missing where one does.
     Source: token-mean: Yu et al. 2025 (DAPO), eq. 8; seq-mean-token-mean: Shao et al. 2024 (DeepSeekMath), eq. 3;
         seq-mean-token-sum-norm: Liu et al. 2025 (Dr.GRPO). Differs: all divide by counts of the whole optimizer step,
-        and a sequence without a trained token is no sequence.
+        and a sequence without a trained token does not count.
     """
     if (mode == "seq-mean-token-sum-norm") != (divisor is not None):
         raise ValueError(

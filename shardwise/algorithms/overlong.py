@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
-    """What is added to the reward of a long completion: 0 up to max_tokens - buffer_tokens, from there linearly down to
-    -factor at max_tokens: min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0).
+    """Returns what is added to the reward of a long completion: 0 up to max_tokens - buffer_tokens, then falling
+    linearly to -factor at max_tokens: min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0).
 
     Args:
-        lengths: [N] int64, response tokens of each completion, with what was answered between its turns.
+        lengths: [N] int64, response tokens of each completion, including what was answered between its turns.
         max_tokens: the most tokens a completion can have.
         buffer_tokens: over how many tokens the penalty grows, 1..max_tokens.
         factor: the penalty at max_tokens, positive.
     Returns:
-        [N] float32, -factor..0; longer than max_tokens is -factor.
+        [N] float32, -factor..0; -factor for completions longer than max_tokens.
     Raises:
         ValueError: buffer_tokens out of range.
     Source: Yu et al. 2025 (DAPO), eq. 13, with a factor of 1.

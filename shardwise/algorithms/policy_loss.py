@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is that of the single token; the caller aggregates them over the step.
+"""Policy losses with a ratio for each token; the caller aggregates them over the step.
 
 Shape letters: T tokens of one packed batch, S sequences of it.
 Every policy loss has the same inputs:
@@ -6,7 +6,8 @@ Every policy loss has the same inputs:
     old_logprobs: [T] float32, nats, of the policy before the step; aligned with the token they score.
     advantages: [T] float32.
     loss_mask: [T] bool, True = trained; the other arrays are ignored elsewhere, NaN included.
-    cu_seqlens: [S + 1] int32; a sequence lies in one micro-batch as a whole. Read where ratios are of sequences.
+    cu_seqlens: [S + 1] int32; a sequence lies in one micro-batch as a whole. Read only where ratios are
+        per sequence.
 and gives [T] float32 losses, 0 where not trained, and metrics over trained tokens, policy/log_ratio_clamped (tokens
 with |log ratio| > 20) and policy/approx_kl among them. None averages over a batch: a token's loss is the same for every
 split of a step over micro-batches and ranks.
@@ -73,7 +74,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped ratio is a weight and not a path of the gradient, so no token loses its gradient:
+    """Uses the clipped ratio as a constant weight, so no token loses its gradient:
     loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob.
 
     Args:
@@ -106,7 +107,7 @@ def sapo(
 ) -> tuple[Tensor, Metrics]:
     """A soft gate in place of the clip: loss = -(4 / tau) sigmoid(tau (r - 1)) A.
 
-    At r = 1 its gradient is that of -r A; away from it the gradient fades, the faster the larger tau.
+    At r = 1 its gradient is that of -r A; away from it the gradient fades, faster for a larger tau.
 
     Args:
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see above.
@@ -116,7 +117,7 @@ def sapo(
     Source: Gao et al. 2025 (SAPO).
     """
     log_ratio, metrics = clamped_log_ratio(logprobs, old_logprobs, loss_mask)
-    # Filled on the device: a tensor copied from the host would wait for it.
+    # Filled on the device: copying a tensor from the host would wait for the device.
     positive, negative = (log_ratio.new_full((), tau) for tau in (tau_positive, tau_negative))
     tau = torch.where(advantages > 0, positive, negative)
     losses = -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
@@ -126,10 +127,10 @@ def sapo(
 def reinforce(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """-A logprob per token, the plain policy gradient; the loss of GPG too.
+    """-A logprob per token, the plain policy gradient; also the loss of GPG.
 
     Args:
-        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see above; old_logprobs are only measured against.
+        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens: see above; old_logprobs serve only for the metrics.
     Returns:
         [T] float32 loss per token, 0 where not trained, and policy/log_ratio_clamped, policy/approx_kl.
     Source: Williams 1992; Chu et al. 2025 (GPG).
@@ -144,7 +145,7 @@ def weighted_log_likelihood(logprobs: Tensor, weights: Tensor, loss_mask: Tensor
 
 
 def clip_fractions(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, low: float, high: float) -> Metrics:
-    """The trained tokens whose gradient a clip to [low, high] cuts: below it where A < 0, above it where A > 0."""
+    """Fractions of trained tokens whose gradient a clip to [low, high] cuts: below it if A < 0, above it if A > 0."""
     return {
         "policy/clip_fraction_low": trained_mean((advantages < 0) & (ratio < low), loss_mask),
         "policy/clip_fraction_high": trained_mean((advantages > 0) & (ratio > high), loss_mask),

@@ -1,9 +1,9 @@
 """Losses on pairs of a chosen and a rejected completion, and on single completions marked desirable or not.
 
 Shape letters: P pairs, S completions of one micro-batch; column 0 is chosen, column 1 rejected.
-Inputs are sums over the trained tokens of a completion. Each loss is of one pair or completion: the caller divides
-their sum by the pairs (completions) of the whole step. P = 0 gives no losses and still a graph. Metrics have none; a
-pair counts as right where the chosen completion has the larger reward.
+Inputs are sums over the trained tokens of a completion. Each loss belongs to one pair or completion: the caller divides
+their sum by the number of pairs (completions) in the whole step. P = 0 gives no losses but still a graph. Metrics carry
+no graph; a pair counts as right if the chosen completion has the larger reward.
 """
 
 import torch
@@ -36,7 +36,7 @@ def dpo(
 
 
 def ipo(sums: Tensor, ref_sums: Tensor, lengths: Tensor, *, beta: float) -> tuple[Tensor, Metrics]:
-    """(h - 1 / (2 beta))^2, with h as in `dpo` but of logprobs per token.
+    """(h - 1 / (2 beta))^2, with h as in `dpo` but from logprobs per token.
 
     Args:
         sums, ref_sums: [P, 2] float32, nats, logprobs of the policy and the frozen reference.
@@ -52,7 +52,7 @@ def ipo(sums: Tensor, ref_sums: Tensor, lengths: Tensor, *, beta: float) -> tupl
 
 
 def simpo(sums: Tensor, ref_sums: Tensor, lengths: Tensor, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(beta (chosen - rejected) - gamma), of logprobs per token; there is no reference.
+    """-log sigmoid(beta (chosen - rejected) - gamma), with logprobs per token; there is no reference.
 
     Args:
         sums: [P, 2] float32, nats, logprobs of the policy.
@@ -69,7 +69,7 @@ def simpo(sums: Tensor, ref_sums: Tensor, lengths: Tensor, *, beta: float, gamma
 
 
 def orpo(sums: Tensor, ref_sums: Tensor, lengths: Tensor, *, beta: float) -> tuple[Tensor, Metrics]:
-    """-chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), of logprobs per token, with
+    """-chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), with logprobs per token and
     log odds(x) = x - log(1 - e^x); there is no reference.
 
     Args:
@@ -99,7 +99,7 @@ def kto(
     undesirable_weight: float,
 ) -> tuple[Tensor, Metrics]:
     """With h = logprob - ref logprob: desirable_weight (1 - sigmoid(beta (h - kl))) for a desirable completion,
-    undesirable_weight (1 - sigmoid(beta (kl - h))) for another.
+    undesirable_weight (1 - sigmoid(beta (kl - h))) for an undesirable one.
 
     Args:
         sums, ref_sums: [S] float32, nats, logprobs of the policy and the frozen reference.
@@ -111,8 +111,8 @@ def kto(
             other.
     Returns:
         [S] float32 losses, and metrics: preference/chosen_reward, preference/rejected_reward (means of beta h over
-        desirable and over other completions), preference/accuracy (on the right side of beta kl). There are no pairs
-        and no margin.
+        desirable and over other completions), preference/accuracy (the share on the right side of beta kl). There are
+        no pairs and no margin.
     Source: Ethayarajh et al. 2024 (KTO), eq. 7 and 8.
     """
     rewards = beta * (sums - ref_sums)
@@ -133,8 +133,9 @@ def bradley_terry(scores: Tensor, margins: Tensor, *, center_coef: float) -> tup
 
     Args:
         scores: [P, 2] float32, of the reward model.
-        margins: [P] float32, by how much the chosen score should lead, >= 0; 0 where nobody said.
-        center_coef: pulls the scores of a pair to a sum of 0, which the rest leaves open; 0 = off, 0.01 in the paper.
+        margins: [P] float32, by how much the chosen score should lead, >= 0; 0 where the data do not say.
+        center_coef: pulls the sum of a pair's scores to 0, which the rest of the loss leaves open; 0 = off, 0.01 in the
+            paper.
     Returns:
         [P] float32 losses, and metrics over pairs: preference/margin, preference/accuracy (without the margin that is
         aimed at), preference/chosen_reward, preference/rejected_reward.

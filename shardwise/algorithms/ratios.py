@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def clamped_log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Metrics]:
-    """What every policy loss begins with.
+    """Returns the clamped log ratio that every policy loss begins with.
 
     Args:
         logprobs, old_logprobs: [T] float32, nats; aligned with the token they score.
@@ -40,7 +40,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tens
 
     With rho = exp(logprobs - rollout_logprobs), the log ratio clamped to +-20. Everything but the maximum and the count
     is a mean over trained tokens, so that the parts of micro-batches and ranks merge exactly;
-    `derived_mismatch_metrics` makes of the merged means what is no mean itself.
+    `derived_mismatch_metrics` computes from the merged means what is not a mean itself.
 
     Args:
         logprobs: [T] float32, nats, of the trainer, temperature applied, no top-k or top-p.
@@ -51,7 +51,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tens
         rollout/kl_k3: KL(rollout || trainer), estimator k3, nats.
         rollout/log_ratio_clamped: the number of tokens with |log rho| > 20.
         rollout/ratio, rollout/ratio_squared: rho (1 in expectation) and rho^2.
-        rollout/logprob, policy/logprob: of the sampled tokens under either, nats.
+        rollout/logprob, policy/logprob: logprob of the sampled tokens under the rollout engine and the trainer, nats.
     """
     logprobs = logprobs.detach()
     log_ratio = torch.where(loss_mask, logprobs - rollout_logprobs, 0.0)
@@ -69,7 +69,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tens
 
 
 def derived_mismatch_metrics(metrics: Metrics) -> Metrics:
-    """What follows from the means of `mismatch_metrics` once they are merged over the whole step.
+    """Computes what follows from the means of `mismatch_metrics` once they are merged over the whole step.
 
     Args:
         metrics: merged; other names in it are ignored.
@@ -78,7 +78,7 @@ def derived_mismatch_metrics(metrics: Metrics) -> Metrics:
             tokens, it can be below 0.
         rollout/effective_sample_size: (mean rho)^2 / mean rho^2, as a share of the trained tokens, 0..1.
         rollout/perplexity, policy/perplexity: exp(-mean logprob) under the rollout engine and the trainer.
-        Where no token is trained these are 0, 1, 1 and 1.
+        If no token is trained, these are 0, 1, 1 and 1.
     Differs: elsewhere perplexities are means over sequences of exp(-mean); here every token weighs the same.
     """
     if float(metrics["rollout/ratio"].count) == 0:

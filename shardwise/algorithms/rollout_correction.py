@@ -1,4 +1,4 @@
-"""Corrects for a rollout engine that sampled from another distribution than the trainer computes, on the controller.
+"""Corrects, on the controller, for a rollout engine that sampled from a different distribution than the trainer's.
 
 Shape letters: N samples of a step, L width of the padded arrays.
 rho = exp(old_logprobs - rollout_logprobs) is the trainer's probability over the rollout's: how much more often the
@@ -74,7 +74,7 @@ def rollout_rejection(
     low: float | None,
     high: float | None,
 ) -> Tensor:
-    """Which trained tokens stay: those whose mismatch lies in [low, high], bounds included.
+    """Returns which trained tokens stay: those whose mismatch lies in [low, high], bounds included.
 
     With d = log rho of a token, clamped to +-20:
 
@@ -82,7 +82,7 @@ def rollout_rejection(
         k2   d^2 / 2, nats: 0 is agreement
         k3   e^d - d - 1, nats: 0 is agreement; its mean over sampled tokens estimates KL(rollout || trainer)
 
-    Of a sequence, on all its trained tokens:
+    For a whole sequence, applied to all its trained tokens:
 
         sequence-sum   k1: the product of rho; k2, k3: the sum
         sequence-mean  k1: the geometric mean of rho; k2, k3: the mean
@@ -92,10 +92,10 @@ def rollout_rejection(
         old_logprobs, rollout_logprobs: [N, L] float32, nats; ignored where not trained, NaN included.
         loss_mask: [N, L] bool, True = trained.
         level, estimator: see above.
-        low, high: bounds, None = none. k2 and k3 have no lower one.
+        low, high: bounds, None = no bound. k2 and k3 take no lower bound.
     Returns:
         [N, L] bool, a subset of loss_mask: the mask to train with, and to count denominators by. A trained token whose
-        logprobs are NaN is rejected, one of infinite logprob is clamped.
+        logprobs are NaN is rejected; one with an infinite logprob is clamped.
     Raises:
         ValueError: an unknown level or estimator; a lower bound for k2 or k3, or above the upper one; no bound at all.
     Differs: elsewhere k1 is -d, so that bounds apply to 1 / rho, and a single bound h means [1 / h, h].
@@ -128,11 +128,11 @@ def rollout_rejection(
 
 
 def correction_metrics(weights: Tensor, kept: Tensor, loss_mask: Tensor, *, high: float) -> Metrics:
-    """What the correction did to a step, over its trained tokens before rejection.
+    """Measures what the correction did to a step, over its trained tokens before rejection.
 
     Args:
-        weights: [N, L], of `rollout_weights`; ones where weights are off.
-        kept: [N, L] bool, of `rollout_rejection`; loss_mask where rejection is off.
+        weights: [N, L], from `rollout_weights`; ones where weights are off.
+        kept: [N, L] bool, from `rollout_rejection`; loss_mask where rejection is off.
         loss_mask: [N, L] bool, True = trained, before rejection.
         high: the upper bound of the weights; math.inf where weights are off.
     Returns:
@@ -153,13 +153,13 @@ def correction_metrics(weights: Tensor, kept: Tensor, loss_mask: Tensor, *, high
 
 
 def _log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N, L] float64, clamped to +-20, 0 where not trained."""
+    """Returns log rho, [N, L] float64, clamped to +-20, 0 where not trained."""
     difference = torch.where(loss_mask, old_logprobs.detach().double() - rollout_logprobs.double(), 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _within(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """NaN is not within any bounds."""
+    """Whether each value lies in [low, high]; None is no bound, and NaN lies within none."""
     return (values >= (-torch.inf if low is None else low)) & (values <= (torch.inf if high is None else high))
 
 

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is that of a whole sequence; inputs and outputs as in policy_loss.py.
+"""Policy losses with a ratio for each sequence; inputs and outputs as in policy_loss.py.
 
 Shape letters: T tokens of one packed batch, S sequences of it.
 A sequence's value is spread over its tokens without a gradient, and each token carries the gradient of its own logprob.
@@ -99,7 +99,7 @@ def topr(
         [T] float32 loss per token, 0 where not trained, and metrics over trained tokens: policy/clip_fraction_high
         (A < 0 and the ratio above the cap), policy/log_ratio_clamped, policy/approx_kl.
     Source: Le Roux et al. 2025 (TOPR) with a+ = b+ = 1, a- = 0, b- = ratio_cap. Differs: the sign is that of the
-        token's advantage, which is the sample's wherever advantages are of outcomes.
+        token's advantage, which is the sample's wherever advantages come from outcomes.
     """
     log_ratio, metrics = clamped_log_ratio(logprobs, old_logprobs, loss_mask)
     sums = sequence_sums(log_ratio.detach(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -138,5 +138,5 @@ def kimi(
 
 
 def _with_token_gradient(values: Tensor, tokens: Tensor) -> Tensor:
-    """The value of `values`, the gradient of `tokens`."""
+    """Returns the value of `values` with the gradient of `tokens`."""
     return values.detach() + (tokens - tokens.detach())

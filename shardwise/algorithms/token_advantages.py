@@ -1,8 +1,8 @@
-"""Advantages of single tokens, from discounted rewards or from a teacher, on the controller.
+"""Advantages of single tokens, from discounted rewards or from a teacher, computed on the controller.
 
 Shape letters: N samples of a step, L width of the padded arrays.
-Tokens that the policy did not sample (tool results, observations) are no steps of its trajectory: they are neither
-discounted nor do they end it. The next token of a trained token is the next trained one.
+Tokens that the policy did not sample (tool results, observations) are not steps of its trajectory: they neither
+discount nor end it. The next token of a trained token is the next trained one.
 """
 
 import torch
@@ -16,7 +16,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation.
 
-    With t+1 the next trained token, and V and A being 0 behind the last one:
+    With t+1 the next trained token, and V and A being 0 after the last one:
 
         delta(t) = r(t) + gamma V(t+1) - V(t)
         A(t) = delta(t) + gamma lam A(t+1)
@@ -28,7 +28,7 @@ def gae(
         values: [N, L] float32, of the critic for the state before the token; ignored where not trained, NaN included.
         gamma: discount per trained token, 0..1.
         lam: 0..1; 1 is the discounted return minus the value, 0 is delta alone.
-        whiten: the advantages get mean 0 and variance 1 over the trained tokens of the step.
+        whiten: gives the advantages mean 0 and variance 1 over the trained tokens of the step.
     Returns:
         Advantages and returns, [N, L] float32, 0 where not trained. Returns are those of unwhitened advantages.
     Source: Schulman et al. 2015 (GAE), eq. 16. Differs: carried unchanged across tokens that are not trained.

@@ -1,4 +1,4 @@
-"""Advantages of single turns in completions of several: what followed a turn, compared with what followed other turns
+"""Advantages of single turns in multi-turn completions: what followed a turn, compared with what followed other turns
 that answered the same state.
 
 Shape letters: N samples of a step, L width of the padded arrays, K turns of the sample that has most.
@@ -25,8 +25,8 @@ def gigpo(
     step_weight: float,
     gamma: float,
 ) -> Tensor:
-    """Groups in groups: grpo's advantage of the whole completion + step_weight x that of the turn among the turns of
-    its group that answered the same state.
+    """Groups within groups: grpo's advantage of the whole completion + step_weight x the turn's advantage among the
+    turns of its group that answered the same state.
 
     The return of turn k is the sum over j >= k of gamma^(j - k) x the rewards of turn j.
 
@@ -34,10 +34,10 @@ def gigpo(
         token_rewards: [N, L] float32; rewards where not trained are ignored.
         loss_mask: [N, L] bool, True = trained.
         group_ids: [N] int64, equal for the samples of one prompt.
-        turns: [N, L] int64, of every trained token the number of its turn in the sample, from 0.
-        states: [N, K] int64, of every turn what it answered; equal numbers are the same state of the same group.
+        turns: [N, L] int64, the turn that each trained token belongs to, numbered from 0 in the sample.
+        states: [N, K] int64, the state that each turn answered; equal numbers are the same state of the same group.
         scale: "std" divides both parts by the standard deviations of their groups; "none" does not divide.
-        step_weight: of the turn's part.
+        step_weight: weight of the turn's part.
         gamma: the discount per turn.
     Returns:
         [N, L] float32, 0 where not trained.

@@ -18,8 +18,8 @@ def clipped_value_loss(
     """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), per token; the caller aggregates.
 
     Args:
-        values: [T] float32, of the critic.
-        old_values: [T] float32, of the critic before the first optimizer step on the sample.
+        values: [T] float32, the critic's.
+        old_values: [T] float32, the critic's before the first optimizer step on the sample.
         returns: [T] float32.
         loss_mask: [T] bool, True = trained; the other arrays are ignored elsewhere, NaN included.
         clip: how far a value may move from its old one before its gradient is cut, None = off.
@@ -44,17 +44,17 @@ def clipped_value_loss(
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Metrics:
     """1 - Var(R - V) / Var(R) over the trained tokens of a step, on the controller.
 
-    1 is a perfect critic, 0 one that is no better than the mean return, less is worse than that.
+    1 is a perfect critic, 0 one that is no better than the mean return, and a negative value one that is worse.
 
     Args:
-        values: [N, L] float32, before the optimizer steps on these samples.
+        values: [N, L] float32, the critic's before the optimizer steps on these samples.
         returns: [N, L] float32.
         loss_mask: [N, L] bool, True = trained.
     Returns:
         critic/explained_variance; 0 where the returns have no variance.
     """
     targets, errors = returns[loss_mask].double(), (returns - values)[loss_mask].double()
-    # Over nothing the sums are 0 (the means are NaN, but of no element).
+    # Without trained tokens both sums are 0: the means are NaN, but there is no element to subtract them from.
     total = (targets - targets.mean()).square().sum()
     left = (errors - errors.mean()).square().sum()
     return {"critic/explained_variance": MetricValue.mean(torch.where(total > 0, 1 - left / total, 0.0), 1.0)}

@@ -1,7 +1,7 @@
 """Activation checkpointing and offload: what a layer keeps between its forward and its backward.
 
-Non-reentrant, and inside the FSDP unit: the backward pass has gathered the layer's weights by the time it is computed
-again.
+Non-reentrant, and inside the FSDP unit: the backward pass has gathered the layer's weights by the time it is
+recomputed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,8 +55,8 @@ def checkpoint_layers(model: nn.Module, paths: Sequence[str], config: EngineConf
         )
     kept: frozenset[Any] = frozenset()
     if config.checkpoints_by_operation:
-        # The products of a compiled layer are inside its graphs, which are computed again as a whole. Liger's rotary
-        # embedding writes over a product that it is given, and no operation shows it.
+        # The products of a compiled layer are inside its graphs, which are recomputed as a whole. Liger's rotary
+        # embedding overwrites a product that it is given, and no dispatched operation shows it.
         hides_products = config.compile_layers or config.use_liger_kernels
         kept = ATTENTION_OPS if hides_products else ATTENTION_OPS | MATMUL_OPS
     run = partial(_run_checkpointed, kept=kept, offload=config.activation_offload)
@@ -75,24 +75,25 @@ def _run_checkpointed(layer: nn.Module, *args: Any, kept: frozenset[Any], offloa
 
 
 def _keep_by_operation(operations: frozenset[Any]) -> tuple["_Keeps", "_GivesBack"]:
-    """For a layer's forward and for computing it again.
+    """Returns the modes for a layer's forward and for its recomputation.
 
-    Not torch's own selective checkpointing: what a layer changes in place (a bias added to a product, a clamp) it finds
-    changed when it computes again, or refuses; seen through `_unsafe_view` it does not even notice.
+    torch's own selective checkpointing is no replacement: if a layer changes a kept tensor in place (a bias added to a
+    product, a clamp), it refuses or finds the changed values on recomputation; behind an `_unsafe_view` it does not
+    even notice.
     """
     results: list[Any] = []
     return _Keeps(operations, results), _GivesBack(operations, results)
 
 
 class _Keeps(TorchDispatchMode):
-    """Of `operations`, keeps what attention gives and every second matrix product, of all results the dearest to
-    compute for their size. What the layer is about to change in place is copied before.
+    """Keeps the results of attention and of every second matrix product among `operations`, which cost the most to
+    compute for their size. What the layer is about to change in place is copied first.
 
     Other operations are not counted: what FSDP does around a unit inside the layer differs in the recomputation.
     """
 
     def __init__(self, operations: frozenset[Any], results: list[Any]) -> None:
-        """`results`: gets one of every operation in order, None where it is to be computed again."""
+        """`results`: gets one entry for every operation, in order; None where the result is to be recomputed."""
         super().__init__()
         self._operations, self._results = operations, results
         self._place_of_storage: dict[int, int] = {}
@@ -100,7 +101,7 @@ class _Keeps(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Otherwise nothing would be compiled under this mode."""
+        """True, because otherwise nothing would be compiled under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +141,7 @@ class _GivesBack(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As in `_Keeps`."""
+        """See `_Keeps`."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +172,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Copies run on the device's own stream, so that neither side waits for the other."""
+    """Copies a saved tensor to the host on its device's own stream, so that neither side waits for the other. Returns
+    the device, and the copy."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     return tensor.device, host.copy_(tensor, non_blocking=True)
 

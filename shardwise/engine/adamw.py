@@ -1,7 +1,7 @@
 """AdamW where torch's own does not fit: bfloat16 masters, and states in host memory.
 
-Both take a shard in flat slices of a bounded size, so that what they need beyond weights, gradients and states is
-small; Adam is elementwise, so slices do not change a number.
+Both process a shard in flat slices of a bounded size, so that they need little memory beyond weights, gradients and
+states. Adam is elementwise, so slices do not change a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,13 +40,14 @@ class BFloat16AdamW(torch.optim.Optimizer):
         """
         Args:
             groups: each with params (bfloat16, plain or sharded on dim 0), lr and weight_decay.
-            names: of every parameter, by its id; they choose the random bits with the seed and the update.
-            fused: torch's fused kernel; else foreach.
-            seed: of the rounding.
+            names: id of each parameter -> its name, which selects the random bits together with the seed and the
+                update.
+            fused: True uses torch's fused kernel, False foreach.
+            seed: seeds the rounding.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps})
         self.num_updates = 0
-        """Of all parameters."""
+        """Updates so far, each of all parameters."""
         self._names = names
         self._fused = fused
         self._seed = seed

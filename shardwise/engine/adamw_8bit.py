@@ -1,4 +1,4 @@
-"""AdamW with moments quantised to 8 bits in blocks of 256 (Dettmers et al. 2022), by torchao or bitsandbytes."""
+"""AdamW with moments quantized to 8 bits in blocks of 256 (Dettmers et al. 2022), by torchao or bitsandbytes."""
 
 import importlib
 import math
@@ -16,9 +16,9 @@ from shardwise.engine.shards import RowSharding, local_shard
 
 BLOCK_ELEMENTS = 256
 MIN_ELEMENTS = 4096
-"""Of a shard: both packages keep the moments of smaller ones in float32."""
+"""The smallest shard, in elements, whose moments are quantized; both packages keep those of smaller ones in float32."""
 _MAPS = ("qmap", "qmap1", "qmap2")
-"""What their states hold beside what changes: the numbers that the 256 codes stand for."""
+"""Constant entries of the packages' states: tables of the numbers that the 256 codes stand for."""
 
 
 def has_whole_blocks(parameter: Tensor) -> bool:
@@ -40,12 +40,12 @@ def has_whole_blocks(parameter: Tensor) -> bool:
 
 
 def build_adamw_8bit(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit where it can be imported, else that of bitsandbytes.
+    """Builds torchao's AdamW8bit where it can be imported, else that of bitsandbytes.
 
-    Either sees plain tensors that alias the shards, never DTensors: bitsandbytes' kernels take none, and torchao's
-    compiled one leaves weights as they were, or crashes, where dim 0 does not divide into equal shards. So the states
-    are keyed by the aliases, which are as many and in the same order as the parameters. torchao compiles: on a CPU that
-    takes a C++ compiler.
+    Both get plain tensors that alias the shards, never DTensors: bitsandbytes' kernels do not take them, and torchao's
+    compiled kernel leaves weights unchanged, or crashes, where dim 0 does not divide into equal shards. So the states
+    are keyed by the aliases, one for each parameter in the same order. torchao compiles, which on a CPU needs a C++
+    compiler.
 
     Args:
         groups: each with params (float32, plain or sharded on dim 0, with whole blocks), lr and weight_decay.
@@ -64,7 +64,8 @@ def build_adamw_8bit(groups: list[dict[str, Any]], *, betas: tuple[float, float]
 def on_local_shards(
     optimizer_class: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], **settings: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer whose parameters are plain tensors in the memory of the shards, with their gradients during a step.
+    """Builds an optimizer whose parameters are plain tensors in the memory of the shards, with their gradients during a
+    step.
 
     The aliases exist during a step only: an engine that moves weights off the device frees their memory, and gives them
     new memory later.
@@ -94,11 +95,11 @@ def on_local_shards(
 
 
 def saved_states(state: Mapping[str, Any], parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What has to be kept of a parameter's states, in the memory of the originals: codes with a byte for each of its
-    elements, scales with a float32 for each block, both sharded as it is, and torchao's step counter.
+    """Yields what has to be saved of a parameter's states, in the memory of the originals: codes (a byte for each
+    element) and scales (a float32 for each block), both sharded like the parameter, and torchao's step counter.
 
-    The keys are those of the package that made them, so no state of one is taken for that of the other, whose codes may
-    stand for other numbers.
+    The keys are those of the package that made them, so that a state of one is not taken for a state of the other,
+    whose codes may stand for other numbers.
     """
     for key, value in state.items():
         if not isinstance(value, Tensor) or key in _MAPS:
@@ -115,7 +116,8 @@ def saved_states(state: Mapping[str, Any], parameter: Tensor) -> Iterator[tuple[
 
 
 def _as_sharded(local: Tensor, parameter: Tensor) -> Tensor:
-    """Codes in the shape of the parameter; scales as the blocks lie in it, [rows of whole blocks, blocks in those]."""
+    """Shards a state like its parameter: codes in the parameter's shape, scales as [groups of rows that are whole
+    blocks, blocks in such a group]."""
     shape = parameter.shape
     if local.dim() == 1:
         row_elements = math.prod(shape[1:])
@@ -129,7 +131,7 @@ def _as_sharded(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _rows_of_whole_blocks(row_elements: int) -> int:
-    """The fewest rows that end where a block does."""
+    """The fewest rows that together are whole blocks."""
     return BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, row_elements)
 
 

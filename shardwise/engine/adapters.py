@@ -1,4 +1,4 @@
-"""The tensors of LoRA adapters on a sharded model: drawn, merged into the base, written as peft writes them, read back.
+"""The tensors of LoRA adapters on a sharded model: drawn, written as peft writes them, and read back.
 
 peft's own code for this needs whole tensors; here every rank works on its rows.
 """
@@ -56,20 +56,22 @@ WITHOUT_EFFECT_ON_WEIGHTS = {
     "task_type",
 }
 """Keys of adapter_config.json that may differ from ours: which modules are adapted shows in the tensors' names, and
-whether a weight is [in, out] peft takes from the layer's class, whatever the file says."""
+peft tells from the layer's class whether a weight is [in, out], whatever the file says."""
 _DRAW_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
-"""Of init_lora_weights: how A and B were drawn, which loading replaces. Others change the base or the ranks too."""
+"""Values of init_lora_weights that only say how A and B were drawn, which loading replaces. Other values also change
+the base or the ranks."""
 _QUANTIZE_BASE = "quantize_base"
-"""In the metadata of WEIGHTS_NAME: the format of the base that the adapter was trained on, where that was quantised. Of
-this adapter_config.json knows nothing, and peft would warn of a key of ours."""
+"""Key in the metadata of WEIGHTS_NAME: the format of the base that the adapter was trained on, if that was quantized.
+adapter_config.json has no key for it, and peft would warn of one of ours."""
 _KEYS_OF_OURS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
-"""Of what may not differ, what engine.lora can be given."""
+"""The keys that may not differ and that engine.lora can set, each with its name there."""
 
 
 @torch.no_grad()
 def init_adapters(model: PreTrainedModel, seed: int) -> None:
-    """Collective. What peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's magnitudes the norms of
-    the base's outputs. Comes after the base is loaded; modules_to_save are loaded as the base is.
+    """Collective. Fills the adapters with what peft draws, the same on every layout: A kaiming-uniform, B zero, DoRA's
+    magnitudes the norms of the base's outputs. To be called after the base is loaded; modules_to_save are loaded like
+    the base.
 
     Each A is drawn whole on the CPU from a generator of its own, seeded by (seed, name); a rank keeps its rows. An
     output is a row of the base; where it is a column (Conv1D), every rank has a part of it, and the base is gathered.
@@ -95,7 +97,7 @@ def init_adapters(model: PreTrainedModel, seed: int) -> None:
 
 
 def attach_adapter(model: PreTrainedModel, config: LoraConfig) -> dict[str, str]:
-    """Puts an adapter of zeros into a whole model, to compute with what is copied over it.
+    """Puts an adapter of zeros into an unsharded model, over which the weights to compute with are then copied.
 
     Returns:
         Name in an adapter file -> name in `model.state_dict()`.
@@ -145,19 +147,19 @@ class StagedAdapter:
 
     _config: Any
     _generation_config: Any
-    """Of a language model: what ends a completion of the adapted one. None for others."""
+    """The generation config of a language model, which says what ends a completion; None for other models."""
     _metadata: dict[str, str]
-    """Of the file with the tensors."""
+    """Metadata of the file with the tensors."""
     _tensors: dict[str, Tensor]
-    """Whole ones on rank 0, nothing elsewhere: adapters are small."""
+    """Whole tensors on rank 0, nothing elsewhere: adapters are small."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, base_model_name: str) -> Self:
-        """Collective."""
+        """Collective. Stages the adapter of a model: its tensors are copied to the host of rank 0."""
         config = copy.copy(model.peft_config[ADAPTER])
         config.base_model_name_or_path = base_model_name
         config.inference_mode = True
-        config.target_modules = sorted(config.target_modules)  # peft keeps a set, written in another order by each run
+        config.target_modules = sorted(config.target_modules)  # peft keeps a set, whose order differs from run to run
         if config.target_parameters is not None:
             config.target_parameters = sorted(config.target_parameters)
         tensors = {}
@@ -168,32 +170,32 @@ class StagedAdapter:
         return cls(config, model.generation_config if model.can_generate() else None, metadata, tensors)
 
     def nonfinite_names(self) -> list[str]:
-        """Of the tensors that hold NaN or an infinity; on rank 0."""
+        """Names of the tensors that hold NaN or an infinity; on rank 0."""
         return nonfinite_names(self._tensors.items())
 
     def write(self, folder: Path) -> None:
-        """On rank 0: into an existing folder, durably. Raises OSError."""
+        """Writes the adapter durably into an existing folder; called on rank 0. Raises OSError."""
         self._config.save_pretrained(str(folder))
         if self._generation_config is not None:
             self._generation_config.save_pretrained(folder)
         try:
             save_file(self._tensors, folder / WEIGHTS_NAME, metadata=self._metadata)
-        except SafetensorError as error:  # what a full disk is to it
+        except SafetensorError as error:  # its error for a full disk
             raise OSError(str(error)) from None
         fsync_folder(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """What an adapter in a folder is put on, and how."""
+    """The settings of an adapter in a folder, and the head of the model that it adapts."""
 
     lora: LoraConfig
     head: HeadName
-    """Of the model that it adapts."""
+    """Head of the model that it adapts."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Raises ModelError: there is no adapter, or none of LoRA."""
+        """Reads it from the folder. Raises ModelError: there is no adapter, or it is not one of LoRA."""
         stored = stored_config(folder)
         targets = stored.target_modules
         with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
@@ -203,7 +205,7 @@ class StoredForm:
             alpha=stored.lora_alpha,
             target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
             target_parameters=sorted(stored.target_parameters or ()),
-            # Of value heads peft names all that there may be, and they are trained whole without being named.
+            # peft names every possible value head; ours are trained whole without being named.
             modules_to_save=[name for name in stored.modules_to_save or () if name not in VALUE_PROJECTIONS],
             use_dora=stored.use_dora,
             use_rslora=stored.use_rslora,
@@ -262,7 +264,8 @@ def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) ->
 
 
 def _check_config(model: PreTrainedModel, folder: Path, stored: dict[str, object]) -> None:
-    """Whatever the tensors' names and shapes do not show must be equal: alpha, rsLoRA, DoRA and variants of peft."""
+    """Raises ModelError unless what the tensors' names and shapes do not show is equal: alpha, rsLoRA, DoRA and
+    variants of peft."""
     ours = model.peft_config[ADAPTER].to_dict()
     if stored.get("init_lora_weights") in _DRAW_THE_ADAPTER_ALONE:
         ours |= {"init_lora_weights": stored["init_lora_weights"]}

@@ -13,16 +13,16 @@ _MAX_MESSAGE_BYTES = 4096
 
 @contextmanager
 def raised_on_every_rank(*error_classes: type[UserError]) -> Iterator[None]:
-    """Collective over all ranks, at the end of the body, which itself must hold no collectives.
+    """Collective over all ranks at the end of the body; the body itself must contain no collectives.
 
-    Consumed by whatever may fail on one rank alone (its disk, its copy of a file). Without a process group it only
-    turns a file system's error into a user's.
+    For code that may fail on one rank alone (its disk, its copy of a file). Without a process group it only turns an
+    error of the file system into a UserError.
 
     Args:
-        error_classes: what is raised. An error of none of them is raised as the first.
+        error_classes: the classes that may be raised. An error of another class is raised as the first of them.
     Raises:
-        error_classes: the body failed on at least one rank: the class and message of the first of them, which it names
-            unless the body failed on all.
+        error_classes: the body failed on at least one rank. Class and message are those of the first such rank, which
+            the message names unless the body failed on all.
     """
     error: Exception | None = None
     try:
@@ -55,7 +55,7 @@ def _raise_together(error: Exception | None, error_classes: Sequence[type[UserEr
 
 
 def _failed_ranks(kind: int | None) -> dict[int, int]:
-    """By rank the kind of error, in the order of the ranks."""
+    """Failed rank -> index of its error's class, in the order of the ranks."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32)
     flags[dist.get_rank()] = 0 if kind is None else 1 + kind
     dist.all_reduce(flags)

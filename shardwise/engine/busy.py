@@ -1,7 +1,7 @@
 """How long a rank computes, without the time in which it waits for others.
 
 Ranks that train together leave every collective together, so by the clock a slow rank's phases are as long as everyone
-else's: the others wait for it in the collectives. What is left without those tells them apart.
+else's: the others wait for it in the collectives. What is left without that time tells them apart.
 """
 
 import time
@@ -18,16 +18,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from shardwise.types import Metrics, MetricValue
 
 _Mark = float | torch.Event
-"""A moment: of the host's clock, or of a stream of the device."""
+"""A moment on the host's clock, or in a stream of the device."""
 
 
 class BusyClock:
-    """Seconds by phase, without those of FSDP's gathers and scatters in it: on the host by its clock, on a device
-    by events in its streams, which wait for nothing.
+    """Measures the seconds of each phase without those of FSDP's gathers and scatters in it: on the host by its clock,
+    on a device by events in its streams, which wait for nothing.
 
-    On a device gathers that overlap the computation are left out too: a lower bound of what it computes.
+    On a device gathers that overlap the computation are subtracted too, so the result is a lower bound.
 
-    The all-reduce between replicas is not among what is left out: where nothing is sharded, ranks look alike.
+    The all-reduce between replicas is not subtracted: where nothing is sharded, all ranks look alike.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class BusyClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Its body is the phase."""
+        """Counts the body as this phase."""
         self._phase, start = name, self._mark()
         yield
         self._spent.append((name, start, self._mark()))
@@ -46,7 +46,7 @@ class BusyClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Its body is a collective. Outside a phase it does not count."""
+        """Counts the body, a collective, as waiting in the current phase. Outside a phase it does not count."""
         if not self._phase:
             yield
             return
@@ -55,13 +55,14 @@ class BusyClock:
         self._waited.append((self._phase, start, self._mark()))
 
     def watch(self, units: Sequence[FSDPModule]) -> None:
-        """Their collectives are waits from here on."""
+        """Counts the collectives of these units as waiting from here on."""
         for unit in units:
             unit.set_custom_all_gather(_AllGather(self))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
     def take(self) -> Metrics:
-        """`train/busy/PHASE/rank_R` of this rank since the last call. Waits until the device is done with them."""
+        """Returns `train/busy/PHASE/rank_R`, this rank's seconds since the last call. Waits until the device has
+        finished those phases."""
         seconds: dict[str, float] = {}
         for sign, spans in ((1, self._spent), (-1, self._waited)):
             for name, start, end in spans:

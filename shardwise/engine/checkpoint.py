@@ -1,8 +1,8 @@
 """The training state of an engine, saved and loaded on any layout: the planners of torch.distributed.checkpoint say
-which rank writes and reads what, `state_files` is where it lies.
+which rank writes and reads what, `state_files` defines the files.
 
-Saved are the masters of the trained parameters, the optimizer's states and the numbers beside them. Frozen parameters
-are not: they are those of the model folder.
+Saved are the masters of the trained parameters, the optimizer's states and the numbers beside them, but not frozen
+parameters, which are those of the model folder.
 """
 
 from collections import defaultdict
@@ -35,20 +35,20 @@ from shardwise.engine.state_plan import StatePlan
 from shardwise.ops import nonfinite_names, on_current_stream
 
 MAX_THREADS = 8
-"""That read at the same time."""
+"""Most threads that read at the same time."""
 PIECE_BYTES = 1 << 26
-"""What a thread holds on the host of a tensor that goes to another device."""
+"""Bytes that a thread holds on the host of a tensor that goes to another device."""
 
 
 def save_state(
     optimizer: ShardedOptimizer, plan: StatePlan, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Collective. Writes what training resumes from; of a shard that several ranks hold, one copy.
+    """Collective. Writes what training resumes from; one copy of a shard that several ranks hold.
 
     Args:
-        plan: of the optimizer's tensors.
+        plan: the plan for the optimizer's tensors.
         folder: on a file system that all ranks see; what is there is overwritten.
-        meanwhile: done while a thread writes this rank's file; may be collective, and must not change the state.
+        meanwhile: called while a thread writes this rank's file; may be collective, and must not change the state.
     Raises:
         ExportError: on every rank, if a rank could not write. Whatever `meanwhile` raises, when the file is written.
     """
@@ -82,8 +82,8 @@ class StagedState:
     @classmethod
     @torch.no_grad()
     def of(cls, optimizer: ShardedOptimizer, plan: StatePlan, buffers: StagingBuffers | None = None) -> Self:
-        """With `buffers` it is the state as it is now: the optimizer goes on when their copies are made. Without them
-        it must be written before the next step."""
+        """Stages the state of an optimizer. With `buffers` it is the state as of now, and the optimizer may go on once
+        their copies are made; without them it must be written before the next step."""
         tensors, rank = optimizer.named_tensors(), dist.get_rank()
         mine = {name: local_shard(tensors[name]) for name in plan.names_of(rank)}
         if buffers is not None:
@@ -92,13 +92,13 @@ class StagedState:
 
     @property
     def device(self) -> torch.device:
-        """That its tensors are on, but for those on the host."""
+        """Device of its tensors, ignoring those on the host; the CPU if all are there."""
         devices = (tensor.device for tensor in self._mine.values())
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     def nonfinite_names(self) -> list[str]:
-        """Of the masters (by the weight's name) and states (`exp_avg/NAME`) of which this rank's part holds NaN or an
-        infinity."""
+        """Names of the masters (by the weight's name) and states (`exp_avg/NAME`) whose part on this rank holds NaN or
+        an infinity."""
         self._finish_copies()
         return nonfinite_names((name.removeprefix(MASTER), tensor) for name, tensor in self._mine.items())
 
@@ -111,8 +111,8 @@ class StagedState:
         return ShardFile.write(folder / shard_name(self._rank), specs, self._mine.items())
 
     def finish(self, folder: Path, files: Sequence[ShardFile | None]) -> None:
-        """On one rank, when every rank has written: what `write` gave, by rank. Raises OSError: also where a file is
-        not what its rank has written."""
+        """Writes the index; called on one rank when every rank has written. `files` is what `write` returned, by rank.
+        Raises OSError, also if a file does not have the size that its rank has written."""
         written = {shard_name(rank): file for rank, file in enumerate(files) if file is not None}
         for name, file in written.items():
             if (num_bytes := (folder / name).stat().st_size) != file.num_bytes:
@@ -129,16 +129,16 @@ class StagedState:
 def load_state(optimizer: ShardedOptimizer, folder: Path, *, into_empty: bool = False, verify: bool = True) -> None:
     """Collective. Takes over what `save_state` wrote on any number of ranks; each rank reads its own shards.
 
-    Every file is verified, and every name, shape and dtype compared, before a weight is changed. Where there are none
-    yet and every rank reads whole shards, they are read once, with a hash on the way.
+    Every file is verified, and every name, shape and dtype compared, before a weight is changed. If there are no
+    weights yet and every rank reads whole shards, files are read only once and hashed on the way.
 
     Args:
-        into_empty: the masters have memory, and nothing in it; and nothing of use after an error.
-        verify: whether hashes are compared; without them it can be measured what they cost.
+        into_empty: the masters have memory but no values yet, and may hold anything after an error.
+        verify: whether hashes are compared; False serves to measure what they cost.
     Raises:
-        DamagedError: on every rank: a file is missing or damaged; names it, and the tensor. ModelError: likewise: a
-            file cannot be read, or the state is one of other parameters or of another optimizer. An optimizer that had
-            no states then has none.
+        DamagedError: on every rank: a file is missing or damaged; names it, and the tensor. ModelError: on every rank:
+            a file cannot be read, or the state is that of other parameters or of another optimizer. An optimizer that
+            had no states before has none after an error.
     """
     with raised_on_every_rank(ModelError, DamagedError):
         index = StateIndex.read(folder)
@@ -169,8 +169,8 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, into_empty: bool = 
 
 
 def read_numbers(optimizer: ShardedOptimizer, folder: Path) -> dict[str, Any]:
-    """Collective. What stands beside the tensors of `save_state`, such as the number of steps, on which the learning
-    rate depends: what `optimizer.load_numbers` takes. Raises ModelError as `load_state`."""
+    """Collective. Reads the numbers that `save_state` wrote beside the tensors, for `optimizer.load_numbers`; the
+    number of steps, on which the learning rate depends, is one. Raises ModelError as `load_state`."""
     with raised_on_every_rank(ModelError):
         index = StateIndex.read(folder)
         optimizer.check_numbers(index.numbers)
@@ -185,12 +185,12 @@ def _verify_files(index: StateIndex, folder: Path) -> None:
 
 
 def _parameter(name: str) -> str:
-    """That a master or a state is of, by its name in a training state."""
+    """The parameter that a master or a state belongs to, from its name in a training state."""
     return name.partition("/")[2]
 
 
 def _with_states(names: Iterable[str]) -> set[str]:
-    """The parameters of which there are more than masters."""
+    """The parameters that have optimizer states beside their masters."""
     return {_parameter(name) for name in names if not name.startswith(MASTER)}
 
 
@@ -200,7 +200,7 @@ def _require_same(
     index: StateIndex,
     is_compared: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Raises ModelError unless those of the stored tensors that are compared are the engine's."""
+    """Raises ModelError unless the stored tensors that are compared match the engine's in name, shape and dtype."""
     wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items() if is_compared(name)}
     stored = {name: spec for name, spec in index.specs.items() if is_compared(name)}
     if problems := differences(wanted, stored):
@@ -219,15 +219,16 @@ class _Read:
     box: list[slice]
     is_of_whole_part: bool
     target: Tensor
-    """On any device."""
+    """Where the box goes, on any device."""
 
     @property
     def is_direct(self) -> bool:
-        """Whether the file system can write where it goes."""
+        """Whether the file system can read straight into the target."""
         return self.target.device.type == "cpu" and self.target.is_contiguous()
 
     def run(self, file: SafetensorsReader, seen: Callable[[memoryview], object] = lambda block: None) -> None:
-        """`seen` gets the bytes in their order. Raises ModelError: they cannot be read."""
+        """Reads the box into the target; `seen` gets the bytes in their order. Raises ModelError: they cannot be
+        read."""
         if self.is_direct:
             file.read_into(self.target, self.name, self.box, seen=seen)
             return
@@ -237,7 +238,7 @@ class _Read:
             target.copy_(value)
 
     def _pieces(self) -> Iterator[tuple[list[slice], Tensor]]:
-        """Rows that are on the host at the same time."""
+        """Yields (box, target) of the rows that are on the host at the same time."""
         if not self.box or not self.target.numel():
             yield self.box, self.target
             return
@@ -249,7 +250,7 @@ class _Read:
 
 
 def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]:
-    """What this rank reads."""
+    """Plans what this rank reads."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata(), is_coordinator=dist.get_rank() == 0)
     reads = []
@@ -263,7 +264,7 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]
 
 
 def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:
-    """With a hash where the part is whole: what is read is what was verified. Raises DamagedError: it is not."""
+    """Reads a box, and verifies the hash on the way if it is a whole part. Raises DamagedError: the hash differs."""
     if not (verify and read.is_of_whole_part):
         read.run(file)
         return
@@ -275,7 +276,8 @@ def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bo
 def _for_each(
     reads: Sequence[_Read], index: StateIndex, folder: Path, work: Callable[[_Read, SafetensorsReader], object]
 ) -> None:
-    """With the file that it reads, file by file, in a few threads: at least two, so that one may wait for the disk."""
+    """Calls `work` with every read and its open file, file by file, in a few threads: at least two, so that one may
+    wait for the disk."""
     by_file: defaultdict[str, list[_Read]] = defaultdict(list)
     for read in reads:
         by_file[read.file].append(read)

@@ -19,8 +19,8 @@ def use_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     """Swaps norms, rotary embedding and SwiGLU for liger-kernel's; logprobs stay ours.
 
     Raises:
-        ConfigError: no CUDA device, the package is not installed, or it has no kernels for the family, which it says
-            in a log alone.
+        ConfigError: no CUDA device, the package is not installed, or it has no kernels for the family, which it would
+            only log.
     """
     if device.type != "cuda":
         raise ConfigError(f"engine.use_liger_kernels=true needs a CUDA device, and this rank runs on {device.type}")

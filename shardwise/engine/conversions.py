@@ -3,7 +3,7 @@
 Files hold *hub* tensors, a model computes with *runtime* tensors: other names in some families, and in most mixtures of
 experts one fused [E, ...] parameter for the E experts' matrices of the hub. The loops follow
 `transformers.core_model_loading` (convert_and_load_state_dict_in_model, revert_weight_conversion), which does the whole
-model at once; here every block stands for itself, so that one at a time needs memory.
+model at once; here every block is converted by itself, so that only one at a time needs memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from shardwise.engine.model_classes import language_model_rules
 
 _NUM_PIECES = 8
-"""In which the fused experts of a layer are taken apart."""
+"""Number of pieces in which the fused experts of a layer are taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class ExportBlock:
     _transform: "_Transform"
 
     def convert(self, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Full runtime tensors, in the order of `runtime_names` -> hub tensors by name, each once; fused experts a few
-        at a time, so that beside the fused tensor there is little.
+        """Converts full runtime tensors, in the order of `runtime_names`, and yields (hub name, tensor), each once;
+        fused experts a few at a time, so that little memory is needed beside the fused tensor.
 
-        Takes the tensors out of the list. Who keeps an expert keeps nothing else.
+        Takes the tensors out of the list. Whoever keeps an expert keeps no other memory with it.
         """
         named = dict(zip(self.runtime_names, tensors, strict=True))
         tensors.clear()
@@ -83,12 +83,12 @@ class ImportBlock:
     """The runtime tensor that they become, or the first of several."""
     sources: dict[str, dict[str, str]]
     """Pattern of the rule -> canonical name -> name in the file, in the order in which they are joined. Checkpoints
-    that leave the backbone's prefix out, or keep names of another age, agree in canonical names."""
+    that leave out the backbone's prefix, or use older names, agree in canonical names."""
     _transform: "_Transform"
 
     @property
     def is_renaming(self) -> bool:
-        """The stored tensor is the runtime tensor."""
+        """Whether the stored tensor is the runtime tensor, maybe under another name."""
         return self._transform.converter is None
 
     @property
@@ -97,14 +97,14 @@ class ImportBlock:
 
     @property
     def merges_rows(self) -> bool:
-        """Row i of the runtime tensor is made of the i-th source of every pattern and nothing else."""
+        """Whether row i of the runtime tensor is made of the i-th source of every pattern and nothing else."""
         if self._transform.converter is None:
             return False
         merge, *rest = self._transform.converter.operations
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and all(_keeps_rows(op) for op in rest)
 
     def stored_names(self, rows: slice = slice(None)) -> list[str]:
-        """The names to read, of all patterns; with `merges_rows` those of some rows only."""
+        """The names to read, of all patterns; with `merges_rows` also those of some rows only."""
         return [name for names in self.sources.values() for name in list(names.values())[rows]]
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +114,8 @@ class ImportBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """What rules ask a model for. A model with adapters does not have its parameters under the names of its class."""
+    """Stands in for the model when rules ask for its config or parameters: a model with adapters does not have its
+    parameters under the names of its class."""
 
     config: PreTrainedConfig
     runtime: Mapping[str, Tensor]
@@ -131,7 +132,7 @@ class _Transform:
     key: str
     """The name by which transformers groups the block."""
     converter: WeightConverter | None
-    """None renames only."""
+    """None: the tensor is only renamed."""
     pattern_of: dict[str, str] = field(default_factory=dict)
     """Name of an input -> the pattern of the converter that it matches."""
 
@@ -147,8 +148,8 @@ class _Transform:
 
     @property
     def splits_rows(self) -> bool:
-        """Of its one input, row i becomes the i-th output of every pattern and of nothing else; the outputs are in the
-        order of the patterns."""
+        """Whether it has one input, whose row i becomes the i-th output of every pattern and nothing else, with the
+        outputs in the order of the patterns."""
         if self.converter is None or len(self.pattern_of) != 1:
             return False
         *rest, split = self.converter.operations
@@ -186,9 +187,10 @@ def stored_dtypes(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: 
 
 
 def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: torch.dtype) -> list[ExportBlock]:
-    """What `save_pretrained` in `dtype` writes of these runtime tensors, in its order; tied copies left out.
+    """Returns the blocks of what `save_pretrained` in `dtype` writes for these runtime tensors, in its order; tied
+    copies left out.
 
-    Of the tensors only shapes and dtypes matter. The model says which rules apply to its family.
+    Only the shapes and dtypes of the tensors matter. The model says which rules apply to its family.
     """
     dtypes = stored_dtypes(model, runtime, dtype)
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -227,7 +229,7 @@ def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: 
 def import_blocks(
     model: PreTrainedModel, runtime: Mapping[str, Tensor], stored_names: Iterable[str]
 ) -> tuple[list[ImportBlock], dict[str, str]]:
-    """Groups the tensors of a checkpoint by which of the runtime tensors they become.
+    """Groups the tensors of a checkpoint by the runtime tensors that they become.
 
     Returns:
         The blocks, and the names that become nothing in this model, each with the name that renaming gave it.
@@ -251,7 +253,7 @@ def import_blocks(
             continue
         new = ImportBlock(target, {}, _Transform(shapes, target, _owner(pattern, converters)))
         block = blocks.setdefault(target, new)
-        if pattern is None or block.is_renaming:  # of two tensors for one place the later is taken
+        if pattern is None or block.is_renaming:  # the later of two tensors for one place is taken
             unused |= dict.fromkeys(block.stored_names(), target)
             block = blocks[target] = new
         slot = pattern if pattern is not None else target
@@ -266,5 +268,5 @@ def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
 
 
 def _owner(pattern: str | None, converters: list[WeightConverter]) -> WeightConverter | None:
-    """The last that has the pattern, as in transformers."""
+    """The last converter that has the pattern, as in transformers."""
     return {source: converter for converter in converters for source in converter.source_patterns}.get(pattern)

@@ -1,4 +1,4 @@
-"""A model folder written again in another dtype, adapters merged; no rank needs more memory than its shard of it."""
+"""Rewrites a model folder in another dtype, adapters merged; no rank needs more memory than its shard of the model."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def convert_folder(
         else:
             model, head = _adapted(source, adapter, dtype, tokenizer)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    fully_shard(nn.Sequential(model), mesh=mesh)  # around the model: what is sharded itself changes its class
+    fully_shard(nn.Sequential(model), mesh=mesh)  # wrapped, because a module that is sharded changes its class
     model.requires_grad_(False).to_empty(device=device)
     load_weights(model, source, fresh=fresh_head(model, head))
     if adapter is not None:
@@ -61,14 +61,14 @@ def convert_folder(
 
 
 def _adapted(source: Path, adapter: Path, dtype: torch.dtype, tokenizer: Any) -> tuple[PreTrainedModel, HeadName]:
-    """The model that an adapter was trained on, with a place for the adapter; and its head, which the adapter holds if
-    it is a value head."""
+    """Returns the model that an adapter was trained on, with a place for the adapter, and the model's head, which the
+    adapter holds if it is a value head."""
     from shardwise.engine.adapters import StoredForm  # importing peft takes seconds
     from shardwise.engine.lora import inject_lora
 
     form = StoredForm.of(adapter)
     model = on_meta(source, dtype, form.head)
-    take_generation_config(model, adapter)  # of a run: with the token that it learnt to end turns with
+    take_generation_config(model, adapter)  # the run's: with the token that it learned to end turns with
     if form.head == "sequence_scores" and tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     inject_lora(model, form.lora, form.head)
@@ -76,11 +76,11 @@ def _adapted(source: Path, adapter: Path, dtype: torch.dtype, tokenizer: Any) ->
 
 
 def on_meta(folder: Path, dtype: torch.dtype, head: HeadName = "logprobs") -> PreTrainedModel:
-    """The model that config.json names, or one with a value head on it, every parameter in the dtype it will be stored
-    in.
+    """Builds the model that config.json names, or one with a value head on it, on the meta device, with every parameter
+    in the dtype that it will be stored in.
 
     Raises:
-        ModelError: its class is none of transformers, and none that an export made.
+        ModelError: its class is neither one of transformers nor one that an export made.
     """
     options: dict[str, Any] = {} if head == "logprobs" else {"num_labels": 1}
     config = read_model_config(folder, **options)

@@ -19,8 +19,8 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 VocabularyTerms = Callable[[Tensor, Tensor], Tensor]
 """A custom divergence, as what is summed over the vocabulary: (student_logprobs [N, C], teacher_logprobs [N, C])
--> terms [N, C], with a graph where student_logprobs have one. A term may look at its own word alone: what else is in
-its chunk depends on memory. Probabilities may be 0 in float32, and their logarithms large and negative."""
+-> terms [N, C], with a graph where student_logprobs have one. A term may depend on its own word alone: which others are
+in its chunk depends on memory. Probabilities may be 0 in float32, and their logarithms large and negative."""
 
 
 def vocabulary_divergence(
@@ -49,7 +49,7 @@ def vocabulary_divergence(
         transform, teacher_transform: what each family does to its logits before that.
     Returns:
         [N] float32, nats; differentiable in states and weight.
-    Source: generalised Jensen-Shannon divergence of Agarwal et al. 2024 (GKD), eq. 1.
+    Source: generalized Jensen-Shannon divergence of Agarwal et al. 2024 (GKD), eq. 1.
     """
     assert weight.shape[0] == teacher_weight.shape[0], (weight.shape, teacher_weight.shape)
     assert states.shape[0] == teacher_states.shape[0], (states.shape, teacher_states.shape)
@@ -85,7 +85,7 @@ class _VocabularyDivergence(torch.autograd.Function):
         student = VocabularyLogits(states, weight, temperature, transform)
         teacher = VocabularyLogits(teacher_states, teacher_weight, temperature, teacher_transform)
         num_scored, vocab = states.shape[0], weight.shape[0]
-        chunk = chunk_size(2 * num_scored, vocab, states.device)  # of both models
+        chunk = chunk_size(2 * num_scored, vocab, states.device)  # the logits of both models are held
         softmax, teacher_softmax = (RunningSoftmax(num_scored, states.device) for _ in range(2))
         for start in range(0, vocab, chunk):
             logits, teacher_logits = student.chunk(start, chunk), teacher.chunk(start, chunk)
@@ -140,12 +140,12 @@ class _VocabularyDivergence(torch.autograd.Function):
 
 
 class _SumOfTerms(torch.autograd.Function):
-    """Sums custom terms in vocabulary chunks. The normalisation of both models comes first, so forward takes two
-    passes over the logits; backward computes them once more.
+    """Sums custom terms in vocabulary chunks. The normalization of both models comes first, so forward takes two passes
+    over the logits; backward computes them once more.
 
     With l the student's log probabilities, p = exp(l), z its logits and f' the terms' derivatives with respect to l,
     d sum_v f(l_v) / d z_j = f'_j - p_j sum_v f'_v, because d l_v / d z_j = 1[v = j] - p_j. sum_v f'_v is divided by
-    sum_v p_v, which rounding keeps from 1: so the gradient of a row sums to 0, as that of anything normalised does.
+    sum_v p_v, which rounding keeps from 1: so the gradient of a row sums to 0, as that of anything normalized does.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ class _SumOfTerms(torch.autograd.Function):
         student = VocabularyLogits(states, weight, temperature, transform)
         teacher = VocabularyLogits(teacher_states, teacher_weight, temperature, teacher_transform)
         num_scored, vocab = states.shape[0], weight.shape[0]
-        chunk = chunk_size(2 * num_scored, vocab, states.device)  # of both models
+        chunk = chunk_size(2 * num_scored, vocab, states.device)  # the logits of both models are held
         softmax, teacher_softmax = (RunningSoftmax(num_scored, states.device) for _ in range(2))
         for start in range(0, vocab, chunk):
             softmax.add_(student.chunk(start, chunk))

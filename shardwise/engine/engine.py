@@ -52,7 +52,7 @@ LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metric
 
 
 Part = Literal["params", "grads", "optimizer"]
-"""What can leave the device on its own."""
+"""What can be offloaded from the device by itself."""
 Origin = tuple[int, int]
 """The rank that a micro-batch belongs to, and its place among those of this rank in an optimizer step."""
 
@@ -60,9 +60,14 @@ Origin = tuple[int, int]
 class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
-    Every method but `nonfinite_tensors` is collective: all ranks of the mesh call it with the same number of
-    micro-batches. Ranks that share sequences (engine.ulysses_size) are given the same batches, with all their images or
-    each with its `own_images`, and return the same results.
+    Collective are `build`, `load_initial_weights`, `forward`, `teacher_outputs`, `forward_backward`, `optim_step`,
+    `diagnose`, `named_weights`, `adapter_weights`, `export_adapter`, `export_hf`, `stage_export` and `stage_adapter`:
+    all ranks of the mesh call them with the same number of micro-batches. Local, waiting for no other rank, are
+    `own_images`, `trace`, `check_teacher`, `skip_step`, `end_completions_at`, `nonfinite_tensors`, `offload` and
+    `onload`.
+
+    Ranks that share sequences (engine.ulysses_size) are given the same batches, with all their images or each with its
+    `own_images`, and return the same results.
     """
 
     def __init__(
@@ -77,7 +82,8 @@ class TrainEngine:
     ) -> None:
         """
         Args:
-            initial: what the trained weights are read from if no `state` is loaded into them; None: they are there.
+            initial: what the trained weights are read from if no `state` is loaded into them; None: they are loaded
+                already.
         """
         self._model = sharded.model
         self._model.eval()  # no pass over the same tokens may differ from another: dropout, router noise
@@ -91,7 +97,7 @@ class TrainEngine:
         self._seed = seed
         self._busy = BusyClock(device)
         self._busy.watch(sharded.units)
-        self._losses: list[Tensor] = []  # of the micro-batches since the last step
+        self._losses: list[Tensor] = []  # losses of the micro-batches since the last step
         self._is_accumulating = False
         self._compute_dtype: torch.dtype = getattr(torch, config.param_dtype)
         self._has_frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
@@ -132,10 +138,10 @@ class TrainEngine:
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
             head: what the model says about its tokens. A value head that the folder lacks starts at random.
             pad_token_id: the tokenizer's, for sequence_scores; None keeps the one that config.json names.
-            seed: of new adapters, of their dropout, and of the rounding of bfloat16 masters.
+            seed: seeds new adapters, their dropout, and the rounding of bfloat16 masters.
             require_finite: False also loads weights that hold NaN or infinities, to look at what they do.
-            with_trained: False reads frozen weights alone; before anything is computed, the trained ones come from
-                `load_initial_weights` or from `state`.
+            with_trained: False reads only frozen weights; the trained ones have to come from `load_initial_weights` or
+                `state` before anything is computed.
         Raises:
             ConfigError: on every rank: an option does not fit the world size or the model. ModelError: on every rank:
                 the folder cannot be loaded.
@@ -173,7 +179,7 @@ class TrainEngine:
         return engine
 
     def load_initial_weights(self) -> None:
-        """Reads what `build` left out. Raises ModelError as it does."""
+        """Reads the trained weights that `build` left out. Raises ModelError as `build`."""
         self.num_bytes_read += self.state.load_initial_weights()
 
     @torch.no_grad()
@@ -187,12 +193,12 @@ class TrainEngine:
         with_adapters: bool = True,
         teacher_outputs: Sequence[TeacherOutputs] | None = None,
     ) -> list[TokenOutputs]:
-        """What the head says about every micro-batch, on the host.
+        """Returns what the head says about every micro-batch, on the host.
 
         Args:
             with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
-            teacher_outputs: of a teacher, one for each micro-batch; the divergence from it is among the outputs.
+            teacher_outputs: a teacher's, one for each micro-batch; the divergence from it is among the outputs.
         """
         self._require_weights()
         wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
@@ -202,18 +208,19 @@ class TrainEngine:
         return [output.to(torch.device("cpu")) for output in outputs]  # not between them: the device would wait
 
     def own_images(self, image_refs: Sequence[ImageRef]) -> range:
-        """Which images of a micro-batch this rank looks at: ranks that share sequences divide them."""
+        """Which images of a micro-batch this rank processes: ranks that share sequences divide them."""
         rank = 0 if self._backend.ulysses is None else self._backend.ulysses.rank
         return divide_images([math.prod(image_ref.grid) for image_ref in image_refs], self._ulysses_size())[rank]
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
-        """Inside it what this rank's modules compute is kept, by the names that they have in transformers."""
+        """Inside this context, keeps what this rank's modules compute, by the names that they have in transformers."""
         model = self._model.hf_model
         return traced((plain_name(path), module) for path, module in model.named_modules())
 
     @torch.no_grad()
     def teacher_outputs(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[TeacherOutputs]:
-        """For distillation: this teacher's hidden states and output projection for every micro-batch, not its logits.
+        """Returns, for distillation, this teacher's hidden states and output projection for every micro-batch, not its
+        logits.
 
         A step's states wait on the host: scored tokens x hidden size. The output projection is gathered once, and is
         whole on every rank's device until the last of these is dropped: vocabulary x hidden size x bytes of param_dtype
@@ -231,10 +238,10 @@ class TrainEngine:
         ]
 
     def check_teacher(self, teacher: Self) -> None:
-        """Asks once, after both are built, whether this model can learn from the outputs of `teacher`.
+        """Checks once, after both are built, that this model can learn from the outputs of `teacher`.
 
         Raises:
-            ModelError: one of them is no language model, or their vocabularies differ in size.
+            ModelError: one of them is not a language model, or their vocabularies differ in size.
             ConfigError: they do not share sequences between the same ranks.
         """
         student_head, teacher_head = self._model.head, teacher._model.head
@@ -274,12 +281,13 @@ class TrainEngine:
 
         Args:
             temperature, with_logprobs, with_entropy, teacher_outputs: as for `forward`; the divergence has a gradient.
-            origins: of each micro-batch, by which the adapters' dropout is drawn; None: this rank's, in order.
+            origins: the origin of each micro-batch, which seeds the adapters' dropout; None: this rank's own, in order.
         Returns:
             The metrics of `loss_fn` merged over the micro-batches of this rank, and its share of train/loss, on the
             device: nothing waits for it before `optim_step` does.
         Raises:
-            TrainingError: an earlier call ended with an error; what FSDP holds of its gradients would join these.
+            TrainingError: an earlier call ended with an error; the gradients that it left in FSDP would be added to
+                these.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         self._require_weights()
@@ -333,11 +341,11 @@ class TrainEngine:
         Args:
             on_fault: as for `ShardedOptimizer.step`; also given the losses of this rank's micro-batches.
         Returns:
-            Its metrics, and how long this rank computed since the last step (see `BusyClock`).
+            The optimizer's metrics, and how long this rank computed since the last step (see `BusyClock`).
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         losses, self._losses = self._losses, []
-        routed = self._expert_loads.take() | self._replay.take()  # a skipped step is looked at by another pass
+        routed = self._expert_loads.take() | self._replay.take()  # taken before on_fault may run another pass
         self._copies.wait()
         if on_fault is None:
             metrics = self._optimizer.step(losses)
@@ -348,15 +356,16 @@ class TrainEngine:
         return metrics | routed | self._busy.take()  # the norm has waited for the device already
 
     def skip_step(self) -> Metrics:
-        """Makes a step that has nothing to train on count for the schedule. Weights and optimizer states stay: momentum
-        and weight decay would move them without a gradient."""
+        """Counts a step that has nothing to train on, for the schedule. Weights and optimizer states stay as they are:
+        an update would move them by momentum and weight decay, even without a gradient."""
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         return self._optimizer.skip_step()
 
     def diagnose(
         self, batches: Sequence[TokenBatch], loss_fn: LossFn, denominators: Denominators, **options: Any
     ) -> Diagnosis:
-        """A `forward_backward`, options included, that says where numbers stop being finite. Leaves no gradients."""
+        """Runs a `forward_backward`, options included, and tells where numbers stop being finite. Leaves no
+        gradients."""
         assert self._optimizer is not None, "a frozen engine has no gradients"
 
         def watched_loss_fn(
@@ -382,12 +391,13 @@ class TrainEngine:
 
     @property
     def state(self) -> EngineState:
-        """What a resumed run continues from beside the data: masters, optimizer states, counts. To save and to load."""
+        """The training state, to save and to load: the masters, optimizer states and counts that a resumed run
+        continues from."""
         assert self._state is not None, "a frozen engine has no training state"
         return self._state
 
     def end_completions_at(self, token_id: int) -> None:
-        """Lets the generation config of exports say that this token, too, ends completions."""
+        """Adds a token to those that end completions in the generation config of exports."""
         model = self._model.hf_model
         ends = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
         model.generation_config.eos_token_id = [*ends, token_id]
@@ -399,7 +409,7 @@ class TrainEngine:
         return full_weights(self._model.hf_model, dtype)
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, of everything that an adapter file holds, under peft's names."""
+        """Like `named_weights`, for everything that an adapter file holds, under peft's names."""
         from shardwise.engine.adapters import adapter_weights
 
         self._require_weights()
@@ -419,7 +429,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def nonfinite_tensors(self) -> list[str]:
-        """The weights (by name) and optimizer states (`exp_avg/NAME`) of which this rank's part holds NaN or an
+        """Names of the weights and of the optimizer states (`exp_avg/NAME`) whose part on this rank holds NaN or an
         infinity."""
         tensors = {plain_name(name): weight for name, weight in self._model.hf_model.named_parameters()}
         if self._optimizer is not None:
@@ -428,31 +438,32 @@ class TrainEngine:
         return nonfinite_names((name, local_shard(tensor)) for name, tensor in tensors.items())
 
     def stage_export(self) -> StagedExport:
-        """What `export_hf` would write, copied to host memory, so that it can be written while training goes on. What
-        changes weights waits until the copies are made. The next call overwrites them."""
+        """Copies what `export_hf` would write to host memory, so that it can be written while training goes on.
+        Whatever changes weights waits until the copies are made. The next call overwrites them."""
         self._require_weights()
         if self._export_plan is None:
             self._export_plan = ExportPlan.of(self._model.hf_model, self._compute_dtype)
         return StagedExport.of(self._export_plan, self._export_buffers)
 
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
-        """What `export_adapter` would write."""
+        """Copies what `export_adapter` would write to the host memory of rank 0."""
         from shardwise.engine.adapters import StagedAdapter
 
         self._require_weights()
         return StagedAdapter.of(self._model.hf_model, base_model)
 
     def offload(self, *parts: Part) -> None:
-        """Moves parts to host memory and frees their memory on the device, until `onload`. What is there stays there.
+        """Moves parts to host memory and frees their memory on the device, until `onload`. Parts that are there already
+        stay there.
 
-        The engine must not compute with a part that is away.
+        The engine must not compute with a part that is offloaded.
         """
         self._copies.wait()
         for part in parts:
             self._on_host[part].take(self._tensors(part))
 
     def onload(self, *parts: Part) -> None:
-        """Brings parts back to the device they came from. What is there already stays."""
+        """Brings parts back to the device they came from. Parts that are there already stay."""
         for part in parts:
             self._on_host[part].give_back()
 
@@ -466,8 +477,8 @@ class TrainEngine:
                 return [] if self._optimizer is None else list(self._optimizer.state_tensors())
 
     def _set_reduction(self, *, is_last: bool) -> None:
-        """Reduced each time, gradients are scattered over the shards after every micro-batch; replicas of them are
-        summed once, after the last."""
+        """Tells FSDP what to reduce after a micro-batch. Gradients are scattered over the shards after every one, or
+        only after the last, as engine.reduce_gradients says; replicas are summed once, after the last."""
         # FSDP gathers frozen units for backward too, though none runs, and frees that buffer only after the last
         # backward. The next forward would use it, gathered from other shards if reshard_after_forward is a number.
         self._root.set_is_last_backward(is_last or self._has_frozen)
@@ -493,7 +504,7 @@ class TrainEngine:
             with self._expert_loads.probing():
                 outputs = self._forward(batch, Wanted())
             self._reshard()
-            outputs.to(torch.device("cpu"))  # what a device cannot compute shows when it is waited for
+            outputs.to(torch.device("cpu"))  # waiting for the device shows what it cannot compute
         except UnreadableRouter as error:
             remedy = "router_metrics=summary with router_aux_loss_coef=0 counts nothing where none can be"
             raise ModelError(with_release(f"{error}; {remedy}")) from None
@@ -537,7 +548,7 @@ class TrainEngine:
         return TokenOutputs(**{name: tokens.assemble(own, self._backend.ulysses) for name, own in found.items()})
 
     def _slice(self, batch: TokenBatch) -> TokenSlice:
-        """This rank's tokens of the batch. Raises DataError: one of them has no embedding."""
+        """This rank's tokens of the batch. Raises DataError: a token has no embedding."""
         ulysses, head = self._backend.ulysses, self._model.head
         largest, vocab_size = int(batch.input_ids.max()), self._model.hf_model.config.get_text_config().vocab_size
         if largest >= vocab_size:
@@ -557,7 +568,7 @@ class TrainEngine:
 
     def _reshard(self) -> None:
         for unit in self._units:
-            unit.reshard()  # those that stay gathered for a backward pass, which does not follow
+            unit.reshard()  # some stay gathered for a backward pass, and none follows
 
     def _ulysses_size(self) -> int:
         return 1 if self._backend.ulysses is None else self._backend.ulysses.size
@@ -570,7 +581,7 @@ def _wanted(
     with_entropy: bool,
     teacher_outputs: Sequence[TeacherOutputs] | None,
 ) -> list[Wanted]:
-    """Of every micro-batch."""
+    """What is wanted of every micro-batch."""
     assert with_logprobs or not with_entropy, "entropy comes with the logprobs"
     common = Wanted(temperature=temperature, logprobs=with_logprobs, entropy=with_entropy)
     return (

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class EngineState:
-    """Masters, optimizer states and numbers of a trained engine, for any layout. Every method but those of the numbers
-    is collective."""
+    """Masters, optimizer states and numbers of a trained engine, for any layout. `load_initial_weights`, `save`,
+    `stage`, `load` and `load_weights_alone` are collective; the other methods are local."""
 
     # The packages of `checkpoint` are needed by nothing else in the engine, so they are imported where it is used.
 
@@ -30,7 +30,7 @@ class EngineState:
     ) -> None:
         """
         Args:
-            copies: what may still be on its way from the device; nothing is loaded before it has arrived.
+            copies: copies that may still be on their way from the device; nothing is loaded before they have arrived.
             initial: what the trained weights may be read from, where the model has none yet.
         """
         self._model = model
@@ -46,18 +46,18 @@ class EngineState:
         return self._initial is None
 
     def require_weights(self) -> None:
-        """What is in memory before is nobody's."""
+        """Asserts that the trained weights have been loaded: before that their memory holds nothing of use."""
         assert self.has_weights, "no trained weight has been loaded"
 
     def load_initial_weights(self) -> int:
-        """Takes over those of the model folder, and of a new adapter. Returns the bytes that this rank read."""
+        """Loads the trained weights of the model folder, or of a new adapter. Returns the bytes that this rank read."""
         assert self._initial is not None, "they are there already"
         num_bytes = self._initial.load_trained()
         self._initial = None
         return num_bytes
 
     def numbers(self) -> dict[str, Any]:
-        """What is not tensors (step counts, loss scale), JSON-serialisable."""
+        """What the state holds beside tensors (step counts, loss scale), JSON-serializable."""
         return self._optimizer.numbers()
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
@@ -65,14 +65,14 @@ class EngineState:
         self._optimizer.load_numbers(numbers)
 
     def save(self, folder: Path, *, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Writes all of it. See `checkpoint.save_state`."""
+        """Writes the whole state. See `checkpoint.save_state`."""
         from shardwise.engine.checkpoint import save_state
 
         self.require_weights()
         save_state(self._optimizer, self._current_plan(), folder, meanwhile=meanwhile)
 
     def stage(self) -> "StagedState":
-        """What `save` would write, copied to host memory, so that it can be written while training goes on. What
+        """Copies what `save` would write to host memory, so that it can be written while training goes on. Whatever
         changes weights waits until the copies are made. The next call overwrites them."""
         from shardwise.engine.checkpoint import StagedState
 
@@ -80,7 +80,7 @@ class EngineState:
         return StagedState.of(self._optimizer, self._current_plan(), self._buffers)
 
     def load(self, folder: Path) -> None:
-        """Takes over what an engine of any layout wrote there, verified. See `checkpoint.load_state`."""
+        """Verifies and loads what an engine of any layout wrote there. See `checkpoint.load_state`."""
         from shardwise.engine.checkpoint import load_state
 
         self._copies.wait()
@@ -88,10 +88,10 @@ class EngineState:
         self._initial = None
 
     def load_weights_alone(self, folder: Path, state: Path) -> None:
-        """Takes over weights, with the optimizer states of a new engine. Frozen weights stay as they are.
+        """Loads trained weights and numbers; optimizer states begin anew. Frozen weights stay as they are.
 
         Args:
-            folder: has them in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
+            folder: has the weights in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
             state: what `save` wrote, of which only the numbers beside the tensors are read.
         Raises:
             ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
@@ -112,7 +112,7 @@ class EngineState:
         self._optimizer.load_numbers(numbers)
 
     def _current_plan(self) -> "StatePlan":
-        """The one of the save before, unless the optimizer has got other states since."""
+        """The plan of the save before, or a new one if the optimizer has got other states since."""
         from shardwise.engine.state_plan import StatePlan
 
         tensors = self._optimizer.named_tensors()

@@ -1,5 +1,5 @@
-"""Between ranks: rows of tensors to those that need them, and plain data, as JSON: torch's object collectives unpickle
-what they receive."""
+"""Exchanges between ranks: rows of tensors, and plain data, as JSON because torch's object collectives unpickle what
+they receive."""
 
 import json
 from typing import Any
@@ -11,13 +11,13 @@ from torch.autograd.function import once_differentiable
 
 
 def send_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group`. Gradients take the way back.
+    """Collective over `group`. Sends rows to the ranks that need them; their gradients take the way back.
 
     Args:
         rows: [n, ...]; the first `sent[0]` go to rank 0 of the group, the next `sent[1]` to rank 1, and so on.
         received: how many come from each rank.
     Returns:
-        [r, ...], those that arrive, by rank.
+        [r, ...], the rows that arrive, in the order of the ranks.
     """
     arrived: Tensor = _Travel.apply(rows, sent, received, group)
     return arrived
@@ -42,7 +42,7 @@ def _travel(rows: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Collective over all ranks. What every rank gave, by rank; a tuple comes back as a list.
+    """Collective over all ranks. Returns what every rank gave, by rank; a tuple comes back as a list.
 
     Every rank receives the longest rank's number of bytes from each.
     """
@@ -54,7 +54,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def _all_gather(tensor: Tensor) -> list[Tensor]:
-    """Of tensors of one shape on the host."""
+    """Gathers tensors of one shape on the host from all ranks, by rank."""
     received = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(received, tensor)
     return received

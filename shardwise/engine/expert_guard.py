@@ -1,9 +1,10 @@
-"""Experts that are modules and FSDP units of their own are all called, in one order, on every rank, whatever its tokens
+"""Makes every rank call all experts that are modules and FSDP units of their own, in one order, whatever its tokens
 chose.
 
-Fused experts need nothing, nor do separate ones in the unit of their layer: without tokens they have a gradient of
-zeros, the former from their kernel, the latter from FSDP (wrap.py). A unit that no token chose is not called, so it is
-not gathered on this rank, and collectives of different experts meet: a hang, or numbers of another expert.
+Fused experts do not need this, nor do separate ones in the unit of their layer: without tokens they have a gradient of
+zeros, the former from their kernel, the latter from FSDP (wrap.py). But a unit that no token chose would not be called,
+so it would not be gathered on this rank, and the collectives of different experts would meet: a hang, or numbers of
+another expert.
 """
 
 import inspect
@@ -27,7 +28,7 @@ _NUMBERED = re.compile(r"(.*?)\d+")
 
 
 def expert_guards(model: PreTrainedModel, units: Units, *, is_patched: bool) -> "list[ExpertGuard]":
-    """Of every block whose separate experts are units. Before anything is wrapped.
+    """Returns a guard for every block whose separate experts are units. To be called before anything is wrapped.
 
     Args:
         is_patched: engine.apply_expert_patch.
@@ -54,11 +55,11 @@ def expert_guards(model: PreTrainedModel, units: Units, *, is_patched: bool) -> 
 
 
 def _separate_experts(model: PreTrainedModel, units: Units) -> list[tuple[str, dict[str, nn.Module]]]:
-    """(path of a block, its experts by path, in their order), of every block inside a layer.
+    """Returns (path of the block, its experts by path, in their order) for every block inside a layer.
 
-    Experts are the members of a list or dict called experts. Under any other name, or as numbered attributes, they are
-    modules of one class that are chosen: moe_experts names their class, or they have matrices, and the block has one
-    with a row for each.
+    Experts are the members of a list or dict called experts. Under any other name, or as numbered attributes, modules
+    of one class are experts if moe_experts names their class, or if they have matrices and the block has another matrix
+    that gives each of them a number (a router).
     """
     found = []
     for layer in units.layers:
@@ -77,7 +78,8 @@ def _separate_experts(model: PreTrainedModel, units: Units) -> list[tuple[str, d
 
 
 def _groups(module: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """The members of a list or dict; of another module the children whose names differ by a number alone."""
+    """Yields the members of a list or dict; for another module, every group of children whose names differ only in a
+    number."""
     children = dict(module.named_children())
     if isinstance(module, CONTAINERS):
         yield children
@@ -93,7 +95,8 @@ def _are_alike(group: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_chosen(block: nn.Module, group: Mapping[str, nn.Module]) -> bool:
-    """Whether something beside the members, which have matrices (norms have none), gives each of them a number."""
+    """Whether the members have matrices (norms have none) and the block has another matrix with one dimension of their
+    number."""
     own = {id(parameter) for member in group.values() for parameter in member.parameters()}
     others = [parameter for parameter in block.parameters() if id(parameter) not in own and parameter.dim() == 2]
     have_matrices = all(any(parameter.dim() > 1 for parameter in member.parameters()) for member in group.values())
@@ -101,7 +104,7 @@ def _is_chosen(block: nn.Module, group: Mapping[str, nn.Module]) -> bool:
 
 
 class ExpertGuard:
-    """Calls the experts that their block leaves out, with no tokens, where they stand among the others."""
+    """Calls the experts that their block leaves out, with no tokens, at their place in the order of all experts."""
 
     def __init__(self, path: str, block: nn.Module, experts: Mapping[str, nn.Module]) -> None:
         """Raises ModelError: an expert cannot be called with hidden states alone."""
@@ -120,8 +123,8 @@ class ExpertGuard:
         return len(self._experts)
 
     def attach(self) -> None:
-        """Puts hooks on experts and block. After sharding: FSDP gathers an expert in a hook that would otherwise run
-        before those that call the experts in front of it."""
+        """Puts hooks on experts and block. To be called after sharding: FSDP gathers an expert in a hook that would
+        otherwise run before the hook that calls the experts in front of it."""
         self._block.register_forward_pre_hook(self._begin, with_kwargs=True)
         for place, expert in enumerate(self._experts):
             expert.register_forward_pre_hook(partial(self._before, place), prepend=True)
@@ -147,7 +150,8 @@ class ExpertGuard:
 
     @torch.compiler.disable
     def _end(self, _block: nn.Module, _args: Any, output: Any) -> Any:
-        """Adds 0, so that the backward pass goes through every expert too."""
+        """Calls the remaining experts and adds their outputs times 0, so that the backward pass goes through every
+        expert too."""
         self._call_spare_ones(until=len(self._experts))
         first = output[0] if isinstance(output, tuple) else output
         # Recomputation begins at the first saved tensor of a layer: here too before the gradient reaches an expert.

@@ -1,8 +1,8 @@
 """How evenly the routers of a mixture of experts spread tokens over experts, and the loss that evens it out.
 
-Both look at training passes only, at no padding, and at no token twice where a layer is computed again. Hooks stay on
-the routers for good (a compiled layer sees no hook that comes later), and wait for nothing: counts stay on the device
-until the optimizer step, which sums them over ranks in one collective.
+Both look at training passes only, leave out padding, and count no token twice where a layer is recomputed. Hooks stay
+on the routers for good (a compiled layer ignores hooks that are added later) and wait for nothing: counts stay on the
+device until the optimizer step, which sums them over ranks in one collective.
 
 Shapes: M routers, E experts, k experts that each token goes to, t tokens of this rank, S sequences of a pack.
 """
@@ -25,7 +25,7 @@ from shardwise.types import Metrics, MetricValue, TokenBatch
 from shardwise.uploads import to_device
 
 Detail = Literal["summary", "layers", "experts"]
-"""How much is told: of all routers together, of each of them, of each expert."""
+"""How much is reported: on all routers together, on each of them, on each expert."""
 
 
 class ExpertLoads:
@@ -37,7 +37,7 @@ class ExpertLoads:
 
     This is transformers' `load_balancing_loss_func` (Fedus et al. 2021, equations 4 to 6) of one sequence and one
     router. Over a whole micro-batch, as there, the product of two means changes with the split into micro-batches and
-    ranks. Over a sequence it does not (so DeepSeek-V3's balance loss, equations 17 to 20, whose P_i is of normalised
+    ranks. Over a sequence it does not (so DeepSeek-V3's balance loss, equations 17 to 20, whose P_i is of normalized
     sigmoid scores and whose f_i is divided by k).
     """
 
@@ -65,11 +65,12 @@ class ExpertLoads:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Inside it a forward pass shows whether all routers can be read; nothing is counted. Where one cannot, and
-        nobody asked for what would be read, nothing is counted later either, and rank 0 says so.
+        """Inside this context a forward pass shows whether all routers can be read; nothing is counted. If one cannot,
+        and nothing that was asked for depends on it, nothing is counted later either, and rank 0 warns.
 
         Raises:
-            UnreadableRouter: one cannot, and there is a loss, or more than the summary is wanted.
+            UnreadableRouter: a router cannot be read, and there is an auxiliary loss or more than the summary is
+                wanted.
         """
         self._is_probing = True
         try:
@@ -94,11 +95,11 @@ class ExpertLoads:
     def watching(
         self, batch: TokenBatch, tokens: TokenSlice, *, num_sequences: int, loss_scale: float
     ) -> Iterator[None]:
-        """Inside it run the forward of a micro-batch, `settle`, and the backward.
+        """Counts one micro-batch: its forward, `settle`, and its backward run inside this context.
 
         Args:
-            tokens: this rank's of `batch`.
-            num_sequences: trained ones, of the whole optimizer step.
+            tokens: this rank's part of `batch`.
+            num_sequences: number of trained sequences in the whole optimizer step.
             loss_scale: what gradients are multiplied by.
         """
         if self._routers:
@@ -115,7 +116,8 @@ class ExpertLoads:
             self._pass = None
 
     def settle(self) -> None:
-        """Between forward and backward. Collective over the ranks that share sequences, if there is a loss."""
+        """Ends the counting, between forward and backward. Collective over the ranks that share sequences, if there is
+        an auxiliary loss."""
         if self._pass is None:
             return
         self._pass.is_counting = False
@@ -128,8 +130,8 @@ class ExpertLoads:
                 _add(self._aux_losses, place, loss)
 
     def take(self) -> Metrics:
-        """Collective. Of the micro-batches of all ranks since the last call: how far the load is from even, and the
-        auxiliary loss, without its coefficient. A mean over nothing where no router saw a token."""
+        """Collective. Returns, for the micro-batches of all ranks since the last call, how far the load is from even,
+        and the auxiliary loss without its coefficient. The means are over nothing if no router saw a token."""
         if not self._loads:
             return {}
         places = sorted(self._loads)
@@ -155,8 +157,8 @@ class ExpertLoads:
         self._loads, self._aux_losses = {}, {}
 
     def _load_metrics(self, loads: dict[str, list[float]]) -> Metrics:
-        """Of [E] counts by router. A violation is the largest load of a layer over its mean load, minus 1 (Wang et al.
-        2024, auxiliary-loss-free load balancing); a dead expert is one without a token."""
+        """Metrics from the [E] counts of each router. A violation is the largest load of a layer over its mean load,
+        minus 1 (Wang et al. 2024, auxiliary-loss-free load balancing); a dead expert is one without a token."""
         means = {path: sum(counts) / len(counts) for path, counts in loads.items()}
         seen = any(means.values())
         violations = {path: max(counts) / means[path] - 1 if means[path] else 0.0 for path, counts in loads.items()}
@@ -204,31 +206,31 @@ class ExpertLoads:
 @dataclass(slots=True, kw_only=True)
 class _Pass:
     """A micro-batch on its way through the model. A row is a sequence of the pack (or all of them, without the loss);
-    the last row is of tokens that do not count."""
+    the last row is for tokens that do not count."""
 
     rows: Tensor
-    """[t] int64."""
+    """[t] int64: the row of each token."""
     weights: Tensor
-    """[S + 1]: of a sequence's E sum_i counts_i sum_t p_ti in the loss of the step."""
+    """[S + 1]: weight of a sequence's E sum_i counts_i sum_t p_ti in the loss of the step."""
     num_rows: int
     gradient_factor: float
-    """The gradient of what is added to the loss, over that of the loss."""
+    """What the gradient of the auxiliary loss is multiplied by: its coefficient times the loss scale."""
     is_counting: bool = True
-    """False from the end of the forward on: what is computed again then was counted."""
+    """False from the end of the forward on: what is recomputed then was counted already."""
     counts: dict[int, Tensor] = field(default_factory=dict)
-    """By router [rows, E] int64, over all tokens of the sequences once they are summed."""
+    """Router -> [rows, E] int64; after `sum_counts`, over all tokens of the sequences."""
     probabilities: dict[int, Tensor] = field(default_factory=dict)
-    """By router [rows, E], summed over this rank's tokens."""
+    """Router -> [rows, E], summed over this rank's tokens."""
     _num_seen: dict[int, int] = field(default_factory=dict)
 
     def next_rows(self, place: int, num_tokens: int) -> Tensor:
-        """Of the tokens that a router is called with: all of them, or the next ones of a tiled MLP."""
+        """Returns the rows of the tokens that a router is called with: all of them, or the next ones of a tiled MLP."""
         start = self._num_seen.get(place, 0)
         self._num_seen[place] = (start + num_tokens) % len(self.rows)
         return self.rows[start : start + num_tokens]
 
     def count(self, place: int, rows: Tensor, logits: Tensor, experts: Tensor) -> None:
-        """rows [n], logits [n, E], experts [n, k]: of n of this rank's tokens."""
+        """Counts n of this rank's tokens: rows [n], logits [n, E], experts [n, k]."""
         num_experts = logits.shape[-1]
         if place not in self.counts:
             self.counts[place] = experts.new_zeros(self.num_rows, num_experts)
@@ -239,7 +241,7 @@ class _Pass:
             self.probabilities[place].index_add_(0, rows, logits.softmax(-1, dtype=_dtype(logits)))
 
     def sum_counts(self, ulysses: Ulysses) -> None:
-        """Over the ranks that share the sequences, of all routers at once."""
+        """Sums the counts of all routers over the ranks that share the sequences, in one collective."""
         flat = torch.cat([counts.flatten() for counts in self.counts.values()])
         ulysses.sum_over_ranks(flat)
         parts = flat.split([counts.numel() for counts in self.counts.values()])
@@ -248,13 +250,13 @@ class _Pass:
         }
 
     def losses(self) -> Iterator[tuple[int, Tensor]]:
-        """(router, [] this rank's share of its loss)."""
+        """Yields (router, this rank's share of its loss [])."""
         for place, counts in self.counts.items():
             per_row = (counts * self.probabilities[place]).sum(-1) * counts.shape[-1]
             yield place, (per_row * self.weights).sum()
 
     def gradient(self, place: int, rows: Tensor, logits: Tensor) -> Tensor:
-        """[n, E]: of the loss with respect to the logits of n tokens. f_i has none."""
+        """Returns the gradient [n, E] of the loss with respect to the logits of n tokens. f_i has none."""
         counts = self.counts[place]
         factors = self.weights * (self.gradient_factor * counts.shape[-1])
         probabilities = logits.softmax(-1, dtype=_dtype(logits))
@@ -264,10 +266,11 @@ class _Pass:
 
 
 class _WithAuxLoss(torch.autograd.Function):
-    """Gives on what the block goes on with; its backward adds the gradient of the auxiliary loss to that of the logits.
+    """Passes on the tensor that the block continues with; its backward adds the gradient of the auxiliary loss to that
+    of the logits.
 
-    So the loss itself, which is known after the last layer and on several ranks, needs no way through the model's
-    outputs, and the gradient is found again where a layer is computed again."""
+    So the loss itself, which is known after the last layer and on several ranks, need not go through the model's
+    outputs, and the gradient is there again when a layer is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, logits: Tensor, of_pass: _Pass, place: int, rows: Tensor) -> Tensor:
@@ -283,7 +286,7 @@ class _WithAuxLoss(torch.autograd.Function):
 
 
 def _rows(batch: TokenBatch, tokens: TokenSlice, *, by_sequence: bool) -> Tensor:
-    """[t] int64."""
+    """[t] int64: the row of each of this rank's tokens, as in `_Pass`."""
     ends = tokens.layout.cu_seqlens[1:]
     own = torch.arange(len(tokens.input_ids), device=ends.device) + tokens.first_token
     num_real = tokens.num_tokens if batch.sample_index else 0

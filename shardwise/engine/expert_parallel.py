@@ -25,7 +25,7 @@ from shardwise.ops import name_without_copies
 
 
 def spread_paths(model: nn.Module, ep_size: int) -> list[str]:
-    """Where the experts are that `ep_size` ranks can share.
+    """Returns the paths of the experts that `ep_size` ranks can share.
 
     Raises:
         ConfigError: the model has none, or not in a form that tokens can be sent to, or their number does not divide.
@@ -54,7 +54,7 @@ def spread_paths(model: nn.Module, ep_size: int) -> list[str]:
 
 
 def require_shareable(model: nn.Module, paths: Sequence[str], ep_size: int) -> None:
-    """Raises ConfigError: beside the experts at one of these paths peft trains a copy of them."""
+    """Raises ConfigError: peft trains a copy of the experts at one of these paths."""
     for path, _ in model.named_modules():
         if (name := name_without_copies(path)) in paths and name != path:
             raise ConfigError(
@@ -64,7 +64,8 @@ def require_shareable(model: nn.Module, paths: Sequence[str], ep_size: int) -> N
 
 
 def _is_dispatched(module: nn.Module) -> bool:
-    """Whether transformers calls it with (tokens [t, D], experts [t, k], weights [t, k]) in every implementation."""
+    """Whether transformers calls the experts with (tokens [t, D], experts [t, k], weights [t, k]) in every
+    implementation."""
     num_experts = getattr(module, "num_experts", None)
     return hasattr(module, "is_transposed") and all(len(p) == num_experts for p in module.parameters())
 
@@ -108,10 +109,10 @@ class SpreadExperts(ActivationWrapper):
         return weighted.sum(1).to(tokens.dtype)
 
     def _compute(self, arrived: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """[r, D] and [r] of 0 to e - 1 -> [r, D].
+        """Applies this rank's experts: tokens [r, D], experts [r] of 0 to e - 1 -> [r, D].
 
-        A token of zeros goes with them: where none arrived the parameters have a gradient of zeros all the same, which
-        other ranks wait for.
+        A token of zeros is added, so that the parameters have a gradient of zeros even if no token arrived: other ranks
+        wait for it.
         """
         rows = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
         chosen = torch.cat([experts, experts.new_zeros(1)])[:, None]

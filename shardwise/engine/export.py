@@ -1,4 +1,4 @@
-"""A sharded model written as a Hugging Face folder, block by block: no rank ever holds more than one block of it."""
+"""Writes a sharded model as a Hugging Face folder, block by block: no rank ever holds more than one block of it."""
 
 import json
 import os
@@ -30,9 +30,9 @@ from shardwise.engine.staging import HostShards, Links, StagingBuffers
 from shardwise.ops import nonfinite_names
 
 MAX_SHARD_SIZE = "50GB"
-"""What save_pretrained of transformers 5 takes."""
+"""The default of save_pretrained in transformers 5."""
 _IN_RUST = re.compile(r"\(os error \d+\)$")
-"""How the message of a plain Exception ends that tokenizers makes of an error of the file system."""
+"""Matches the message of the plain Exception that tokenizers raises for an error of the file system."""
 
 
 @torch.no_grad()
@@ -47,10 +47,10 @@ def export_folder(
 ) -> None:
     """Collective. Writes a folder that `from_pretrained` loads as it is: config, tokenizer, generation config, weights.
 
-    The files are those of `save_pretrained`, byte for byte. They are dealt to the ranks, which write at once; a tensor
-    is copied to the host by its writer alone. Everything goes to a temporary name that rank 0 renames when all of it is
-    on disk, so `path` is whole or absent. The peak on a rank is the largest block (one tensor, or the experts of one
-    layer) and its parts.
+    The files are those of `save_pretrained`, byte for byte. They are dealt out to the ranks, which write in parallel;
+    only the rank that writes a tensor copies it to the host. Everything goes to a temporary name that rank 0 renames
+    when all of it is on disk, so `path` is whole or absent. The peak on a rank is the largest block (one tensor, or the
+    experts of one layer) and its parts.
 
     A classifier whose config names no padding token gets the tokenizer's, unless that ends sequences too: transformers
     would then score another token than was trained.
@@ -59,7 +59,7 @@ def export_folder(
         path: on a file system that all ranks see; what is there is replaced.
         max_shard_size: bytes of a weight file, or "5GB"; a larger tensor has a file of its own.
         weights: instead of those of the model, which may then be on the meta device: runtime name -> whole tensor,
-            each asked for once, when its block is written, and looked through for NaN and infinities.
+            each asked for once, when its block is written, and checked for NaN and infinities.
     Raises:
         ExportError: on every rank, if a rank could not write; names it and the cause; or `weights` are not finite in
             the file's dtype.
@@ -104,7 +104,7 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StagedExport:
-    """A model on its way into a folder, as it was when it was staged: it may be trained on meanwhile."""
+    """A model on its way into a folder, as it was when it was staged: training may go on meanwhile."""
 
     _plan: "ExportPlan"
     _shards: HostShards
@@ -124,13 +124,13 @@ class StagedExport:
         return cls(plan, shards)
 
     def nonfinite_names(self) -> list[str]:
-        """Of the tensors of which this rank's part holds NaN or an infinity."""
+        """Names of the tensors whose part on this rank holds NaN or an infinity."""
         return self._shards.nonfinite_names()
 
     @torch.no_grad()
     def write(self, folder: Path, tokenizer: Callable[[], Any], links: Links) -> None:
         """To be called on every rank. Writes this rank's files into an existing folder, and on rank 0 the configs.
-        Raises OSError, but does its part of what the other ranks need."""
+        Raises OSError, but only after it has done its part for the other ranks."""
         writers = self._plan.writers(folder)
         for block in self._plan.blocks:
             for writer in self._plan.writing_ranks(block):
@@ -141,12 +141,12 @@ class StagedExport:
             self._plan.write_configs(folder, tokenizer())
 
     def finish(self, folder: Path) -> None:
-        """On one rank, when every rank has written. Raises OSError."""
+        """Finishes the folder; called on one rank when every rank has written. Raises OSError."""
         self._plan.finish(folder)
 
 
 def _num_parameters(model: PreTrainedModel) -> int:
-    """Of the exported model: tied weights once, adapters not."""
+    """Number of parameters of the exported model: tied weights count once, adapters not at all."""
     left_out = set(model.get_expanded_tied_weights_keys()) | buffer_names(model)
     return sum(tensor.numel() for name, tensor in runtime_state(model).items() if name not in left_out)
 
@@ -169,11 +169,11 @@ class ExportPlan:
     """Which tensor goes into which file, known from shapes alone and the same on every rank but for `rank`."""
 
     model: PreTrainedModel
-    """Of which a writer in the background reads nothing but configs."""
+    """A writer in the background reads nothing but its configs."""
     dtype: torch.dtype
     blocks: list[ExportBlock]
     specs: dict[str, dict[str, TensorSpec]]
-    """File name -> tensor name -> what it is. File i is written by rank i modulo the number of ranks."""
+    """File name -> tensor name -> dtype and shape. File i is written by rank i modulo the number of ranks."""
     file_of: dict[str, str]
     total_bytes: int
     num_parameters: int
@@ -182,7 +182,8 @@ class ExportPlan:
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> Self:
-        """save_pretrained's rule: in order, and the parts of one fused tensor that share its storage stay together."""
+        """Assigns tensors to files by save_pretrained's rule: in order, and the parts of one fused tensor that share
+        its storage stay together."""
         blocks = export_blocks(model, runtime_state(model), dtype)
         tensors = {name: tensor for block in blocks for name, tensor in block.hub_tensors.items()}
         split = split_state_dict_into_shards_factory(
@@ -209,16 +210,16 @@ class ExportPlan:
         )
 
     def writing_ranks(self, block: ExportBlock) -> list[int]:
-        """Those whose files get a part of the block."""
+        """The ranks whose files get a part of the block."""
         places = {file: place for place, file in enumerate(self.specs)}
         return sorted({places[self.file_of[name]] % self.num_ranks for name in block.hub_tensors})
 
     def writers(self, folder: Path) -> "_RankWriters":
-        """Of this rank's files."""
+        """Returns the writers of this rank's files."""
         return _RankWriters(folder, self)
 
     def write_configs(self, folder: Path, tokenizer: Any) -> None:
-        """Everything but weights. Raises OSError."""
+        """Writes everything but weights. Raises OSError."""
         model = self.model
         content = {**model.config.to_dict(), "dtype": str(self.dtype).removeprefix("torch.")}
         config = model.config.__class__.from_dict(content)
@@ -239,8 +240,8 @@ class ExportPlan:
         copy_processor_files(Path(model.config.name_or_path), folder)
 
     def finish(self, folder: Path) -> None:
-        """When every rank has written: the index where there are several files, and the folder's entries made durable.
-        Raises OSError: also where a file is not there that a rank has written."""
+        """Writes the index if there are several files, and makes the folder durable; called when every rank has
+        written. Raises OSError, also if a file that a rank has written is not there."""
         for name in self.specs:
             (folder / name).stat()
         if len(self.specs) > 1:
@@ -251,7 +252,7 @@ class ExportPlan:
 
 
 def _forget_missing_code(file: Path) -> None:
-    """Drops from a tokenizer's `auto_map` what names code beside the file that is not there. Raises OSError."""
+    """Drops the entries of a tokenizer's `auto_map` whose code should be beside the file but is not. Raises OSError."""
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     named = content.pop("auto_map", {})
     by_class = named if isinstance(named, dict) else {"AutoTokenizer": named}  # the pair alone, an old form
@@ -276,8 +277,8 @@ def _is_classifier(model: PreTrainedModel) -> bool:
 
 
 class _RankWriters:
-    """The files of this rank. After a failure it writes nothing more and `finish` raises it, so that the collectives
-    around it go on."""
+    """Writers of this rank's files. After a failure it writes nothing more and `finish` raises the error, so that the
+    collectives around it go on."""
 
     def __init__(self, folder: Path, plan: ExportPlan) -> None:
         self._folder = folder
@@ -287,7 +288,7 @@ class _RankWriters:
         self._error: OSError | None = None
 
     def write(self, block: ExportBlock, full: list[Tensor]) -> None:
-        """Writes what belongs into this rank's files; `full` may be empty where nothing does. Takes the tensors out of
+        """Writes what belongs in this rank's files; `full` may be empty where nothing does. Takes the tensors out of
         `full`."""
         mine = {name for name in block.hub_tensors if self._plan.file_of[name] in self._mine}
         if not mine or not full or self._error is not None:

@@ -14,7 +14,7 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
     """Freezes every parameter whose name is, or begins before a dot with, one of the prefixes.
 
     Args:
-        routers: freeze those of every router too.
+        routers: whether the parameters of every router are frozen too.
     Raises:
         ConfigError: a prefix matches nothing, there is no router, or nothing is left to train.
     """
@@ -31,7 +31,7 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, routers: bool = F
 
 
 def named_by_prefix(model: PreTrainedModel, prefix: str) -> list[nn.Parameter]:
-    """The parameters that one of engine.freeze_module_prefix means; ConfigError: there are none."""
+    """Returns the parameters that an entry of engine.freeze_module_prefix means. Raises ConfigError: there are none."""
     module = prefix.rstrip(".")
     matched = [parameter for name, parameter in model.named_parameters() if is_within(name, module)]
     if not matched and (tied := tied_elsewhere(model, module)):
@@ -45,7 +45,8 @@ def named_by_prefix(model: PreTrainedModel, prefix: str) -> list[nn.Parameter]:
 
 
 def require_routers(model: PreTrainedModel, setting: str) -> list[Router]:
-    """
+    """Returns the routers of the model.
+
     Raises:
         ConfigError: the model has none, so the setting (`engine.freeze_router=true`) has no effect on it.
     """

@@ -12,11 +12,11 @@ from shardwise.engine.shards import RowSharding, is_by_rows, local_shard
 from shardwise.ops import all_gather_flat
 
 BUCKET_BYTES = 1 << 25
-"""Whole tensors of this many bytes share an all-gather; a larger one has its own."""
+"""Whole tensors of up to this many bytes together share an all-gather; a larger one has its own."""
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Collective for a DTensor. `gathered_in_order` of one tensor."""
+    """Collective for a DTensor. Like `gathered_in_order`, for one tensor."""
     (whole,) = gathered_in_order([(tensor, dtype)])
     return whole
 
@@ -26,9 +26,9 @@ def gathered_in_order(
 ) -> Iterator[Tensor]:
     """Collective for DTensors. Yields each as a full tensor in its dtype, cast before it is gathered.
 
-    What is yielded lies on the mesh's device (where a shard that is kept in host memory is not) and is never the weight
-    itself: who receives it may keep it, or freeze its storage. The peak is three buckets, or the largest tensor and
-    this rank's part of it. There is no torch.no_grad: around a generator it would keep what was yielded last.
+    What is yielded lies on the mesh's device, even if shards are kept in host memory, and is never the weight itself:
+    whoever receives it may keep it, or freeze its storage. The peak is three buckets, or the largest tensor and this
+    rank's part of it. There is no torch.no_grad: around a generator it would keep what was yielded last.
     """
     bucket: list[_Part] = []
     for tensor, dtype in tensors:
@@ -56,28 +56,28 @@ class _Part:
 
     tensor: Tensor
     dtype: torch.dtype
-    """Of the whole."""
+    """Dtype of the whole tensor."""
     sharding: RowSharding | None
-    """None: otherwise than by rows."""
+    """None: the tensor is not sharded by rows."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         return self.tensor.shape
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def slot(self) -> int:
-        """Elements that every rank sends, the one with the most rows all of its own."""
+        """Number of elements that every rank sends: as many as the rank with the most rows has."""
         assert self.sharding is not None
         return self.sharding.num_rows(self.shape[0], 0) * self.shape[1:].numel()
 
     def fits(self, bucket: list["_Part"], bucket_bytes: int) -> bool:
-        """Whether it can travel with those."""
+        """Whether it can share an all-gather with the parts in `bucket`."""
         first = bucket[0]
         return (
             self.sharding is not None
@@ -88,7 +88,7 @@ class _Part:
 
 
 def _gather(bucket: list[_Part]) -> Iterator[Tensor]:
-    """The wholes of parts of one sharding and dtype. Of a part that is alone nothing is kept meanwhile."""
+    """Yields the whole tensors of parts of one sharding and dtype. Nothing is kept of a part that is alone."""
     if len(bucket) == 1:
         yield _alone(bucket[0])
         return
@@ -110,7 +110,7 @@ def _alone(part: _Part) -> Tensor:
 
 
 def _received(bucket: list[_Part]) -> Tensor:
-    """[ranks, elements of all slots], of all ranks."""
+    """All-gathers the parts: [ranks, elements of all slots]."""
     dtype, sharding, slots = bucket[0].dtype, bucket[0].sharding, [part.slot for part in bucket]
     assert sharding is not None
     sent = torch.empty(sum(slots), dtype=dtype, device=sharding.device)

@@ -25,7 +25,8 @@ LANGUAGE_MODEL_PROJECTIONS = frozenset({"lm_head", "embed_out"})
 """What transformers' models call the layer that maps the last hidden state to logits."""
 
 VALUE_PROJECTIONS = ("score", "classifier")
-"""What it calls the layer that maps it to values; the second is that of GPT-2's and GPT-NeoX's token classifiers."""
+"""What they call the layer that maps the last hidden state to values; the second is that of GPT-2's and GPT-NeoX's
+token classifiers."""
 
 OUTPUT_PROJECTIONS = LANGUAGE_MODEL_PROJECTIONS | set(VALUE_PROJECTIONS)
 
@@ -35,14 +36,15 @@ class Wanted:
     """What a language model is asked about its scored tokens. A value head has one answer and reads none of it."""
 
     temperature: float = 1.0
-    """Of logprobs and entropy; the divergence has one of its own."""
+    """Temperature of logprobs and entropy; the divergence has one of its own."""
     logprobs: bool = True
     entropy: bool = False
-    """With the logprobs only."""
+    """Only together with the logprobs."""
     states: bool = False
     """The hidden states themselves: what a teacher gives."""
     teacher: TeacherOutputs | None = None
-    """What a student's divergence is measured from. In here, FSDP does not cast it to the student's dtype."""
+    """The teacher that a student's divergence is measured from. FSDP does not cast it to the student's dtype in
+    here."""
 
 
 class LogprobHead(nn.Module):
@@ -57,8 +59,8 @@ class LogprobHead(nn.Module):
         self.transform = LogitTransform.from_config(causal_lm.config.get_text_config())
 
     def forward(self, hidden: Tensor, states: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
-        """hidden [t, D], states and targets [n] -> what is wanted of logprobs, entropy and divergence, [n] float32 by
-        the names of TokenOutputs, and of states [n, D]."""
+        """hidden [t, D], states and targets [n] -> what is wanted: logprobs, entropy and divergence, [n] float32 under
+        the names of TokenOutputs, and states [n, D]."""
         scored, weight = hidden.index_select(0, states), self.projection.weight
         found: dict[str, Tensor] = {}
         if wanted.logprobs:
@@ -115,13 +117,13 @@ def make_head(model: PreTrainedModel, name: HeadName) -> LogprobHead | ValueHead
 
 
 def fresh_head(model: PreTrainedModel, name: HeadName) -> dict[str, Tensor] | None:
-    """What a value head starts from where the model folder has none: whole tensors on the host by name, the same on
+    """Initial weights of a value head, for a model folder that has none: whole tensors on the host by name, the same on
     every layout. None for a language model, whose head is part of it."""
     if name == "logprobs":
         return None
     path = value_projection_name(model)
     projection = getattr(model, path)
-    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)  # as transformers draws it: OPT has none
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)  # as in transformers; OPT lacks this key
     weight = torch.empty(projection.weight.shape, device="cpu")
     fresh = {f"{path}.weight": weight.normal_(0.0, std, generator=torch.Generator().manual_seed(0))}
     if projection.bias is not None:

@@ -20,19 +20,20 @@ _KEYS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class AdamWStates:
-    """Those of the parameters that a run trains."""
+    """AdamW's states for the parameters that a run trains."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the trained parameters."""
+    """Shapes of the trained parameters."""
     tensors: Mapping[str, ShardedTensor]
-    """As "exp_avg/NAME"."""
+    """States by "KEY/NAME", such as "exp_avg/NAME"."""
     num_updates: int
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], states: Mapping[str, ShardedTensor]) -> Self:
-        """
+        """Takes the states of the trained parameters.
+
         Args:
-            states: by "KEY/NAME", perhaps of more parameters.
+            states: name such as "exp_avg/NAME" -> state, perhaps of more parameters.
         Raises:
             ModelError: a trained parameter lacks a state, or one has another shape or is none of AdamW's.
         """
@@ -46,7 +47,8 @@ class AdamWStates:
         return cls(shapes, found, max(int(found[f"step/{name}"].read()) for name in shapes))
 
     def write(self, folder: Path, masters: Mapping[str, Tensor]) -> None:
-        """What `checkpoint.load_state` reads on any layout, for float32 masters. The peak in memory is one tensor.
+        """Writes what `checkpoint.load_state` reads on any layout, for float32 masters. The peak in memory is one
+        tensor.
 
         Args:
             masters: the weights of the trained parameters, each asked for once.
@@ -69,7 +71,7 @@ class AdamWStates:
 
     @property
     def _numbers(self) -> dict[str, int | None]:
-        """As `ShardedOptimizer.numbers` of an optimizer in float32 that has skipped no step."""
+        """What `ShardedOptimizer.numbers` gives for an optimizer in float32 that has skipped no step."""
         return {
             "num_steps": self.num_updates,
             "num_nonfinite_in_a_row": 0,

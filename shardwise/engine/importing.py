@@ -26,12 +26,13 @@ def import_weights(
     *,
     max_shard_size: str,
 ) -> None:
-    """In a process group of one rank. The peak in memory is the largest block: a tensor, or the experts of one layer.
+    """Writes the weights as a Hugging Face folder, in a process group of one rank. The peak in memory is the largest
+    block: a tensor, or the experts of one layer.
 
     Args:
         model: on the meta device.
-        source: under the names of the model's class, or of its files on the hub.
-        target: what is there is replaced, when all of it is written.
+        source: tensors under the names of the model's class, or of its files on the hub.
+        target: the folder; what is there is replaced when everything is written.
     Raises:
         ModelError: tensors are missing, left over or of another shape, or a file is damaged or asks to run code.
         ExportError: target cannot be written.
@@ -45,18 +46,19 @@ class FoundWeights:
     """A model's tensors among those of a checkpoint that holds more."""
 
     prefix: str
-    """What stood before their names: "" or such as "app.model."."""
+    """What stood before the names of the model's tensors: "" or such as "app.model."."""
     weights: ShardedTensors
-    """Under their own names."""
+    """The model's tensors, under their own names."""
     left_out: list[str]
     """The names of all other tensors."""
 
 
 def find_weights(source: ShardedTensors, model: PreTrainedModel, *, prefix: str | None = None) -> FoundWeights:
-    """
+    """Finds a model's tensors among those of a checkpoint.
+
     Args:
         model: on the meta device; its names are looked for.
-        prefix: what stands before the names of its tensors; None: what fits most of them.
+        prefix: what stands before the names of the model's tensors; None: what fits most of them.
     Raises:
         ConfigError: nothing begins with the prefix, or several prefixes fit equally well.
     """

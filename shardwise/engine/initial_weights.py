@@ -14,30 +14,30 @@ from shardwise.engine.runtime_state import runtime_state, trained_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialWeights:
-    """Of a model that has memory for its parameters, and nothing in it. Every method is collective, returns the bytes
-    of the folder that this rank read, and raises ModelError on every rank as `load_weights` does."""
+    """Initial weights of a model that has memory for its parameters, but nothing in it yet. Every method is collective,
+    returns the bytes of the folder that this rank read, and raises ModelError on every rank as `load_weights` does."""
 
     model: PreTrainedModel
     folder: Path
     fresh: dict[str, Tensor] | None
-    """Of a value head: see `load_weights`."""
+    """For a value head: see `load_weights`."""
     lora: LoraConfig | None
-    """Of a model with adapters."""
+    """The settings of the adapters; None without any."""
     seed: int
-    """Of a new adapter."""
+    """Seeds a new adapter."""
     require_finite: bool
     """False also loads weights and adapters that hold NaN or infinities."""
 
     def load(self) -> int:
-        """All of it."""
+        """Loads everything."""
         return self._read() + self._load_adapters()
 
     def load_untrained(self) -> int:
-        """What no training state holds. The names, shapes and dtypes of all that the folder has are checked."""
+        """Loads what no training state holds, and checks the names, shapes and dtypes of all that the folder has."""
         return self._read(only=runtime_state(self.model).keys() - trained_names(self.model))
 
     def load_trained(self) -> int:
-        """The rest."""
+        """Loads the rest: the trained weights, or the adapters."""
         return self._read(only=trained_names(self.model)) if self.lora is None else self._load_adapters()
 
     def _load_adapters(self) -> int:

@@ -1,4 +1,4 @@
-"""Weights from a model folder into a sharded model: every rank reads what its own shards need."""
+"""Loads weights from a model folder into a sharded model: every rank reads what its own shards need."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ from shardwise.engine.shards import local_box, local_shard
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOADABLE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
-"""For errors."""
+"""LOADABLE_DTYPES in words, for errors."""
 
 
 class TensorFolder(Protocol):
@@ -52,12 +52,12 @@ def load_weights(
     join experts along dim 0 need their sources whole, and convert them before they are sliced.
 
     Args:
-        fresh: of a model with a value head: whole tensors for those of the head that the folder may lack, by name; the
-            language model's projection that it may have instead is left out. None for a language model.
+        fresh: for a model with a value head: name -> whole tensor of the head, used if the folder lacks it; the
+            projection of a language model that the folder may have instead is left out. None for a language model.
         require_finite: False also takes weights that hold NaN or infinities.
         only: the names of what is filled, in the transformers class; the rest stays as it is. None: everything.
-        copies: fills the trained copies of modules_to_save, whose dtype may hold more than the base's, and not the
-            base.
+        copies: fills the trained copies of modules_to_save, not the base; their dtype may be more precise than the
+            base's.
     Returns:
         The bytes this rank read.
     Raises:
@@ -88,7 +88,8 @@ def load_weights(
 
 
 def require_same_copy(name: str, original: str, found: Tensor, expected: Tensor, folder: Path) -> None:
-    """Raises ModelError unless a stored tensor is the weight that config.json says it is: training would drop it."""
+    """Raises ModelError unless a stored tensor equals the weight that config.json ties it to: training would drop
+    it."""
     if not bool(((found == expected) | (found.isnan() & expected.isnan())).all()):
         raise ModelError(
             f"{folder} holds a {name} that differs from {original}, and its config.json ties the two "
@@ -105,7 +106,7 @@ class _Targets:
     filled: Collection[str]
 
     def fill(self, name: str, part: Tensor) -> None:
-        """`part` is what this rank holds of it."""
+        """Fills a tensor; `part` is what this rank holds of it."""
         if name not in self.filled:
             return
         if name in self.quantized:
@@ -115,7 +116,7 @@ class _Targets:
 
 
 def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> int:
-    """Returns the bytes read."""
+    """Fills what a block becomes. Returns the bytes read."""
     first = targets.runtime[block.first_target]
     box, is_filled = local_box(first), block.first_target in targets.filled
     # A shard is empty where a dimension has fewer rows than there are ranks.
@@ -139,7 +140,7 @@ def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> i
 
 
 def _load_row(block: ImportBlock, source: ModelFolder, row: int, local_row: Tensor, box: list[slice]) -> int:
-    """One expert. Returns the bytes read."""
+    """Fills one row, which is one expert. Returns the bytes read."""
     tensors = {name: source.read(name) for name in block.stored_names(slice(row, row + 1))}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     local_row.copy_(block.convert(tensors)[block.first_target][0][tuple(box[1:])])
@@ -183,10 +184,11 @@ def checked_blocks(
     source: TensorFolder,
     fresh: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[ImportBlock], dict[str, str]]:
-    """
+    """Groups stored tensors into blocks, and checks that they fit the model.
+
     Returns:
-        The blocks that fill the model; and of weights that config.json ties and the folder has twice, by the name of
-        the one that is filled what the other is stored as.
+        The blocks that fill the model; and, for weights that config.json ties but the folder has twice, the name of the
+        one that is filled -> the stored name of the other.
     Raises:
         ModelError: the folder does not fit the model; lists why.
     """
@@ -240,7 +242,8 @@ def _check_value_head(name: str, source: TensorFolder, fresh: Mapping[str, Tenso
 def _expected_tensors(
     model: PreTrainedModel, runtime: dict[str, Tensor], found: dict[str, ImportBlock]
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Hub names that no block holds; and for every stored tensor that has a place, one of the shape it must have.
+    """Returns the hub names that no block holds; and for every stored tensor that has a place, a tensor of the shape it
+    must have.
 
     A checkpoint may also hold runtime tensors (fused experts) under their runtime names.
     """
@@ -273,6 +276,7 @@ def _places(blocks: list[ImportBlock]) -> dict[str, tuple[str, str, str]]:
 
 
 def _is_ignored(model: PreTrainedModel, name: str) -> bool:
-    """What a family's hub checkpoints hold beside the model, such as DeepSeek-V3's layer for multi-token prediction."""
+    """Whether a tensor is one that a family's hub checkpoints hold beside the model, such as those of DeepSeek-V3's
+    layer for multi-token prediction."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, name) for pattern in patterns)

@@ -10,7 +10,10 @@ GROWTH_INTERVAL_STEPS = 2000
 
 
 class LossScalerState(TypedDict):
-    """Example: `{"scale": 32768.0, "num_finite_in_a_row": 17}`"""
+    """What a training state keeps of a LossScaler.
+
+    Example: `{"scale": 32768.0, "num_finite_in_a_row": 17}`
+    """
 
     scale: float
     num_finite_in_a_row: int
@@ -31,11 +34,12 @@ class LossScaler:
 
     @property
     def is_at_minimum(self) -> bool:
-        """An overflow now is not one of float16's range, which a smaller scale would cure."""
+        """Whether the scale can get no smaller, so that no smaller one can cure an overflow."""
         return self.scale <= MINIMUM_SCALE
 
     def update(self, *, finite: bool) -> None:
-        """Once per optimizer step: halves the scale after an overflow, doubles it after 2000 finite steps in a row."""
+        """Called once per optimizer step: halves the scale after an overflow, doubles it after 2000 finite steps in a
+        row."""
         if not finite:
             self.scale = max(MINIMUM_SCALE, self.scale * BACKOFF_FACTOR)
             self._num_finite_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights they adapt, on shards, one tensor at a time."""
+"""Merges adapters into the weights they adapt, on shards, one tensor at a time."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,9 +16,9 @@ from shardwise.engine.shards import local_box, local_shard
 class MergedState(Mapping[str, Tensor]):
     """Name in the transformers class -> the tensor that base and adapters make together.
 
-    Sharded like the base's; float32 where an adapter is merged into it or the base is quantised. Looking one up is
-    collective: every rank merges its own rows, and A [rank, in] is gathered for it, of experts and transposed weights
-    B too.
+    Sharded like the base's; float32 where an adapter is merged into it or the base is quantized. Looking one up is
+    collective: every rank merges its own rows, for which A [rank, in] is gathered, and B too for experts and transposed
+    weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -64,8 +64,8 @@ def _merged_inputs(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeigh
     """This rank's rows of W + s (B A)^T in float32, where W is [in, out]; with DoRA each column is then scaled to its
     magnitude.
 
-    A row is an input, of which every output has a part: B [out, rank] is gathered, and with DoRA what was merged, for
-    the norms of its columns.
+    A row belongs to one input and has a part of every output, so B [out, rank] is gathered, and with DoRA also the
+    merged weight, for the norms of its columns.
     """
     part, (rows, _) = local_shard(base), local_box(base)
     lora_a, lora_b = _whole_pair(state, adapted, part.device)
@@ -81,7 +81,7 @@ def _merged_experts(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeig
     """This rank's part of W_e + s B_e A_e of every expert e, in float32.
 
     W [E, out, in], or [E, in, out] where the family calls that transposed; A [E rank, in] holds the experts one after
-    the other; of B [out, rank E] every E-th column belongs to the same expert.
+    the other; every E-th column of B [out, rank E] belongs to the same expert.
     """
     part, (experts, *inner) = local_shard(base), local_box(base)
     num_experts = base.shape[0]
@@ -94,7 +94,7 @@ def _merged_experts(base: Tensor, state: dict[str, Tensor], adapted: AdaptedWeig
 
 
 def _whole_pair(state: dict[str, Tensor], adapted: AdaptedWeight, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A and B in float32."""
+    """Collective. Gathers A and B in float32."""
     lora_a, lora_b = (state[f"{adapted.path}.lora_{kind}.{ADAPTER}.weight"] for kind in "AB")
     return gathered(lora_a, torch.float32).to(device), gathered(lora_b, torch.float32).to(device)
 

@@ -18,7 +18,7 @@ class ParallelDims:
     """How many ranks each axis has; the product is the world size.
 
     Weights are sharded over dp_shard x sp together: a sequence's ranks share weights like any others. The same ranks
-    are expert_shard x ep for the experts of a mixture: each of `ep` neighbours computes its part of the experts.
+    are expert_shard x ep for the experts of a mixture: each of `ep` neighbors computes its part of the experts.
 
     Example: 8 ranks with fsdp_size=4 and ulysses_size=2: dp_replicate=2, dp_shard=2, sp=2. Ranks 0-3 hold one copy of
     the model; ranks 0 and 1 share their sequences.
@@ -31,7 +31,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: LayoutConfig, *, world_size: int) -> Self:
-        """Of an engine on so many ranks. Raises ConfigError as `from_sizes`."""
+        """The dimensions of an engine on so many ranks. Raises ConfigError as `from_sizes`."""
         return cls.from_sizes(
             world_size=world_size,
             fsdp_size=config.fsdp_size,
@@ -69,8 +69,8 @@ class ParallelDims:
         return cls(world_size // size, size // ulysses_size, ulysses_size, ep_size)
 
     def build(self, device_type: str) -> "EngineMesh":
-        """Collective. Makes the process groups, or takes those of the engine before that had the same sizes: with NCCL
-        every group has buffers of its own on the device."""
+        """Collective. Makes the process groups, or takes those of an earlier engine of the same sizes, because with
+        NCCL every group has buffers of its own on the device."""
         return _build(self, device_type, dist.group.WORLD)
 
 
@@ -90,7 +90,7 @@ class EngineMesh:
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
-        """All of them."""
+        """All process groups."""
         meshes = [self.fsdp, self.expert_fsdp, *([] if self.ep is None else [self.ep])]
         found = {group for mesh in meshes for group in mesh.get_all_groups()}
         return found if self.sp_group is None else found | {self.sp_group}
@@ -98,7 +98,7 @@ class EngineMesh:
 
 @lru_cache(maxsize=8)
 def _build(dims: ParallelDims, device_type: str, world: dist.ProcessGroup) -> EngineMesh:
-    """`world`: another default group has other groups beside it."""
+    """Cached by its arguments. `world` is among them because another default group needs other groups."""
     fsdp_size = dims.dp_shard * dims.sp
     if dims.dp_replicate == 1:
         fsdp = init_device_mesh(device_type, (fsdp_size,), mesh_dim_names=("fsdp",))
@@ -113,24 +113,24 @@ def _build(dims: ParallelDims, device_type: str, world: dist.ProcessGroup) -> En
         expert_fsdp = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
         ep = whole["ep"]
     mesh = EngineMesh(dims, fsdp, sp_group, expert_fsdp, ep)
-    for group in mesh.groups - {world}:  # made with torch's default of half an hour
+    for group in mesh.groups - {world}:  # made with torch's default timeout of half an hour
         _set_pg_timeout(world._get_backend(torch.device(device_type)).options._timeout, group)
     return mesh
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Returns the divisors of a number, in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def any_of(numbers: Iterable[int]) -> str:
-    """1, 2 or 4; of one number that one."""
+    """Returns text such as "1, 2 or 4"; a single number stands alone."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def take_device(local_rank: int) -> torch.device:
-    """This rank's accelerator, made the current one, or the CPU where there is none.
+    """Makes this rank's accelerator the current one and returns it, or the CPU where there is none.
 
     Raises:
         ConfigError: more ranks on this machine than accelerators.

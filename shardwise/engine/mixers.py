@@ -17,11 +17,11 @@ from shardwise.families import DROPS_KEYWORDS
 
 
 class PackedMixer(ActivationWrapper):
-    """Computes what the module it wraps computes of every sequence alone: no state passes on to the next one."""
+    """Applies the module it wraps to every sequence alone, so that no state passes on to the next one."""
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, *, packed: PackedCall | None = None, **kwargs: Any) -> Tensor:
-        """[1, t, D] -> the same shape. Runs of neighbouring sequences of one length are one batch."""
+        """[1, t, D] -> the same shape. Runs of neighboring sequences of one length are one batch."""
         mixer = self._checkpoint_wrapped_module
         if packed is None:
             raise ModelError(f"The family of {type(mixer).__name__} is not supported: it {DROPS_KEYWORDS}")

@@ -18,11 +18,11 @@ from shardwise.model_config import read_generation_config
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LONGEST_NAME = 255
-"""Bytes that file systems take for the name of a file."""
+"""Most bytes that file systems take for the name of a file."""
 
 
 def resolve_folder(path: str, *, may_download: bool = True) -> Path:
-    """The local folder of a model; a hub name is downloaded (or found in the cache) first.
+    """Returns the local folder of a model; a hub name is downloaded (or found in the cache) first.
 
     Raises:
         ModelError: no such folder, no such hub model, or a folder without config.json or safetensors files, or with a
@@ -51,7 +51,7 @@ def resolve_folder(path: str, *, may_download: bool = True) -> Path:
 
 
 def _downloaded(name: str, *, may_download: bool) -> Path:
-    """What is read of a hub model: many hold their weights a second time, in another form."""
+    """Downloads only what is read of a hub model: many hold their weights a second time, in another form."""
 
     def fetch(*patterns: str, revision: str | None = None) -> Path:
         asked = list(patterns)
@@ -66,8 +66,8 @@ def _downloaded(name: str, *, may_download: bool) -> Path:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name; None for a folder without an index, or with a single file, which goes before it as in
-    transformers. Raises ModelError: it is damaged."""
+    """Tensor name -> file name; None for a folder without an index, or with a single file, which takes precedence as in
+    transformers. Raises ModelError: the index is damaged."""
     if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         return None
     try:
@@ -86,8 +86,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 class ModelFolder:
     """The tensors of a model folder, of which slices can be read. A context manager.
 
-    They are in model.safetensors; without it in the files that the index names; without that in all files of the
-    format. What lies beside them (an adapter, the weights in another form) is not read.
+    They are in model.safetensors; without it in the files that the index names; without that in all safetensors files.
+    What lies beside them (an adapter, the weights in another form) is not read.
     """
 
     def __init__(self, folder: Path, *, require_finite: bool = False) -> None:
@@ -103,7 +103,7 @@ class ModelFolder:
         self._readers: dict[str, SafetensorsReader] = {}
         self._file_of: dict[str, str] = {}
         self.specs: dict[str, TensorSpec] = {}
-        """What each tensor is, without its values."""
+        """Dtype and shape of each tensor."""
         try:
             self._open()
         except ModelError:
@@ -121,7 +121,7 @@ class ModelFolder:
             reader.close()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the part of it inside `box`, on the host; nothing else is read from disk.
+        """Reads a tensor, or the part of it inside `box`, to the host; nothing else is read from disk.
 
         Raises:
             ModelError: it cannot be read, or has to be finite and is not.
@@ -150,7 +150,7 @@ class ModelFolder:
                 )
 
     def _files(self, index: dict[str, str] | None) -> list[str]:
-        """The names of those that are read."""
+        """The names of the files that are read. Raises ModelError: one that the index names does not exist."""
         for name, file in (index or {}).items():
             if not (self.folder / file).is_file():
                 raise ModelError(
@@ -165,11 +165,11 @@ class ModelFolder:
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""How images are prepared for a model, beside what its tokenizer saves."""
+"""Files that say how images are prepared for a model, beside what its tokenizer saves."""
 
 
 def copy_processor_files(source: Path, target: Path) -> None:
-    """Those of them that a model's folder has. Raises OSError."""
+    """Copies those of PROCESSOR_FILES that a model's folder has. Raises OSError."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

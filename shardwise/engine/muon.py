@@ -28,12 +28,12 @@ class _Matrix:
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz iterations (Jordan et al. 2024), over shards of rows.
+    """Momentum orthogonalized by Newton-Schulz iterations (Jordan et al. 2024), over shards of rows.
 
-    Momentum is elementwise and stays on the shards, like weight decay; only the orthogonalisation needs whole
-    matrices. They are taken in rounds of one matrix for each rank, largest first: one all-to-all brings every rank the
-    rows of its matrix, it computes the update, and a second all-to-all returns the rows. No matrix is computed twice
-    within a shard group; under HSDP every replica repeats the work of the others inside its own group.
+    Momentum is elementwise and stays on the shards, like weight decay; only the orthogonalization needs whole matrices.
+    They are taken in rounds of one matrix for each rank, largest first: one all-to-all brings every rank the rows of
+    its matrix, it computes the update, and a second all-to-all returns the rows. No matrix is computed twice within a
+    shard group; under HSDP every replica repeats the work of the others inside its own group.
 
     Memory beyond the momentum (4 bytes for each element of the shard): a rank holds one whole matrix at a time, about
     24 bytes for each of its elements, whatever the number of matrices. Communication: 2 bytes out and 4 back for each
@@ -53,7 +53,7 @@ class ShardedMuon(torch.optim.Optimizer):
             groups: each with params (float32 matrices, plain or sharded on dim 0), lr, weight_decay, and is_transposed
                 for matrices [C, R].
             momentum: decay rate of the momentum (Nesterov).
-            num_iterations: of Newton-Schulz, 1 to 99.
+            num_iterations: number of Newton-Schulz iterations, 1 to 99.
             adjust_lr: original or match_rms_adamw, as torch.optim.Muon's adjust_lr_fn.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "is_transposed": False})
@@ -82,7 +82,8 @@ class ShardedMuon(torch.optim.Optimizer):
         return momentum
 
     def _step_round(self, matrices: Sequence[_Matrix], sharding: RowSharding) -> None:
-        """Rank k of the group owns the k-th matrix; ranks beyond the last one only send and receive rows."""
+        """Updates up to one matrix for each rank. Rank k of the group owns the k-th matrix; ranks beyond the last one
+        only send and receive rows."""
         updates = [self._nesterov_update(matrix).to(sharding.device) for matrix in matrices]
         sent = [update.numel() for update in updates] + [0] * (sharding.num_ranks - len(matrices))
         owned = matrices[sharding.rank] if sharding.rank < len(matrices) else None
@@ -96,15 +97,16 @@ class ShardedMuon(torch.optim.Optimizer):
             weights.add_(part.view_as(weights).to(weights.device))
 
     def _nesterov_update(self, matrix: _Matrix) -> Tensor:
-        """[r, C] bfloat16: the rows of what is orthogonalised, by the formula of torch.optim.Muon."""
+        """Updates the momentum and returns [r, C] bfloat16, this rank's rows of what is orthogonalized, by the formula
+        of torch.optim.Muon."""
         assert matrix.parameter.grad is not None
         gradient = local_shard(matrix.parameter.grad)
         matrix.momentum.lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(matrix.momentum, self._momentum).bfloat16()
 
     def _orthogonalised_step(self, update: Tensor, matrix: _Matrix) -> Tensor:
-        """[R, C] float32, what torch.optim.Muon adds to the whole matrix: its step from zero without momentum or decay.
-        Of a transposed one [C, R], as it is stored.
+        """Returns [R, C] float32, what torch.optim.Muon adds to the whole matrix: its step from zero without momentum
+        or decay; [C, R] for a transposed matrix, as it is stored.
 
         Args:
             update: [R * C] bfloat16.
@@ -127,7 +129,8 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def _rounds(matrices: Sequence[_Matrix], num_ranks: int) -> Iterator[list[_Matrix]]:
-    """As many matrices as ranks at a time, of sizes as alike as possible: the largest of a round sets its time."""
+    """Yields as many matrices as ranks at a time, of sizes as alike as possible: the largest of a round sets its
+    time."""
     largest_first = sorted(matrices, key=lambda matrix: matrix.parameter.numel(), reverse=True)
     for start in range(0, len(largest_first), num_ranks):
         yield largest_first[start : start + num_ranks]

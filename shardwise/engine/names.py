@@ -14,7 +14,7 @@ NUM_SHOWN = 5
 
 
 def outermost(path: str) -> str:
-    """The path that a module had before adapters were put around it, which now is that of the outermost of them."""
+    """The path that a module had before adapters were put around it; it now leads to the outermost of them."""
     return path.replace(_ADAPTED, "")
 
 
@@ -28,8 +28,8 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def tied_elsewhere(model: nn.Module, given: str) -> str | None:
-    """For errors: what to say of a module or parameter without a weight of its own, because the model has it under
-    another name; None where there is no such."""
+    """For errors: a sentence about a module or parameter that has no weight of its own, because the model has it under
+    another name; None if that is not so."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         own = names[id(parameter)]

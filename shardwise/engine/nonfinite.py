@@ -24,7 +24,7 @@ Phase = Literal["forward", "loss", "backward", "gradient"]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "gradient")
 """In the order in which a micro-batch goes through them."""
 LOSS = "the loss function"
-"""What stands for it among the names of modules."""
+"""Stands for the loss function among the names of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +36,24 @@ class Fault:
     """
 
     micro_batch: int
-    """Its place among those of the pass."""
+    """Place of the micro-batch among those of the pass."""
     phase: Phase
     """forward: a module's output. loss: the loss. backward: the gradient that a module gives back for its input, or the
     loss function for the model's output. gradient: that of a weight, summed over ranks, where all of those are
     finite."""
     module: str
-    """By its name in transformers; for the phase gradient the name of the weight."""
+    """Name of the module in transformers; for the phase gradient the name of the weight."""
     shape: list[int]
     num_nan: int
     num_inf: int
     max_abs: float
-    """Of the elements that are finite."""
+    """Largest absolute value of the finite elements."""
     order: int = 0
-    """How many tensors of the micro-batch this rank looked at before. Ranks that share a micro-batch look at the same
-    ones, so that the lowest is the rank where it began."""
+    """How many tensors of the micro-batch this rank checked before. Ranks that share a micro-batch check the same ones,
+    so that the fault began on the rank with the lowest number."""
     token: int | None
-    """Which of this rank's tokens is the first with such an element; None where the tensor has none for each token."""
+    """Which of this rank's tokens is the first with such an element; None if the tensor does not have elements for each
+    token."""
 
     def __str__(self) -> str:
         what = {
@@ -72,11 +73,11 @@ class Diagnosis:
     """What a pass with hooks saw on this rank."""
 
     losses: list[float]
-    """Of each micro-batch, this rank's share of the loss of the step."""
+    """This rank's share of the loss of the step, for each micro-batch."""
     grad_norm: float
-    """Of all ranks; NaN also where the loss of one is not finite."""
+    """Norm over all ranks; NaN also if the loss of any rank is not finite."""
     faults: list[Fault]
-    """At most one of a micro-batch. What only follows from a fault in an earlier one is none."""
+    """At most one for each micro-batch. What only follows from a fault in an earlier micro-batch is not among them."""
 
 
 class FaultWatch:
@@ -87,24 +88,24 @@ class FaultWatch:
         self._faults: dict[int, Fault] = {}
         self._micro_batch = -1
         self._num_checked = 0
-        """Of this micro-batch."""
+        """Number of tensors of this micro-batch that were checked."""
         self._tokens: TokenSlice | None = None
 
     @property
     def faults(self) -> list[Fault]:
-        """So far, those of weights' gradients after the newest micro-batch included."""
+        """The faults so far, including those in the weights' gradients after the newest micro-batch."""
         self._check_gradients()
         return list(self._faults.values())
 
     def begin(self, tokens: TokenSlice) -> None:
-        """The next micro-batch goes through the model."""
+        """Begins the next micro-batch."""
         self._check_gradients()
         self._micro_batch += 1
         self._num_checked = 0
         self._tokens = tokens
 
     def check(self, tensor: Tensor, *, phase: Phase, module: str) -> None:
-        """Takes note of a tensor that is the first one not to be finite."""
+        """Notes a tensor if it is the first of its micro-batch that is not finite."""
         self._num_checked += 1
         if self._micro_batch in self._faults or tensor.isfinite().all():
             return
@@ -122,7 +123,8 @@ class FaultWatch:
         )
 
     def _check_gradients(self) -> None:
-        """A gradient that is not finite is one for the rest of the step: it is no news after the first fault."""
+        """Checks the weights' gradients unless there was a fault: a gradient that is not finite stays so for the rest
+        of the step."""
         if self._micro_batch < 0 or self._faults:
             return
         for name, parameter in self._parameters:
@@ -130,7 +132,8 @@ class FaultWatch:
                 self.check(local_shard(parameter.grad), phase="gradient", module=name)
 
     def _first_token(self, is_bad: Tensor) -> int | None:
-        """Layers give [1, t, ...], a head one number for each state that it scores."""
+        """The first of this rank's tokens with a bad element. Layers give [1, t, ...], a head gives one number for each
+        state that it scores; None for other shapes."""
         assert self._tokens is not None
         num_tokens, states = len(self._tokens.input_ids), self._tokens.states
         if is_bad.dim() == 1 and len(is_bad) == len(states):
@@ -142,7 +145,7 @@ class FaultWatch:
 
 @contextmanager
 def watched(model: ScoringModel) -> Iterator[FaultWatch]:
-    """Inside it every module's outputs, and the gradients of its outputs and inputs, are looked at, which waits for the
+    """Inside this context, checks every module's outputs and the gradients of its outputs and inputs, waiting for the
     device each time. Compiled layers are computed operation by operation, so that the modules in them are seen.
 
     What modules compute stays as it is, bit for bit. Where several take the same tensor, its gradient may be summed in
@@ -163,11 +166,11 @@ def watched(model: ScoringModel) -> Iterator[FaultWatch]:
 
 
 _DIVERGENCE: tuple[Any, ...] = (MappingKey("divergence"),)
-"""Where it is among the outputs of a head."""
+"""Path of the divergence among the outputs of a head."""
 
 
 def _modules(model: ScoringModel) -> Iterable[tuple[str, str, nn.Module]]:
-    """(name, name of what uses its output beside other modules, module). The head goes by the name of its
+    """Yields (name, name of what uses its output beside other modules, module). The head goes by the name of its
     projection."""
     named = {plain_name(path): module for path, module in model.hf_model.named_modules()}
     head = next(name for name, module in named.items() if module is model.head.projection)
@@ -179,7 +182,7 @@ def _modules(model: ScoringModel) -> Iterable[tuple[str, str, nn.Module]]:
 
 
 def _parent(name: str, named: dict[str, nn.Module]) -> str:
-    """The module that calls it; "" for the outermost."""
+    """The name of the module that calls it; "" for the outermost."""
     parent = name.rpartition(".")[0]
     return _parent(parent, named) if isinstance(named[parent], CONTAINERS) else parent
 
@@ -201,11 +204,11 @@ def _watch_inputs(
 
 
 def _watch_outputs(watch: FaultWatch, name: str, user: str, _: nn.Module, args: Any, outputs: Any) -> None:
-    """A gradient that is bad when it arrives at an output, and was not in any module that took it, is the fault of
-    `user`, which takes it without a module."""
+    """Checks a module's outputs and their gradients. A gradient that is bad when it arrives at an output, but was not
+    in any module that took the output, is the fault of `user`, which uses it outside of modules."""
     for path, output in tree_leaves_with_path(outputs):
         if isinstance(output, Tensor) and output.is_floating_point():
-            module = f"{name} (divergence)" if path == _DIVERGENCE else name  # that may be a function of the user's
+            module = f"{name} (divergence)" if path == _DIVERGENCE else name  # it may be the user's function
             watch.check(output.detach(), phase="forward", module=module)
             if output.requires_grad and torch.is_grad_enabled():
                 output.register_hook(partial(watch.check, phase="backward", module=user))

@@ -25,12 +25,12 @@ from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
 MASTER = "master/"
-"""What the names of weights begin with in a training state."""
+"""Prefix of the names of weights in a training state."""
 BEGIN_WITHOUT_STATE = (
     "or begin without that state: trainer.resume=never, or model.path=PATH of the hf/ beside it with another "
     "trainer.output_dir"
 )
-"""How an error about one that cannot be taken over ends."""
+"""How an error about a training state that cannot be loaded ends."""
 
 
 class ShardedOptimizer:
@@ -49,9 +49,9 @@ class ShardedOptimizer:
         Args:
             model: its trained parameters are plain tensors, or DTensors that fully_shard sharded on dim 0; all float32,
                 or all bfloat16 for stochastic rounding.
-            total_steps: of the whole run, for the schedule.
+            total_steps: optimizer steps of the whole run, for the schedule.
             loss_scaling: the loss is multiplied by `loss_scale` before backward, for float16.
-            seed: of the stochastic rounding of bfloat16 weights.
+            seed: seeds the stochastic rounding of bfloat16 weights.
         Raises:
             ConfigError: nothing is trained, a key of module_learning_rates has no parameter, the optimizer does not
                 support the weights' dtype, finds no matrix, or needs a package that is missing.
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self._special_groups = group_parameters(list(compress(trained, is_special)), config)
         self._adamw_groups = group_parameters(list(compress(trained, map(not_, is_special))), config)
         self._special = _build_special(self._special_groups, config)
-        """Muon, or AdamW in 8 bits; the parameters that it is not for are AdamW's."""
+        """Muon, or AdamW in 8 bits; AdamW trains the parameters that it is not for."""
         self._adamw: torch.optim.Optimizer | None = None
         if self._adamw_groups and dtype == torch.bfloat16:
             self._adamw = BFloat16AdamW(
@@ -80,14 +80,14 @@ class ShardedOptimizer:
         elif self._adamw_groups:
             self._adamw = _build_adamw(self._adamw_groups, config)
         self.scaler = LossScaler() if loss_scaling else None
-        """Of float16 training."""
+        """Keeps the loss scale of float16 training; None without one."""
         self.num_steps = 0
         """Steps asked for so far, skipped ones included."""
         self._num_nonfinite_in_a_row = 0
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that have parameters."""
+        """The torch optimizers that have parameters."""
         return [optimizer for optimizer in (self._special, self._adamw) if optimizer is not None]
 
     @property
@@ -99,10 +99,10 @@ class ShardedOptimizer:
         """Collective. Clips, updates unless a gradient or a loss is not finite on any rank, and clears the gradients.
 
         Args:
-            losses: [] of each micro-batch of this rank.
-            on_fault: called on every rank where a step is skipped for the first time in a row, by no overflow that a
-                smaller loss scale may cure, with the norm of the gradient (NaN also for a loss). By then the gradients
-                are gone; all else is as the step found it.
+            losses: the loss [] of each micro-batch of this rank.
+            on_fault: called on every rank at the first of several skipped steps in a row, unless a smaller loss scale
+                may cure it, with the norm of the gradient (NaN also if a loss was not finite). By then the gradients
+                are cleared; all else is as before the step.
         Raises:
             TrainingError: `max_nonfinite_steps` steps in a row were skipped, overflows that a smaller loss scale may
                 cure not counted.
@@ -153,7 +153,7 @@ class ShardedOptimizer:
     def state_tensors(self) -> Iterator[Tensor]:
         """The optimizer states that belong on the parameters' device, as plain tensors, each once.
 
-        Setting `.data` of one moves it. DTensors and quantised tensors are given as the plain ones inside; step
+        Setting `.data` of one moves it. DTensors and quantized tensors are given as the plain ones inside; step
         counters and the host memory of adamw_cpu are left out. Before the first update there are none.
         """
         if self._config.optimizer == "adamw_cpu":
@@ -182,7 +182,7 @@ class ShardedOptimizer:
         return any(optimizer.state for optimizer in self.optimizers)
 
     def drop_states(self) -> None:
-        """The next update is the first one."""
+        """Drops all states, so that the next update is the first one."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if isinstance(self._adamw, BFloat16AdamW):
@@ -213,7 +213,8 @@ class ShardedOptimizer:
         }
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Raises ModelError if they are of an optimizer with another use of the loss scale."""
+        """Raises ModelError unless the optimizer that the numbers come from has a loss scale exactly if this one
+        does."""
         if (numbers["loss_scaler"] is None) != (self.scaler is None):
             saved, here = ("without", "with") if self.scaler is not None else ("with", "without")
             raise ModelError(
@@ -223,7 +224,7 @@ class ShardedOptimizer:
             )
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Takes over what `numbers` of another optimizer of this kind gave."""
+        """Takes over what `numbers` returned for another optimizer of this kind."""
         self.num_steps = numbers["num_steps"]
         self._num_nonfinite_in_a_row = numbers["num_nonfinite_in_a_row"]
         if isinstance(self._adamw, BFloat16AdamW):
@@ -235,22 +236,23 @@ class ShardedOptimizer:
                 state["step"] = numbers["steps"][self._names[id(parameter)]]
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], ParameterGroup]]:
-        """Each optimizer with each of its groups, and what that was made from."""
+        """Yields (optimizer, one of its groups, what the group was made from)."""
         for optimizer, described in ((self._special, self._special_groups), (self._adamw, self._adamw_groups)):
             for group, made_from in zip(optimizer.param_groups if optimizer else [], described, strict=True):
                 assert optimizer is not None
                 yield optimizer, group, made_from
 
     def _states(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any]]]:
-        """Of each parameter its optimizer, and the states that it has there, maybe under an alias."""
+        """Yields (optimizer, parameter, states of the parameter), for each that has states there, maybe under an
+        alias."""
         for optimizer, group, made_from in self._groups():
             for alias, parameter in zip(group["params"], made_from.parameters, strict=True):
                 if alias in optimizer.state:
                     yield optimizer, parameter, optimizer.state[alias]
 
     def _is_overflow(self, num_bad_losses: int) -> bool:
-        """Collective. Whether a smaller loss scale may cure gradients that are not finite. It cures no loss of any
-        rank: those are scaled when they are there."""
+        """Collective. Whether a smaller loss scale may cure gradients that are not finite. It cannot cure a loss on any
+        rank, since losses are scaled after they are computed."""
         if self.scaler is None or self.scaler.is_at_minimum:
             return False
         return not any(all_gather_json(num_bad_losses) if dist.is_initialized() else [num_bad_losses])
@@ -264,7 +266,7 @@ class ShardedOptimizer:
                 group["lr"] = learning_rate
 
     def _learning_rates(self, share: float) -> Metrics:
-        """As metrics, where the schedule has reached this share of the peak."""
+        """The learning rates as metrics, when the schedule is at this share of the peak."""
         peaks = {f"train/learning_rate/{prefix}": peak for prefix, peak in self._config.module_learning_rates.items()}
         peaks = {"train/learning_rate": self._config.learning_rate} | peaks
         return {name: MetricValue.max(peak * share) for name, peak in peaks.items()}
@@ -306,8 +308,8 @@ def global_grad_norm(parameters: Sequence[nn.Parameter], losses: Sequence[Tensor
 
 
 def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -> Tensor:
-    """Collective. [] float64, over all gradients of parameters that are sharded alike and over all ranks, plus the
-    poison [] of every rank: 0, or NaN."""
+    """Collective. Returns the sum of squares [] float64 of all gradients of parameters that are sharded alike, over all
+    ranks, plus the poison [] of every rank: 0, or NaN."""
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum()
     shard_groups: list[dist.ProcessGroup] = []
@@ -328,7 +330,8 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -
 
 
 def _common_dtype(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> torch.dtype:
-    """The dtype of all trained parameters, if the optimizer supports it."""
+    """Returns the dtype of all trained parameters. Raises ConfigError: they have several, or the optimizer does not
+    support it."""
     example = {one.parameter.dtype: one.name for one in trained}
     if len(example) > 1:
         given = ", ".join(f"{name} is {dtype}" for dtype, name in example.items())
@@ -345,7 +348,7 @@ def _common_dtype(trained: Sequence[TrainedParameter], config: OptimizerConfig) 
 
 
 def _is_special(one: TrainedParameter, config: OptimizerConfig) -> bool:
-    """Whether AdamW is not the optimizer of it."""
+    """Whether Muon or AdamW in 8 bits trains this parameter, instead of plain AdamW."""
     match config.optimizer:
         case "muon":
             return one.is_hidden_matrix
@@ -356,7 +359,7 @@ def _is_special(one: TrainedParameter, config: OptimizerConfig) -> bool:
 
 
 def _build_special(groups: list[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer | None:
-    """Of float32 weights."""
+    """Builds Muon or AdamW in 8 bits, for float32 weights; None for other optimizers."""
     match config.optimizer:
         case "muon":
             _require_any(groups, config, "no matrix", "embeddings and output projections are AdamW's")
@@ -386,7 +389,7 @@ def _require_any(groups: list[ParameterGroup], config: OptimizerConfig, nothing:
 
 
 def _build_adamw(groups: list[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Of float32 weights."""
+    """Builds AdamW for float32 weights."""
     torch_groups, betas, eps = _torch_groups(groups), config.adam_betas, config.adam_eps
     if config.optimizer == "adamw_cpu":
         return HostAdamW(torch_groups, betas=betas, eps=eps)
@@ -395,7 +398,7 @@ def _build_adamw(groups: list[ParameterGroup], config: OptimizerConfig) -> torch
 
 
 def _torch_groups(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
-    """As torch's optimizers take them. The learning rate is set before every step."""
+    """Returns the groups as torch's optimizers take them. The learning rate is set before every step."""
     return [
         {"params": group.parameters, "lr": group.peak_learning_rate, "weight_decay": group.weight_decay}
         for group in groups
@@ -403,14 +406,15 @@ def _torch_groups(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
 
 
 def _sharded_like(state: Tensor, parameter: Tensor) -> Tensor:
-    """The same memory, as a DTensor if the parameter is one and the state holds a number for each of its elements."""
+    """Returns a state in the same memory, as a DTensor if the parameter is one and the state holds a number for each of
+    its elements."""
     if state.dim() == 0 or isinstance(state, DTensor) or not isinstance(parameter, DTensor):
         return state
     return DTensor(state, parameter._spec, requires_grad=False)  # from_local would move host memory to the device
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors inside a wrapper subclass (DTensor, torchao's quantised states), or the tensor itself."""
+    """Yields the tensors inside a wrapper subclass (DTensor, torchao's quantized states), or the tensor itself."""
     if type(tensor) is Tensor:
         yield tensor
         return

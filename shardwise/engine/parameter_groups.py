@@ -17,17 +17,20 @@ from shardwise.ops import plain_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParameter:
-    """Example: `TrainedParameter(name="model.norm.weight", parameter=..., rate_prefix=None, is_decayed=False,
-    is_hidden_matrix=False, is_transposed=False)`"""
+    """A parameter that is trained, and how.
+
+    Example: `TrainedParameter(name="model.norm.weight", parameter=..., rate_prefix=None, is_decayed=False,
+    is_hidden_matrix=False, is_transposed=False)`
+    """
 
     name: str
-    """In the model, free of what wrappers add to it."""
+    """Name in the model, free of what wrappers add to it."""
     parameter: nn.Parameter
     rate_prefix: str | None
     """The key of module_learning_rates that applies; None: learning_rate."""
     is_decayed: bool
-    """Matrices are decayed; embeddings (a tied output projection is one), norms and biases are not, of two dimensions
-    neither: Cohere's norms of each head, biases of fused experts."""
+    """Matrices are decayed. Embeddings (a tied output projection is one), norms and biases are not, even with two
+    dimensions: Cohere's norms of each head, biases of fused experts."""
     is_hidden_matrix: bool
     """Two dimensions, and inside the decoder: see `hidden_matrices`."""
     is_transposed: bool
@@ -51,7 +54,7 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
     here: whatever is not of two dimensions (fused experts have three), biases of fused experts, norms, weights of an
     nn.Embedding (and so tied projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA
-    adapters are matrices, but those of fused experts, which hold one for each expert side by side.
+    adapters count as matrices, but not those of fused experts, which hold one for each expert side by side.
     """
     others, of_experts = embedding_weights(model) | _norm_weights(model), _adapters_of_experts(model)
     return {
@@ -66,7 +69,7 @@ def hidden_matrices(model: nn.Module) -> set[int]:
 
 
 def _adapters_of_experts(model: nn.Module) -> tuple[str, ...]:
-    """What the names of their parameters begin with."""
+    """Prefixes of the names of the adapters of fused experts."""
     if not has_adapters(model):
         return ()
     from shardwise.engine.lora import adapted_weights  # importing peft takes seconds
@@ -80,7 +83,7 @@ def embedding_weights(model: nn.Module) -> set[int]:
 
 
 def _norm_weights(model: nn.Module) -> set[int]:
-    """The ids of what norms scale and shift by: one row for each head in some (Cohere)."""
+    """The ids of the weights and biases of norms, which in some have one row for each head (Cohere)."""
     norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
     return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
@@ -93,8 +96,8 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
     """The parameters that require a gradient, in the model's order.
 
     Args:
-        rate_prefixes: the keys of module_learning_rates; the longest that a name is, or begins with before a dot,
-            counts, so that layers.1 does not take layers.10 with it.
+        rate_prefixes: the keys of module_learning_rates; a name gets the longest one that it equals, or begins with
+            before a dot, so that layers.1 does not take layers.10 with it.
     Raises:
         ConfigError: nothing is trained, or a prefix has no parameter.
     """

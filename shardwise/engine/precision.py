@@ -33,7 +33,7 @@ class Precision:
             self._reduce = getattr(torch, config.reduce_dtype)
             self._master = getattr(torch, config.master_dtype)
         self.overrides: dict[str, ModulePrecisionConfig] = {}
-        """By the path of a module."""
+        """Path of a module -> its entry in module_precision."""
         for entry in config.module_precision:
             paths = [
                 path
@@ -58,10 +58,10 @@ class Precision:
             self.overrides |= dict.fromkeys(paths, entry)
 
     def policy(self, path: str | None) -> MixedPrecisionPolicy:
-        """Of the unit at `path`; None stands for the root."""
+        """Returns the policy of the unit at `path`; None stands for the root."""
         at = None if path is None else self._override_of(path)
         if path is None or at is None:
-            # A tower casts pixels itself, and rotates in float32 by what its blocks are given.
+            # A vision tower casts pixels itself, and its blocks rotate in float32 by angles that must not be cast.
             sees = path is not None and self._tower is not None and is_within(path, self._tower)
             return MixedPrecisionPolicy(
                 param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not sees
@@ -76,7 +76,7 @@ class Precision:
         )
 
     def cast_parameters(self, model: nn.Module) -> None:
-        """Gives every parameter of a model on meta its dtype between steps."""
+        """Gives every parameter of a model on the meta device the dtype that it is kept in."""
         for name, parameter in model.named_parameters():
             dtype = self._master if parameter.requires_grad else self._compute_dtype(self._override_of(name))
             if parameter.is_floating_point():
@@ -93,8 +93,8 @@ class Precision:
 
 
 def emulated_dtype(dtype: torch.dtype) -> str | None:
-    """A sentence about layers that compute in `dtype` on a CPU without instructions for it, None where there are some
-    or an accelerator computes. No error: so few tokens may be computed that it does not matter.
+    """Returns a warning about layers that compute in `dtype` on a CPU without instructions for it; None if it has them
+    or an accelerator computes. It is no error, because with few tokens it does not matter.
 
     On a CPU with AVX2 alone products of 512 x 512 in bfloat16 take 5 times as long as in float32, and their gradients
     22 times.

@@ -1,6 +1,6 @@
-"""Frozen base weights in 4 bits (QLoRA, Dettmers et al. 2023), packed and taken out again by bitsandbytes.
+"""Frozen base weights in 4 bits (QLoRA, Dettmers et al. 2023), packed and unpacked by bitsandbytes.
 
-Blocks of 64 numbers lie within a row, so a row is quantised alike on every layout, and FSDP shards, gathers and
+Blocks of 64 numbers lie within a row, so a row is quantized alike on every layout, and FSDP shards, gathers and
 offloads the packed rows as it does any weight.
 """
 
@@ -24,16 +24,17 @@ BLOCK = 64
 """Numbers that share a scale."""
 CODE_BYTES = BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + torch.float32.itemsize
-"""Of a block with its scale: 4.5 bits for each number."""
+"""Bytes of a block with its scale: 4.5 bits for each number."""
 FORMAT: Final = "nf4"
 MIN_TORCH = "2.12"
-"""FSDP of releases before makes every shard a parameter with gradients, which integers cannot have."""
+"""FSDP of earlier releases makes every shard a parameter with gradients, which integers cannot have."""
 SHARDS_INTEGERS = torch.__version__ >= TorchVersion(MIN_TORCH)
 
 
 @cache
 def _kernels() -> ModuleType:
-    """Importing them takes seconds."""
+    """Imports bitsandbytes' kernels on first use, since that takes seconds. Raises ConfigError: they cannot be
+    imported."""
     try:
         import bitsandbytes.functional
     except ImportError as error:
@@ -45,13 +46,13 @@ def _kernels() -> ModuleType:
 
 
 def packed_bytes(row_length: int) -> int:
-    """Of a row."""
+    """Bytes of a packed row."""
     return -(-row_length // BLOCK) * BLOCK_BYTES
 
 
 def pack_rows(rows: Tensor) -> Tensor:
-    """[n, length] -> uint8 [n, bytes]: of each row the codes of its blocks, then their float32 scales. A row's last
-    block is filled up with zeros."""
+    """[n, length] -> uint8 [n, bytes]: each row has the codes of its blocks, then their float32 scales. A row's last
+    block is padded with zeros."""
     if len(rows) == 0:
         return torch.empty(0, packed_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
     whole_blocks = pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()
@@ -61,7 +62,7 @@ def pack_rows(rows: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::unpack_rows", mutates_args=())
 def unpack_rows(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tensor:
-    """uint8 [n, bytes] -> [n, row_length] in float32, bfloat16 or float16. One operation to compiled layers."""
+    """uint8 [n, bytes] -> [n, row_length] in float32, bfloat16 or float16. Compiled layers see one operation."""
     if len(packed) == 0:
         return torch.empty(0, row_length, dtype=dtype, device=packed.device)
     num_blocks = packed.shape[1] // BLOCK_BYTES
@@ -82,11 +83,11 @@ def _unpacked_shape(packed: Tensor, row_length: int, dtype: torch.dtype) -> Tens
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose frozen weight is uint8 [rows, bytes]: its rows as they are stored, of a Conv1D those of
-    [in, out]. It computes in the dtype of its input."""
+    """A linear layer whose frozen weight is packed, uint8 [rows, bytes]: the rows of the weight as it is stored, which
+    is [in, out] for a Conv1D. It computes in the dtype of its input."""
 
     def __init__(self, linear: nn.Linear | Conv1D) -> None:
-        """Of a layer on the meta device, whose bias it takes over."""
+        """Stands in for a layer on the meta device, and takes over its bias."""
         nn.Module.__init__(self)
         self.is_transposed = isinstance(linear, Conv1D)
         self.stored_shape: torch.Size = linear.weight.shape
@@ -101,20 +102,20 @@ class QuantizedLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
     def fill(self, rows: Tensor) -> None:
-        """Takes over this rank's rows, as they are stored."""
+        """Packs this rank's rows, given as they are stored."""
         own = local_shard(self.weight)
         own.copy_(pack_rows(rows.to(own.device, torch.float32)))
 
     def unpacked(self) -> Tensor:
-        """The weight, float32 and sharded as it is."""
+        """The unpacked weight, float32, sharded like the packed one."""
         return self._beside(unpack_rows(local_shard(self.weight), self.stored_shape[1], torch.float32))
 
     def outline(self) -> Tensor:
-        """The weight's shape and sharding, without memory."""
+        """The unpacked weight's shape and sharding, without memory."""
         return self._beside(torch.empty(len(local_shard(self.weight)), self.stored_shape[1], device="meta"))
 
     def _beside(self, rows: Tensor) -> Tensor:
-        """This rank's rows, spread over the ranks as the packed ones are."""
+        """A tensor made of this rank's rows, sharded like the packed ones."""
         weight: Tensor = self.weight
         if not isinstance(weight, DTensor):
             return rows
@@ -125,8 +126,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, or x W where the stored rows are those of [in, out]. W is taken out of its 4 bits in the forward and once
-    more in the backward pass; between them the packed one alone is kept, which FSDP may free and gather again."""
+    """x W^T, or x W where the stored rows are those of [in, out]. W is unpacked in the forward and once more in the
+    backward pass; in between only the packed weight is kept, which FSDP may free and gather again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, packed: Tensor, row_length: int, is_transposed: bool) -> Tensor:
@@ -144,7 +145,7 @@ class _Product(torch.autograd.Function):
 
 def quantize_layers(model: nn.Module, names: Sequence[str]) -> None:
     """Puts a QuantizedLinear into the place of every linear layer in `names`, on the meta device, before the model is
-    sharded. Raises ConfigError: bitsandbytes is not there, or torch is too old."""
+    sharded. Raises ConfigError: bitsandbytes is missing, or torch is too old."""
     if not SHARDS_INTEGERS:
         raise ConfigError(
             f"engine.lora.quantize_base needs torch {MIN_TORCH} or newer, and this is {torch.__version__}, whose FSDP "

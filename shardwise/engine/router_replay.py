@@ -31,7 +31,7 @@ class RouterReplay:
         """
         Args:
             routers: hooks are put on them.
-            loads: know which of them cannot be read.
+            loads: knows which routers cannot be read.
         """
         self._loads = loads
         self._experts: Tensor | None = None
@@ -42,17 +42,17 @@ class RouterReplay:
         for place, router in enumerate(routers):
             for module in router.modules:
                 module.register_forward_pre_hook(partial(self._before, place, router))
-                # Also after an error: what is entered would stay.
+                # Also after an error, else a mode that was entered would stay active.
                 module.register_forward_hook(partial(self._after, place, router), always_call=True)
         self._num_routers = len(routers)
 
     @contextmanager
     def replaying(self, experts: Tensor | None, *, counts: bool) -> Iterator[None]:
-        """Inside it run the forward of a micro-batch and, in training, its backward.
+        """Replays experts in one micro-batch: its forward and, in training, its backward run inside this context.
 
         Args:
             experts: [t, M, k], -1 where a router chooses for itself; None replays nothing.
-            counts: differing choices, until `settle`.
+            counts: whether differing choices are counted, until `settle`.
         Raises:
             ModelError: on every rank, for all of them replay or none does (see `pack`): a router cannot be read, or the
                 rollout had another number of them.
@@ -72,12 +72,12 @@ class RouterReplay:
             self._experts = None
 
     def settle(self) -> None:
-        """Between forward and backward: what is computed again was counted."""
+        """Ends the counting, between forward and backward: what is recomputed then was counted already."""
         self._is_counting = False
 
     def take(self) -> Metrics:
-        """Collective. Of the micro-batches of all ranks since the last call the share of chosen experts that the
-        rollout did not choose; nothing where none was replayed."""
+        """Collective. Returns the share of chosen experts that the rollout did not choose, in the micro-batches of all
+        ranks since the last call; nothing if none was replayed."""
         if self._counts is None:
             return {}
         dist.all_reduce(self._counts)
@@ -94,9 +94,9 @@ class RouterReplay:
         if self._experts is None:
             return
         start, num_tokens = self._num_seen.get(place, 0), args[0].shape[:-1].numel()
-        self._num_seen[place] = (start + num_tokens) % len(self._experts)  # a tiled MLP brings the next ones
+        self._num_seen[place] = (start + num_tokens) % len(self._experts)  # a tiled MLP brings the next tokens
         experts = self._experts[start : start + num_tokens, place].long()
-        if self._compares:  # also where it is computed again: selective checkpointing counts on the same operations
+        if self._compares:  # also in recomputation: selective checkpointing needs the same operations
             differing = self._compare(router, module, args, experts)
             if self._is_counting:
                 self._counts = differing if self._counts is None else self._counts + differing
@@ -120,9 +120,9 @@ class RouterReplay:
 
     @torch.no_grad()
     def _compare(self, router: Router, module: nn.Module, args: tuple[Tensor, ...], experts: Tensor) -> Tensor:
-        """[2] float64: of the experts [t, k] that the router chooses by itself how many are not replayed, and of how
-        many. It is asked for that: once it prefers the groups of the replayed ones, nothing tells what it would have
-        chosen."""
+        """Returns [2] float64: how many of the experts [t, k] that the router chooses by itself are not replayed, and
+        how many were compared. This calls the router once more: while it is made to prefer the groups of replayed
+        experts, nothing tells what it would have chosen."""
         own = router.read(module.forward(*args))[1]
         is_given = experts[:, :1] >= 0
         is_same = (own[:, :, None] == experts[:, None, :]).any(-1)
@@ -130,8 +130,8 @@ class RouterReplay:
 
 
 class _Replayed(TorchFunctionMode):
-    """Inside it `topk` over all experts gives the replayed ones, and the scores that they have now; over groups of
-    experts it prefers those of the replayed ones, for the scores of others are masked."""
+    """Inside this mode `topk` over all experts gives the replayed ones, with the scores that they have now; over groups
+    of experts it prefers the groups of the replayed ones, because the scores of other groups are masked."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Replayed(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         is_given = self._experts[:, :1] >= 0
         if scores.dim() != 2 or self._num_experts % scores.shape[1]:
-            return found  # of the experts within each group
+            return found  # a choice among the experts of each group
         if scores.shape[1] < self._num_experts:
             groups = self._experts.clamp(min=0) // (self._num_experts // scores.shape[1])
             is_preferred = torch.zeros_like(scores, dtype=torch.bool).scatter(1, groups, is_given.expand_as(groups))

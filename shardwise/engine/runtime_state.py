@@ -10,8 +10,8 @@ from shardwise.ops import plain_name
 
 
 def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> parameter or persistent buffer. Of a model with adapters, the base alone; of its quantised weights the
-    outlines, without memory."""
+    """Name -> parameter or persistent buffer. For a model with adapters these are the base's, and its quantized weights
+    are outlines without memory."""
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
@@ -22,7 +22,7 @@ def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copied_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """As `runtime_state`, but of `modules_to_save` the trained copies alone."""
+    """Like `runtime_state`, but only the trained copies of `modules_to_save`."""
     if not has_adapters(model):
         return {}
     from shardwise.engine.lora import base_names, trained_copies
@@ -33,7 +33,7 @@ def copied_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """As `runtime_state`; adapters are merged into a tensor (sharded, float32) when it is asked for."""
+    """Like `runtime_state`; adapters are merged into a tensor (sharded, float32) when it is asked for."""
     if not has_adapters(model):
         return runtime_state(model)
     from shardwise.engine.merging import MergedState
@@ -42,17 +42,17 @@ def merged_state(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def trained_names(model: PreTrainedModel) -> set[str]:
-    """Of its trained parameters, tied ones under each of their names; those of adapters under names that are in no
+    """Names of the trained parameters, tied ones under each of their names. Those of adapters are in no
     `runtime_state`."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """peft leaves its configuration on the models it changes."""
+    """Whether a model has adapters: peft leaves its configuration on the models it changes."""
     return hasattr(model, "peft_config")
 
 
 def buffer_names(model: PreTrainedModel) -> set[str]:
-    """All of them, also those that no checkpoint holds."""
+    """Names of all buffers, also of those that no checkpoint holds."""
     return {plain_name(name) for name, _ in model.named_buffers()}

@@ -46,10 +46,10 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES.values())}
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 
 BLOCK_BYTES = 1 << 20
-"""What fits a processor's cache, so that what one step has read another step need not fetch again."""
+"""Bytes that fit a processor's cache, so that what one step has read another step need not fetch again."""
 
 FLUSH_BYTES = 1 << 23
-"""After so many the disk is told to begin, so that it works while the rest is written."""
+"""After so many bytes the kernel is told to begin, so that the disk works while the rest is written."""
 
 Box = Sequence[slice]
 """Start and stop in every dimension."""
@@ -75,10 +75,10 @@ class TensorSpec:
 
 
 def differences(wanted: Mapping[str, object], stored: Mapping[str, object]) -> str:
-    """For errors: what is missing, what is too much and what is not as it should be, in words; "" where nothing is.
+    """For errors: says what is missing, what is too much and what is not as it should be; "" if nothing is.
 
     Args:
-        wanted, stored: by the tensor's name a form that can be compared and shown, such as a TensorSpec or a shape.
+        wanted, stored: name of a tensor -> a form that can be compared and shown, such as a TensorSpec or a shape.
     """
     lists = {
         "missing": sorted(wanted.keys() - stored.keys()),
@@ -132,11 +132,11 @@ class SafetensorsReader:
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Of every tensor, where its bytes begin in the file, and how many they are."""
+        """Name -> where the tensor's bytes begin in the file, and how many there are."""
         return {name: (self._data_start + start, spec.nbytes) for name, (spec, start) in self._entries.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The part of a tensor inside `box`, on the host, in the dtype of the file; nothing else is read.
+        """Reads the part of a tensor inside `box`, to the host, in the dtype of the file; nothing else is read.
 
         Raises:
             ModelError: the file system could not deliver it, or it has to be finite and is not.
@@ -153,7 +153,7 @@ class SafetensorsReader:
     def read_into(
         self, target: Tensor, name: str, box: Box, *, seen: Callable[[memoryview], object] = lambda block: None
     ) -> None:
-        """The same into memory that is there.
+        """Reads the part of a tensor inside `box` into existing memory.
 
         Args:
             target: contiguous, on the host, in the dtype of the file and of the shape of the box.
@@ -173,7 +173,8 @@ class SafetensorsReader:
                 done += len(block)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, block by block, each in the memory of the one before. Raises ModelError as `read`."""
+        """Yields the bytes of a tensor block by block, each in the memory of the one before. Raises ModelError as
+        `read`."""
         spec, start = self._entries[name]
         buffer = memoryview(bytearray(min(BLOCK_BYTES, spec.nbytes)))
         for offset in range(0, spec.nbytes, BLOCK_BYTES):
@@ -185,7 +186,7 @@ class SafetensorsReader:
         self._file.close()
 
     def _read_header(self) -> tuple[int, dict[str, tuple[TensorSpec, int]]]:
-        """Where the data begin, and for each tensor its spec and its offset from there."""
+        """Returns where the data begin, and for each tensor its spec and its offset from there."""
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise ValueError(f"it has {size} bytes, fewer than the 8 of the header's length")
@@ -199,7 +200,7 @@ class SafetensorsReader:
             raise ValueError("its header is not a JSON object")
         metadata = header.pop("__metadata__", None)
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        """What the file says of itself."""
+        """The file's own metadata."""
         entries = {name: _entry(name, entry) for name, entry in header.items()}
         end = 0
         for name, (spec, start) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
@@ -216,7 +217,8 @@ class SafetensorsReader:
         return bytes(buffer)
 
     def _read_block(self, target: memoryview, name: str, offset: int) -> None:
-        """Of the tensor's bytes those from `offset` on, counted from where the data begin."""
+        """Reads bytes of a tensor into `target`, from `offset` on, counted from where the data begin. Raises
+        ModelError."""
         try:
             self._fill(target, self._data_start + offset)
         except (OSError, ValueError) as error:
@@ -224,7 +226,8 @@ class SafetensorsReader:
             raise _error_for(error)(message) from None
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        """Threads may read at once: the file has no position that they share."""
+        """Reads the file's bytes from `offset` on into `target`. Threads may read at once: they share no position in
+        it."""
         done = 0
         while done < len(target):  # one call returns at most 2 GiB
             count = os.preadv(self._file.fileno(), [target[done:]], offset + done)
@@ -263,7 +266,7 @@ class SafetensorsWriter:
         return not self._offsets
 
     def write(self, name: str, tensor: Tensor, *, seen: Callable[[memoryview], object] = lambda block: None) -> None:
-        """Each name once, in any order; the tensor may lie on any device. `seen` gets every block of its bytes in turn,
+        """Writes a tensor from any device; each name once, in any order. `seen` gets every block of its bytes in turn,
         while the block is in the processor's cache."""
         assert TensorSpec.of(tensor) == self._specs[name], f"{name}: {TensorSpec.of(tensor)}, not {self._specs[name]}"
         offset = self._offsets.pop(name)
@@ -287,8 +290,8 @@ class SafetensorsWriter:
         self._file.close()
 
     def _note_unflushed(self, offset: int, num_bytes: int) -> None:
-        """Where the last block is. The kernel writes what is old or too much; told that nobody will read these pages
-        (POSIX_FADV_DONTNEED), it begins at once and does not wait."""
+        """Notes where the last block is. By itself the kernel only writes pages that are old or too many; told that
+        nobody will read them (POSIX_FADV_DONTNEED), it begins at once and does not wait."""
         self._unflushed.append((offset, num_bytes))
         if sum(count for _, count in self._unflushed) >= FLUSH_BYTES:
             for span in self._unflushed:
@@ -304,7 +307,7 @@ class SafetensorsWriter:
 
 
 def _error_for(error: Exception) -> type[ModelError]:
-    """Whether the file is to blame, or whoever reads it: his rights, or how many files he has opened."""
+    """DamagedError if the file is to blame, ModelError if it is the reader: permissions, too many open files."""
     is_readers = isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO, errno.EISDIR)
     return ModelError if is_readers else DamagedError
 
@@ -327,12 +330,12 @@ def _entry(name: str, entry: object) -> tuple[TensorSpec, int]:
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of integers from 0 on; JSON's true and false are none."""
+    """Whether it is a list of integers from 0 on; JSON's true and false do not count as such."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _runs(spec: TensorSpec, box: Box) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes of the pieces of a box that lie together in the file, in order."""
+    """Yields (offset, length) in bytes of the pieces of a box that are contiguous in the file, in order."""
     itemsize = spec.dtype.itemsize
     strides = [math.prod(spec.shape[dim + 1 :]) * itemsize for dim in range(len(spec.shape))]
     cut = [dim for dim, part in enumerate(box) if (part.start, part.stop) != (0, spec.shape[dim])]

@@ -28,12 +28,12 @@ def schedule_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 def missed_peak(config: OptimizerConfig, total_steps: int, *, key: str) -> str | None:
-    """A sentence about a run whose warm-up and decay leave no step at the peak, None for others. No error: a few steps
-    are how a config is tried.
+    """Returns a warning about a run whose warm-up and decay leave no step at the peak, None for others. It is no error,
+    because a config is often tried for a few steps.
 
     Args:
         total_steps: optimizer steps of the whole run.
-        key: of the config.
+        key: the config's own key, for the message.
     """
     if config.warmup_steps + config.lr_decay_steps < total_steps:
         return None

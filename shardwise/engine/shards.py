@@ -19,7 +19,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_numbers(tensors: Iterable[Tensor]) -> Tensor:
-    """[n], this rank's part of the first of these of which it has one, sharing its storage; empty where there is
+    """Returns [n], this rank's part of the first tensor that it holds a part of, sharing its storage; empty if there is
     none."""
     parts = (local_shard(tensor).detach().view(-1) for tensor in tensors)
     return next((part for part in parts if len(part)), torch.empty(0))
@@ -41,7 +41,8 @@ def is_by_rows(tensor: Tensor) -> bool:
 
 
 def is_sharded(place: Placement) -> bool:
-    """Along an axis of a mesh. What fully_shard makes of a split tensor is a class beside Shard in some releases."""
+    """Whether a placement shards along its axis of the mesh. In some releases fully_shard gives a split tensor a
+    placement of another class than Shard."""
     return not isinstance(place, Replicate | Partial)
 
 
@@ -58,13 +59,16 @@ class RowSharding:
     num_ranks: int
     rank: int
     device: torch.device
-    """Where collectives of the group take their tensors; shards themselves may be in host memory (CPU offload)."""
+    """The device on which collectives of the group take their tensors; shards themselves may be in host memory (CPU
+    offload)."""
     num_parts: int = 1
-    """Equal parts of the rows. Rank r shares part r % num_parts with those that have the same one, in their order."""
+    """Number of equal parts of the rows. Rank r shares part r % num_parts with the other ranks of that part, in their
+    order."""
 
     @classmethod
     def of(cls, parameter: Tensor) -> "RowSharding":
-        """Groups compare equal for parameters on the same mesh, so shardings do too."""
+        """Returns the sharding of a parameter. Those of parameters on the same mesh compare equal, as their groups
+        do."""
         if not isinstance(parameter, DTensor):
             return cls(None, 1, 0, parameter.device)
         mesh = parameter.device_mesh
@@ -79,8 +83,8 @@ class RowSharding:
         return cls(ranks.get_group(-1), ranks.size(-1), ranks.get_local_rank(-1), device, mesh.size(axes[1]))
 
     def rows(self, total_rows: int, rank: int) -> range:
-        """Those that `rank` holds of `total_rows`: of a part equal chunks, the last ones smaller or empty
-        (torch.chunk)."""
+        """Returns the rows that `rank` holds of `total_rows`: one of the equal chunks of its part, the last of which
+        are smaller or empty (torch.chunk)."""
         part_rows, num_sharing = total_rows // self.num_parts, self.num_ranks // self.num_parts
         chunk = -(-part_rows // num_sharing)
         place, part = divmod(rank, self.num_parts)
@@ -96,9 +100,9 @@ class RowSharding:
         return self.rows(shape[0], self.rank).start * math.prod(shape[1:]) if shape else 0
 
     def assembled(self, by_rank: Tensor, shape: torch.Size) -> Tensor:
-        """[num_ranks, slot], what the ranks hold, each padded to as much as the rank with the most -> `shape`, with
-        memory of its own unless `by_rank` has."""
+        """Puts a tensor of `shape` together from [num_ranks, slot], what the ranks hold, each padded to as much as the
+        rank with the most. The result shares the memory of `by_rank` if that is contiguous and in order."""
         by_part = by_rank.unflatten(0, (-1, self.num_parts)).transpose(0, 1).contiguous().flatten(1)
-        if self.num_parts > 1:  # the slots of a part's last ranks end in nothing
+        if self.num_parts > 1:  # the slots of a part's last ranks end in padding
             by_part = by_part[:, : shape.numel() // self.num_parts].contiguous()
         return by_part.view(-1)[: shape.numel()].view(shape)

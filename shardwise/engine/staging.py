@@ -13,11 +13,11 @@ from shardwise.fault_plan import fault_point
 from shardwise.ops import nonfinite_names
 
 _TAG = 1
-"""Of shards on their way, beside the commands that travel over the same connections."""
+"""Tag of shards on their way, to tell them from commands that travel over the same connections."""
 
 
 class Links(Protocol):
-    """Connections from every rank to every other, such as a ProcessGroupGloo of its own, under the ranks' numbers."""
+    """Connections from every rank to every other, addressed by rank, such as a ProcessGroupGloo of its own."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Begins to send one tensor."""
@@ -27,9 +27,9 @@ class Links(Protocol):
 
 
 class Copies:
-    """Copies to host memory that go on beside whatever only reads their sources, such as a forward or backward pass.
+    """Copies to host memory that run beside whatever only reads their sources, such as a forward or backward pass.
 
-    From a CPU a thread makes them, from an accelerator a stream of its own, which computes in order with the others.
+    A thread makes them from a CPU, a separate stream from an accelerator, in order with its other streams.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Copies:
         self._stream: torch.Stream | None = None
 
     def begin(self, target: Tensor, source: Tensor) -> None:
-        """The copy is of what `source` holds when all that was computed up to now is done."""
+        """Begins to copy what `source` holds when all that was computed up to now is done."""
         if source.device.type == "cpu":
             self._running.append(self._thread.submit(target.copy_, source))
             return
@@ -50,14 +50,15 @@ class Copies:
         source.record_stream(self._stream)
 
     def wait(self) -> None:
-        """To be called before a source changes. Waits for: memory. Only the device waits, if the sources are on one."""
+        """To be called before a source changes. Waits for copies of host memory; if the sources are on a device, only
+        the device waits."""
         self._join()
         self._running = []  # only now: the writer's thread may be about to wait for them too
         if self._stream is not None:
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self) -> None:
-        """To be called, in any thread, before a target is read."""
+        """Waits for the copies; to be called, in any thread, before a target is read."""
         self._join()
         if self._stream is not None:
             self._stream.synchronize()
@@ -97,7 +98,7 @@ class _Rows:
     shape: torch.Size
     sharding: RowSharding
     ranks: list[int]
-    """Those of the sharding, in its order; this rank alone where the tensor is not sharded."""
+    """Ranks of the sharding, in its order; this rank alone if the tensor is not sharded."""
 
 
 class HostShards:
@@ -108,19 +109,19 @@ class HostShards:
         self._rows: dict[str, _Rows] = {}
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Begins to copy this rank's shard of a tensor in a dtype, which `whole` gives back."""
+        """Begins to copy this rank's shard of a tensor, in a dtype, for `whole` to put together."""
         sharding = RowSharding.of(tensor)
         ranks = [dist.get_rank()] if sharding.group is None else dist.get_process_group_ranks(sharding.group)
         copy = self._buffers.copy(name, local_shard(tensor), dtype)
         self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
 
     def nonfinite_names(self) -> list[str]:
-        """Of the tensors of which this rank's rows hold NaN or an infinity. Waits for the copies."""
+        """Names of the tensors whose rows on this rank hold NaN or an infinity. Waits for the copies."""
         self._buffers.copies.finish()
         return nonfinite_names((name, rows.mine) for name, rows in self._rows.items())
 
     def whole(self, name: str, writer: int, links: Links) -> Tensor | None:
-        """To be called on every rank, in the same order. The full tensor on rank `writer`, None elsewhere. Each
+        """Returns the full tensor on rank `writer`, None elsewhere. To be called on every rank, in the same order. Each
         other rank that holds rows of the writer's replica sends them to it. Waits for the copies."""
         self._buffers.copies.finish()
         rows = self._rows[name]

@@ -40,7 +40,7 @@ from shardwise.engine.verified_files import bytes_hash, check_size, read_sealed_
 
 INDEX = "index.json"
 FORMAT = 1
-"""Raised when what was written before can no longer be read."""
+"""Version of the format, increased when what was written before can no longer be read."""
 
 
 _SHARD = re.compile(r"rank_(\d+)\.safetensors")
@@ -51,9 +51,9 @@ def shard_name(rank: int) -> str:
 
 
 def own_share(names: Collection[str]) -> list[str]:
-    """This rank's of files that all ranks read together, each once: a shard belongs to the rank of the number that
-    wrote it, which resumes from it where the layout is the same, and whose host then reads it once; of the other files
-    every rank has its turn.
+    """Returns this rank's share of files that all ranks read together, each file once. A shard belongs to the rank with
+    its writer's number, which resumes from it if the layout is the same, so that its host reads it once; the other
+    files are dealt out in turn.
 
     Args:
         names: file names or paths, the same on every rank.
@@ -65,7 +65,7 @@ def own_share(names: Collection[str]) -> list[str]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The files of tensors of every state in the folder and in those within it."""
+    """The tensor files of every state in the folder and in those within it."""
     return [path for index in folder.rglob(INDEX) for path in index.parent.glob("rank_*.safetensors")]
 
 
@@ -80,7 +80,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A safetensors file that shows where it was changed: with the hashes of header and tensors every byte has one."""
+    """What shows where a safetensors file was changed: hashes of header and tensors, which together cover every
+    byte."""
 
     num_bytes: int
     header_xxh3: str
@@ -88,7 +89,7 @@ class ShardFile:
 
     @classmethod
     def write(cls, path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> Self:
-        """Tensor by tensor, from any device, durably. Raises OSError."""
+        """Writes a file durably, tensor by tensor, from any device. Raises OSError."""
         writer = SafetensorsWriter(path, specs)
         hashes = {}
         try:
@@ -104,24 +105,24 @@ class ShardFile:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
+        """Reads a whole file. Raises ModelError: it cannot be read, or is not a safetensors file."""
         with closing(SafetensorsReader(path)) as file:
             return cls(path.stat().st_size, bytes_hash(file.header), _tensor_hashes(file))
 
     def check(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> None:
-        """Reads all of it. Raises DamagedError, ModelError as `open` and `require_hash`."""
+        """Verifies a file by reading all of it. Raises DamagedError, ModelError as `open` and `require_hash`."""
         with closing(self.open(path, tensors=tensors)) as file:
             for name, found in _tensor_hashes(file).items():
                 self.require_hash(path, name, found)
 
     def open(self, path: Path, *, tensors: Mapping[str, str] | None = None) -> SafetensorsReader:
-        """For reading tensors that are to be compared. Raises DamagedError: missing, cut, or with another header.
-        ModelError: it cannot be opened.
+        """Opens a file for reading tensors whose hashes are to be compared. Raises DamagedError: it is missing, cut, or
+        has another header. ModelError: it cannot be opened.
 
         Args:
-            tensors: dtype and shape of each, as `described`, where they are recorded: a whole file with others, such as
-                the weights in another dtype, is then told by what is in it. The hash of the header says no more than
-                that it is another one.
+            tensors: dtype and shape of each tensor, as from `described`, if they are recorded: the error about a whole
+                file with other tensors, such as the weights in another dtype, then says what differs. The hash of the
+                header only says that it is another one.
         """
         changed = f"{path} is damaged: its header is not the one that was written"
         try:
@@ -147,12 +148,12 @@ class ShardFile:
 
 
 def described(file: SafetensorsReader) -> dict[str, str]:
-    """By name, dtype and shape of every tensor, such as "bfloat16 [4]"."""
+    """Name -> dtype and shape of every tensor, such as "bfloat16 [4]"."""
     return {name: str(spec) for name, spec in file.specs.items()}
 
 
 def _tensor_hashes(file: SafetensorsReader) -> dict[str, str]:
-    """By name, in as many threads as torch computes with."""
+    """Name -> hash of every tensor, computed in as many threads as torch computes with."""
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return dict(zip(file.specs, threads.map(partial(_tensor_hash, file), file.specs), strict=True))
 
@@ -169,15 +170,16 @@ class StateIndex:
     """What index.json says."""
 
     specs: dict[str, TensorSpec]
-    """Of whole tensors, by name."""
+    """Name -> dtype and shape of the whole tensor."""
     parts: dict[str, list[Part]]
-    """Without overlap they make up the tensor."""
+    """Name -> parts that make up the tensor without overlap."""
     files: dict[str, ShardFile]
     numbers: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ModelError: there is none, it is damaged, or of another version of Shardwise."""
+        """Reads the index of a state. Raises ModelError: there is none, it is damaged, or of another version of
+        Shardwise."""
         content = read_sealed_json(folder / INDEX)
         if content["format"] != FORMAT:
             raise ModelError(
@@ -199,7 +201,7 @@ class StateIndex:
         return index
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all, durably. Raises OSError."""
+        """Writes the index durably, whole or not at all. Raises OSError."""
         tensors = {
             name: {
                 "dtype": NAME_OF_DTYPE[spec.dtype],
@@ -213,13 +215,13 @@ class StateIndex:
         write_sealed_json(folder / INDEX, content)
 
     def check(self, path: Path) -> None:
-        """Reads one of `files`. Raises DamagedError: missing, cut or changed, or with other parts than it should have;
-        names the tensor. ModelError: it cannot be opened."""
+        """Verifies one of `files`. Raises DamagedError: it is missing, cut or changed, or has other parts than it
+        should have; names the tensor. ModelError: it cannot be opened."""
         self.files[path.name].check(path, tensors=self._described.get(path.name, {}))
 
     def open(self, path: Path) -> SafetensorsReader:
-        """One of `files`, for reading tensors that are to be compared. Raises DamagedError: missing, cut, or with other
-        parts than it should have. ModelError: it cannot be opened."""
+        """Opens one of `files` for reading tensors whose hashes are to be compared. Raises DamagedError: it is missing,
+        cut, or has other parts than it should have. ModelError: it cannot be opened."""
         return self.files[path.name].open(path, tensors=self._described.get(path.name, {}))
 
     def part_of(self, name: str, offsets: Sequence[int] | None) -> Part:
@@ -228,7 +230,7 @@ class StateIndex:
         return self._parts_by_offsets[name][tuple(offsets)]
 
     def metadata(self) -> Metadata:
-        """The same for the planners of torch.distributed.checkpoint."""
+        """Returns the index as the planners of torch.distributed.checkpoint take it."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -242,7 +244,7 @@ class StateIndex:
 
     @cached_property
     def _described(self) -> dict[str, dict[str, str]]:
-        """By file and name, dtype and shape of the parts that it holds."""
+        """File -> name of a tensor -> dtype and shape of the part in the file."""
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for name, parts in self.parts.items():
             for part in parts:

@@ -18,16 +18,17 @@ from shardwise.engine.state_files import Part, ShardFile, StateIndex, shard_name
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """It holds for every save of tensors of these names, shapes and dtypes, so the ranks agree on it once."""
+    """Which rank writes what. It holds for every save of tensors of these names, shapes and dtypes, so the ranks agree
+    on it once."""
 
     _specs: dict[str, TensorSpec]
-    """Of whole tensors."""
+    """Name -> dtype and shape of the whole tensor."""
     _by_rank: list[SavePlan]
-    """Without shards that have no elements; of a shard that several ranks hold, one copy."""
+    """Each rank's plan, without shards that have no elements; one copy of a shard that several ranks hold."""
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> Self:
-        """Collective. The same plan on every rank."""
+        """Collective. Makes the plan, the same on every rank."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
         items = [_item_to_json(item) for item in planner.create_local_plan().items]
@@ -38,7 +39,7 @@ class StatePlan:
         return cls(_specs_of(tensors), plans)
 
     def holds_for(self, tensors: Mapping[str, Tensor]) -> bool:
-        """The same on every rank."""
+        """Whether the plan holds for these tensors; the same answer on every rank."""
         return self._specs == _specs_of(tensors)
 
     def names_of(self, rank: int) -> list[str]:
@@ -46,7 +47,7 @@ class StatePlan:
         return [item.index.fqn for item in self._by_rank[rank].items]
 
     def index(self, files: dict[str, ShardFile], numbers: dict[str, Any]) -> StateIndex:
-        """What stands beside the files when every rank has written."""
+        """Returns the index that is written beside the files when every rank has written."""
         specs: dict[str, TensorSpec] = {}
         parts: dict[str, list[Part]] = {}
         for rank, plan in enumerate(self._by_rank):

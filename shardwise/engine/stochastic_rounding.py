@@ -1,4 +1,4 @@
-"""Rounding float32 to bfloat16 without a bias, by random bits that belong to (key, element) and to no generator.
+"""Rounds float32 to bfloat16 without a bias, by random bits that depend on (key, element) and on no generator.
 
 A bfloat16 weight has 8 bits of mantissa: rounded to nearest, an update below 2**-9 of the weight is lost. Rounded up
 with the probability of its distance from below, it is kept on average (Gupta et al. 2015).
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _LOW_BITS = (1 << 16) - 1
-"""Of a float32, the bits that bfloat16 does not have."""
+"""The bits of a float32 that bfloat16 does not have."""
 
 
 def rounding_key(seed: int, update: int, name: str) -> int:
@@ -20,7 +20,7 @@ def rounding_key(seed: int, update: int, name: str) -> int:
 
 
 def random_low_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """[count] int32, uniform in [0, 2**16): a hash of key and the elements first, first + 1, ...
+    """Returns [count] int32, uniform in [0, 2**16): a hash of key and the elements first, first + 1, ...
 
     The bits of an element do not depend on how a tensor is sharded, so neither does training. The mixer is lowbias32
     (Wellons 2018), in wrapping int32 arithmetic; `>>` keeps the sign, hence the masks.
@@ -34,7 +34,7 @@ def random_low_bits(key: int, first: int, count: int, device: torch.device) -> T
 
 
 def round_stochastically(values: Tensor, low_bits: Tensor) -> Tensor:
-    """One of the two bfloat16 neighbours of each value, the nearer one with the higher probability.
+    """Returns one of the two bfloat16 neighbors of each value, the nearer one with the higher probability.
 
     A float32 is sign, exponent and mantissa in this order, so adding to the bits that are cut off carries into the next
     bfloat16 away from zero, whatever the sign. Infinities and NaN stay what they are.

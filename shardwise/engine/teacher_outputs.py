@@ -14,13 +14,13 @@ from shardwise.uploads import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Which divergence of the student's distributions from the teacher's; see `vocabulary_divergence`.
+    """A divergence of the student's distributions from the teacher's; see `vocabulary_divergence`.
 
     Example: `Divergence(kind="jensen_shannon", beta=0.1, temperature=2.0)`
     """
 
     kind: DivergenceKind | VocabularyTerms = "forward_kl"
-    """By its name, or as the terms that are summed over the vocabulary."""
+    """The name of the divergence, or the terms that are summed over the vocabulary."""
     beta: float = 0.5
     """In (0, 1); only jensen_shannon reads it."""
     temperature: float = 1.0
@@ -41,7 +41,8 @@ class TeacherOutputs:
     divergence: Divergence
 
     def divergence_of(self, states: Tensor, projection: Tensor, transform: LogitTransform) -> Tensor:
-        """Of a student's states [n, D], output projection [V, D] and transform: [n] float32, nats."""
+        """Returns the divergence [n] float32, nats, of a student with these states [n, D], output projection [V, D] and
+        transform."""
         assert len(states) == len(self.states), f"{len(states)} scored tokens, teacher outputs of {len(self.states)}"
         return vocabulary_divergence(
             states,

@@ -19,18 +19,18 @@ DEFAULT_NUM_SHARDS = 4
 
 
 class TiledMLP(ActivationWrapper):
-    """Computes what the module it wraps computes, slice by slice. For modules that treat every token alone."""
+    """Computes what the module it wraps computes, slice by slice. For modules that treat every token separately."""
 
     def __init__(self, mlp: nn.Module, num_shards: int) -> None:
         super().__init__(mlp)
         self._num_shards = num_shards
 
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """[..., t, D] -> the same shape, with whatever else the module returns of each token (GPT-OSS: its router's
+        """[..., t, D] -> the same shape, with whatever else the module returns for each token (GPT-OSS: its router's
         scores, [t, k]).
 
         Raises:
-            ModelError: it returns something that is not of each token.
+            ModelError: it returns something that does not have a row for each token.
         """
         mlp = self._checkpoint_wrapped_module
         tokens = hidden.flatten(0, -2)

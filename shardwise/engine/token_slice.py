@@ -21,12 +21,12 @@ from shardwise.uploads import to_device
 
 
 class ScoredTokens(Enum):
-    """What a head says something about."""
+    """Which tokens a head scores."""
 
     TRAINED = "trained"
     """Every token that loss_mask marks, from the state of the token before it."""
     LAST = "last"
-    """The last token of each sequence, from the state of its last token that is no padding: it has seen the whole
+    """The last token of each sequence, from the state of its last token that is not padding: it has seen the whole
     sequence. Where nothing ends in padding, and where the model names no padding token, both are the same token."""
 
 
@@ -43,7 +43,7 @@ class TokenSlice:
     position_ids: Tensor
     """[t] or [3, t] int64."""
     layout: PackedLayout
-    """Of the whole padded pack."""
+    """Layout of the whole padded pack."""
     states: Tensor
     """[n] int64: which of this rank's hidden states are scored."""
     targets: Tensor
@@ -72,11 +72,12 @@ class TokenSlice:
         pad_token_id: int | None = None,
         tower: VisionTower | None = None,
     ) -> Self:
-        """`batch` lies on the host: what is counted is counted there, so that nothing waits for the device.
+        """Takes this rank's part of `batch`, which lies on the host: what is counted is counted there, so that nothing
+        waits for the device.
 
         Args:
-            pad_token_id: of `ScoredTokens.LAST`.
-            tower: of a model that sees images.
+            pad_token_id: for `ScoredTokens.LAST`.
+            tower: that of a model that sees images.
         """
         num_ranks, rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
         num_tokens = len(batch.input_ids)
@@ -125,7 +126,8 @@ class TokenSlice:
         )
 
     def assemble(self, results: Tensor, ulysses: Ulysses | None) -> Tensor:
-        """Results of this rank's states [n] -> of the whole pack [T], 0 where not scored; the same on every rank."""
+        """Results of this rank's states [n] -> results of the whole pack [T], 0 where not scored; the same on every
+        rank."""
         if ulysses is not None:
             own = results.new_zeros(len(self.input_ids)).index_copy(0, self.states, results)
             results = ulysses.gather_tokens(own).index_select(0, self.sources)
@@ -133,7 +135,7 @@ class TokenSlice:
 
 
 def _ends_without_padding(batch: TokenBatch, pad_token_id: int) -> Tensor:
-    """[S]: the last token of each sequence that is not `pad_token_id`; of a sequence of nothing else the first.
+    """[S]: the last token of each sequence that is not `pad_token_id`; the first one if all of its tokens are.
 
     transformers' sequence classifiers pool there. It matters where the end-of-sequence token serves as padding: it is
     then the state before it that is scored.

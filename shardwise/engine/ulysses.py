@@ -51,7 +51,7 @@ class Ulysses:
         return exchanged.flatten(0, 1)
 
     def own_heads(self, per_head: Tensor) -> Tensor:
-        """Of a parameter with one row per head [H, ...], the rows of this rank's heads."""
+        """Returns the rows of this rank's heads, from a parameter with one row per head [H, ...]."""
         return per_head.chunk(self.size)[self.rank]
 
     def gather_tokens(self, values: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Ulysses:
         return gathered
 
     def send_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """As `exchange.send_rows`, between the ranks that share a sequence."""
+        """Like `exchange.send_rows`, between the ranks that share a sequence."""
         return send_rows(rows, sent, received, self._group)
 
     def sum_over_ranks(self, counts: Tensor) -> None:
-        """Adds up, in place, what each rank counted of its tokens."""
+        """Sums in place, over the ranks that share a sequence, what each counted in its tokens."""
         dist.all_reduce(counts, group=self._group)
 
     def _to_heads(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """[P, ...]: slice p goes to rank p; slice p of the result came from rank p. Its own transpose."""
+    """[P, ...]: slice p goes to rank p; slice p of the result came from rank p. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,8 +105,8 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def check_heads(num_heads: int, ulysses_size: int, num_ranks: int) -> None:
-    """Raises ConfigError if the query heads cannot be split, listing the sizes that could among the `num_ranks` which
-    share one copy of the model."""
+    """Raises ConfigError if the query heads cannot be split; lists the sizes that would do on the `num_ranks` ranks
+    that share one copy of the model."""
     if num_heads % ulysses_size:
         raise ConfigError(
             f"engine.ulysses_size={ulysses_size} does not divide num_attention_heads={num_heads}; on "

@@ -1,7 +1,7 @@
 """Files that show when they were cut or changed: sizes and xxh3 hashes, and JSON that carries its own hash.
 
 A hash tells a bad disk or a bad copy from good data. It is no signature: who can write the files can write the hashes.
-What to do about a damaged file those say who know what it is a file of.
+Callers, who know what a damaged file belongs to, say what to do about it.
 """
 
 import json
@@ -18,7 +18,7 @@ from shardwise.observability import to_json, write_json_atomic
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file is known by.
+    """Size and hash by which a file is recognized.
 
     Example: `FileRecord(num_bytes=1520, xxh3="5d41402abc4b2a76")`
     """
@@ -39,7 +39,7 @@ class FileRecord:
         return cls(num_bytes, digest.hexdigest())
 
     def check(self, path: Path) -> None:
-        """Raises DamagedError: there is no such file, or it is another one than was recorded."""
+        """Raises DamagedError: there is no such file, or it is not the one that was recorded."""
         check_size(path, self.num_bytes)
         if FileRecord.of(path).xxh3 != self.xxh3:
             raise DamagedError(f"{path} is damaged: its xxh3 hash is not the one that was recorded")
@@ -64,7 +64,8 @@ def write_sealed_json(path: Path, content: Any) -> None:
 
 
 def read_sealed_json(path: Path) -> Any:
-    """The content. Raises DamagedError: there is no such file, it is no JSON, or not the content that was written."""
+    """Returns the content. Raises DamagedError: there is no such file, it is not JSON, or not the content that was
+    written."""
     try:
         text = path.read_text(encoding="utf-8")
         sealed = json.loads(text)

@@ -12,7 +12,8 @@ from torch import Tensor
 from shardwise.ops import LogitTransform, project_float32
 
 CHUNK_ELEMENTS = 8 * 2**20
-"""Logits that exist at a time: 32 MiB of float32, whatever the vocabulary and the batch. On an accelerator at least."""
+"""Logits that exist at a time: 32 MiB of float32, whatever the vocabulary and the batch. On an accelerator this is the
+least."""
 MAX_ACCELERATOR_ELEMENTS = 128 * 2**20
 """On an accelerator a 16th of all logits exists at a time, up to this: as many kernels as 32 MiB would need take longer
 to launch than to run."""
@@ -39,12 +40,12 @@ class VocabularyLogits:
     transform: LogitTransform
 
     def chunk(self, start: int, width: int) -> Tensor:
-        """Of the words from `start` on: [N, C] float32, the caller's own."""
+        """Returns the logits of the words from `start` on: [N, C] float32, in memory that the caller may overwrite."""
         logits = self.transform.forward_(project_float32(self.states, self.weight[start : start + width]))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def before_temperature(self, logits: Tensor) -> Tensor | None:
-        """What the backward of a softcap needs of a chunk, in memory of its own; None where there is none."""
+        """Returns what the backward of a softcap needs of a chunk, in memory of its own; None without a softcap."""
         return None if self.transform.softcap is None else logits * self.temperature
 
 
@@ -55,7 +56,7 @@ class VocabularyGradients:
         """
         Args:
             upstream: [N] float32, what every gradient of a row's logits is multiplied by.
-            needs_grad: of the states and of the weight.
+            needs_grad: whether the gradients of the states and of the weight are needed.
         """
         self._logits = logits
         needs_states, needs_weight = needs_grad
@@ -79,14 +80,14 @@ class VocabularyGradients:
             torch.mm(grad.t(), states, out=self._of_weight[words])
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the states and of the weight, each in its dtype."""
+        """Returns the gradients of the states and of the weight, each in its dtype; None where it is not needed."""
         of_states = self._of_states
         return (None if of_states is None else of_states.to(self._logits.states.dtype)), self._of_weight
 
 
 class RunningSoftmax:
     """The softmax over a vocabulary that arrives in chunks: a running maximum and sum (online softmax, Milakov and
-    Gimelshein 2018), and the mean of something under it."""
+    Gimelshein 2018), and the mean of values under it."""
 
     def __init__(self, num_scored: int, device: torch.device) -> None:
         self._maximum = torch.full((num_scored,), float("-inf"), device=device)
@@ -113,5 +114,5 @@ class RunningSoftmax:
         return self._maximum + self.total.log()
 
     def mean(self) -> Tensor:
-        """[N], of the values, weighted with the probabilities."""
+        """[N], the mean of the values, weighted with the probabilities."""
         return self._weighted / self.total

@@ -1,4 +1,4 @@
-"""The weights of a sharded model, whole, one block at a time."""
+"""The weights of a sharded model as whole tensors, one at a time, and how many parameters it has."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,8 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Of the whole model, shared weights counted once, quantised ones as many as they stand for."""
+    """Number of parameters of the whole model; shared weights count once, quantized ones as the numbers they stand
+    for."""
     num_added = sum(
         layer.in_features * layer.out_features - layer.weight.numel() for layer in quantized_weights(model).values()
     )
@@ -34,5 +35,5 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def num_trained_parameters(model: nn.Module) -> int:
-    """Those of them that an optimizer step changes."""
+    """Number of parameters that an optimizer step changes."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

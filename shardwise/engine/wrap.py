@@ -20,16 +20,17 @@ from shardwise.ops import plain_name
 
 MIN_TORCH = "2.13"
 REDUCES_UNUSED = torch.__version__ >= TorchVersion(MIN_TORCH)
-"""A trained parameter that a rank's tokens did not reach is reduced as zeros. FSDP of releases before leaves it out, so
-that where ranks reach different ones the numbers of one are added to those of another."""
+"""Whether a trained parameter that a rank's tokens did not reach is reduced as zeros. FSDP of earlier releases leaves
+it out, so that, if ranks reach different ones, the numbers of one are added to those of another."""
 
 
 def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
-    """Where the layers are, in the order of the forward pass: what is sharded, checkpointed and compiled one by one.
+    """Returns the paths of the layers, in the order of the forward pass: what is sharded, checkpointed and compiled one
+    by one.
 
     Without names from the user: the decoder layers, and, of what `_no_split_modules` names, lists of modules outside
-    them (vision blocks). `_no_split_modules` alone would not do: some families leave it empty, and others name parts of
-    a layer or embeddings in it.
+    them (vision blocks). `_no_split_modules` alone is not enough: some families leave it empty, and others name parts
+    of a layer or embeddings in it.
 
     Raises:
         ConfigError: a class name that no module has, or one inside another.
@@ -56,8 +57,9 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
 
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:
-    """Of modules with parameters, in the order of the modules, whatever the order of the names. Of an adapted module it
-    is the outermost adapter around it, which reads its weights before it is called."""
+    """Returns the paths of modules with parameters of these classes, in the order of the modules, whatever the order of
+    the names. For an adapted module it is that of the outermost adapter around it, which reads the module's weights
+    before it is called. Raises ConfigError: a class that no such module has, or that of the whole model."""
     parts = {path: part for path, part in model.named_modules() if not isinstance(part, CONTAINERS)}
     of_class = {path: type(part).__name__ for path, part in parts.items() if has_parameters(part)}
     for class_name in class_names:
@@ -80,16 +82,16 @@ class Units:
     ) -> None:
         """
         Args:
-            spread_experts: the paths of those that ranks share, which are sharded over fewer ranks than all else.
+            spread_experts: the paths of experts that ranks share, which are sharded over fewer ranks than all else.
         Raises:
             ConfigError: a name that matches nothing or what is a unit anyway, or one that would split tied weights.
         """
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
-        """Their paths."""
+        """Paths of the layers."""
         unseen = unseen_modules(model)
         self._reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unseen)]
-        """Those of them that some input runs through."""
+        """Paths of the layers that some input runs through."""
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
         for path in named:
@@ -145,7 +147,7 @@ class Units:
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
         chosen = {*self.layers, *self.experts, *self._precision.overrides}
         if self._tower is not None:
-            chosen.add(self._tower)  # what is around its blocks: embeddings of patches, mergers
+            chosen.add(self._tower)  # for what is around its blocks: embeddings of patches, mergers
         if wrap.wrap_embeddings:
             chosen.update(path for path, module in modules.items() if module is hf_model.get_input_embeddings())
         self._require_no_projection(chosen, modules, head)
@@ -167,7 +169,8 @@ class Units:
         return [*ordered, self._shard(root, mesh.fsdp, reshard_after_forward=False, ignored=taken)]
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
-        """The head reaches into its projection, which only its own unit or the root can have gathered by then."""
+        """Raises ConfigError if a chosen unit holds the output projection: the head reaches into it, and only the
+        head's own unit or the root can have gathered it by then."""
         projection = {id(parameter) for parameter in head.parameters()}
         for path in sorted(chosen):
             if any(id(parameter) in projection for parameter in modules[path].parameters()):
@@ -178,14 +181,15 @@ class Units:
                 )
 
     def _named_by(self, path: str) -> str:
-        """The key and value that the module at `path` is a unit by."""
+        """The key and value that make the module at `path` a unit."""
         if path in self._precision.overrides:
             return f"engine.module_precision={self._precision.overrides[path].module}"
         key = "moe_experts" if path in self.experts else "transformer_layer_cls_to_wrap"
         return f"engine.wrap_policy.{key}={getattr(self._config.wrap_policy, key)}"
 
     def _keep_sharded(self, num_ranks: int) -> bool | int:
-        """What fully_shard takes where weights are sharded over so many ranks."""
+        """Returns the reshard_after_forward of fully_shard for weights that are sharded over so many ranks. Raises
+        ConfigError: the value does not divide them."""
         value = self._config.reshard_after_forward
         if isinstance(value, bool) or (1 < value < num_ranks and num_ranks % value == 0):
             return value
@@ -198,8 +202,8 @@ class Units:
         )
 
     def _keep_experts_sharded(self, num_ranks: int) -> bool | int:
-        """Of experts that ranks share, which are sharded over fewer ranks: they may be all in one part of the model's
-        ranks."""
+        """Like `_keep_sharded`, for experts that ranks share, which are sharded over fewer ranks: all of them may lie
+        in one part of the model's ranks."""
         value = self._config.reshard_after_forward
         return True if not isinstance(value, bool) and value >= num_ranks else self._keep_sharded(num_ranks)
 
@@ -224,7 +228,7 @@ class Units:
         )
         unit = cast(FSDPModule, module)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if REDUCES_UNUSED:
             unit.set_reduce_scatter_unused_params(True)
         return unit

@@ -19,9 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 from shardwise.uploads import to_device
 
 VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
-"""From torch 2.12 on; before, keys and values are repeated."""
+"""Whether torch's kernel groups queries (from torch 2.12 on); if not, keys and values are repeated for it."""
 VARLEN_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
-"""Whether it takes how many of a row's keys are there."""
+"""Whether torch's kernel takes how many keys of each row are in use, as reading a cache needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class PackedLayout:
     cu_seqlens: Tensor
     """[S + 1] int32, on the device of the tokens."""
     runs: tuple[tuple[int, int], ...]
-    """(how many, how long) of neighbouring sequences of one length: each run is one dense batch."""
+    """(count, length) of each run of neighboring sequences of one length; a run is one dense batch."""
     max_length: int
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, *, device: torch.device) -> Self:
-        """`cu_seqlens` lies on the host."""
+        """Builds the layout from `cu_seqlens` on the host."""
         lengths = cu_seqlens.diff().tolist()
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
         return cls(to_device(cu_seqlens, device), runs, max(lengths))
 
     @classmethod
     def of_one_length(cls, count: int, length: int, *, device: torch.device) -> Self:
-        """Of `count` sequences. Made on the device: nothing is copied there."""
+        """Builds the layout of `count` sequences of one length, on the device, so that nothing is copied there."""
         return cls(torch.arange(count + 1, dtype=torch.int32, device=device) * length, ((count, length),), length)
 
     @property
@@ -54,7 +54,7 @@ class PackedLayout:
         return sum(count * length for count, length in self.runs)
 
     def chunked(self, size: int) -> "PackedLayout":
-        """Every sequence cut into chunks of `size` tokens and a rest.
+        """Returns the layout with every sequence cut into chunks of `size` tokens and a rest.
 
         Example: lengths 5, 2 with size 2: `cu_seqlens=[0, 2, 4, 5, 7]`.
         """
@@ -66,7 +66,7 @@ class PackedLayout:
 
 
 class PackedKernel(Protocol):
-    """Packed attention in one call, on the tensors of `packed_attention`."""
+    """Computes packed attention in one call; takes the tensors of `packed_attention`."""
 
     def __call__(
         self,
@@ -103,8 +103,8 @@ def attend(
         window: with causal, query i sees only its last `window` keys, itself included.
         chunk: with causal, query i sees only keys from the last multiple of `chunk` on.
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2).
-        sinks: [H] or [H, Q], one more score of each head (and query) that takes part in the softmax and points at
-            nothing (gpt-oss).
+        sinks: [H] or [H, Q], one more score for each head (and query) that takes part in the softmax and has no value
+            (gpt-oss).
         mask: bool, broadcastable to [B, H, Q, L], True = seen; instead of causal.
     Returns:
         [B, H, Q, dv].
@@ -134,7 +134,7 @@ def attend(
 
 
 def seen_keys(query: Tensor, key: Tensor, *, window: int | None, chunk: int | None) -> Tensor:
-    """Positions of queries and keys, integers, broadcastable -> bool: whether causal attention sees the key."""
+    """Integer positions of queries and keys, broadcastable -> bool: whether causal attention sees the key."""
     seen = key <= query
     if window is not None:
         seen &= query - key < window
@@ -158,14 +158,16 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention inside every sequence of a pack; sequences never see each other.
 
-    With a kernel one variable-length call. Without, a loop over runs of equal length, which beats a dense
-    block-diagonal mask (no score outside a sequence is ever computed).
+    With a kernel this is one variable-length call. Without one it is a loop over runs of equal length, which beats a
+    dense block-diagonal mask (no score outside a sequence is ever computed).
 
     Args:
         query: [H, T, d]. key, value: [K, T, d]; the value's head dim may differ.
         window, softcap, sinks: as in `attend`.
-        chosen: of every run of the layout bool [n, L, L], the keys that a query sees, or None for all before it.
-        kernel: computes what `attend` would, given neither sinks nor another head dim of the value nor `chosen`.
+        chosen: for every run of the layout, bool [n, L, L], the keys that each query sees; None: all keys up to the
+            query.
+        kernel: computes what `attend` would, but without sinks, without `chosen`, and only if the value has the query's
+            head dim.
     Returns:
         [H, T, dv].
     """
@@ -185,7 +187,7 @@ def packed_attention(
 
 
 def varlen_problem(query: Tensor, value: Tensor, *, sinks: Tensor | None) -> str | None:
-    """What about these tensors a variable-length FlashAttention cannot compute; None: it can."""
+    """Names what keeps the variable-length FlashAttention from computing these tensors; None: nothing does."""
     problems = {
         "tensors on the CPU": not query.is_cuda,
         "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
@@ -239,13 +241,13 @@ def varlen_decode_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """One new token of every row over what the cache holds of it, and nothing else: torch's own variable-length
-    FlashAttention where VARLEN_READS_CACHES.
+    """Attends from one new token of every row to the keys that the cache holds for that row, and to nothing else. Uses
+    torch's own variable-length FlashAttention, which needs VARLEN_READS_CACHES.
 
     Args:
         query: [B, H, 1, d].
         keys, values: [B, K, C, d], with the heads of a token beside each other in memory ([B, C, K, d] contiguous).
-        lengths: [B] int32, tokens of each row, the new one the last; none more than `longest`.
+        lengths: [B] int32, number of tokens in each row, the new one last; each at most `longest`.
         scaling, window: as in `attend`.
     Returns:
         [B, H, 1, d].

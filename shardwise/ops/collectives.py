@@ -3,4 +3,4 @@
 import torch.distributed as dist
 
 all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""(whole [ranks * N], own [N], group=None): under its name from torch 2.13 on, or the one before."""
+"""All-gathers flat tensors: (whole [ranks * N], own [N], group=None). The first name is torch's from 2.13 on."""

@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is a number; also where there is none, and of integers."""
+    """Whether every element is finite; True for an empty tensor and for integers."""
     return not nonfinite_names([("", tensor)])
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of plain tensors that hold NaN or an infinity.
 
-    A finite sum tells that all elements are: one pass without a copy, on a CPU twenty times as fast as
-    `isfinite().all()`. A sum that is not finite may only be too large; then the lowest and highest elements tell (NaN
+    A finite sum shows that all elements are finite: one pass without a copy, on a CPU twenty times as fast as
+    `isfinite().all()`. A sum that is not finite may just be too large; then the lowest and highest elements decide (NaN
     is both). All sums are under way before the first is waited for.
     """
     sums = [(name, t, t.sum()) for name, t in named if t.is_floating_point()]

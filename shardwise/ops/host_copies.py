@@ -1,4 +1,4 @@
-"""Moves tensors to host memory and back, where others need the device in between."""
+"""Moves tensors to host memory and back, so that others can use the device in between."""
 
 from collections.abc import Iterable
 
@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 
 
 class HostCopies:
-    """What has been moved to the host. Tensors stay the objects they are: only the storage behind them is freed and
-    filled again, so whatever else holds them (FSDP's units, the optimizer) needs to know nothing."""
+    """Copies of tensors that have been moved to the host. The tensors stay the same objects: only the storage behind
+    them is freed and filled again, so whatever else holds them (FSDP's units, the optimizer) need not know."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By storage: the storage, emptied, and its bytes on the host."""
+        """Key of a storage -> the emptied storage, and its bytes on the host."""
 
     def __bool__(self) -> bool:
         return bool(self._copies)

@@ -30,12 +30,12 @@ class LogitTransform:
 
     @classmethod
     def keys_of(cls, config: Any) -> list[str]:
-        """Those of the attributes that change the logits of this config."""
+        """Returns the attributes that `from_config` reads and that change the logits of this config."""
         values = {key: getattr(config, key, None) for key in (*_FACTORS, _DIVISOR, _CAP)}
         return [key for key, value in values.items() if value and (key == _CAP or value != 1)]
 
     def forward_(self, logits: Tensor) -> Tensor:
-        """In place on [..., V] float32."""
+        """Transforms logits [..., V] float32 in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -43,7 +43,8 @@ class LogitTransform:
         return logits
 
     def backward_(self, grad: Tensor, transformed: Tensor) -> Tensor:
-        """In place on the gradient of the transformed logits; `transformed` is what `forward_` returned."""
+        """Turns the gradient of the transformed logits, in place, into that of the logits; `transformed` is what
+        `forward_` returned."""
         if self.softcap is not None:
             grad.mul_(1 - (transformed / self.softcap).square_())
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
@@ -58,6 +59,6 @@ def project_float32(states: Tensor, weight: Tensor) -> Tensor:
 
 
 def repeated_projection(weight: Tensor) -> Tensor:
-    """A weight for many calls of `project_float32`, with the same result: where each call would convert the weight to
-    float32, it is converted once. Does not follow later changes of `weight`."""
+    """Returns a weight for many calls of `project_float32`, with the same result: it is converted to float32 once,
+    where each call would convert it. Does not follow later changes of `weight`."""
     return weight if weight.is_cuda else weight.float()

@@ -1,4 +1,4 @@
-"""What every module of a model takes and gives, by which two implementations of a model are compared."""
+"""Records what every module of a model takes and returns, to compare two implementations of a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,17 +26,17 @@ class ModuleTrace:
         self._parts: dict[Place, list[Tensor]] = {}
 
     def note(self, place: Place, value: Any) -> None:
-        """Keeps a copy of the first tensor of numbers in what a module was given or returned."""
+        """Keeps a copy of the first floating-point tensor in what a module was given or returned."""
         tensor = next((one for one in _flat(value) if one.is_floating_point()), None)
         if tensor is not None:
             self._parts.setdefault(place, []).append(tensor.detach().to("cpu", copy=True))
 
     def of_passes(self, lengths: Sequence[int]) -> dict[Place, Tensor]:
-        """What every place saw of each position of one sequence, which went through the model in passes of these
+        """Returns what every place saw for each position of one sequence that went through the model in passes of these
         lengths: [sum(lengths), n] float32.
 
-        Places are left out that were not reached once in each pass, or saw something else than as many numbers of every
-        position: tokens sent to one of several experts, for instance.
+        Leaves out places that were not reached once in each pass, or did not see the same number of values for every
+        position, such as one of several experts.
         """
         found = {place: _by_position(parts, lengths) for place, parts in self._parts.items()}
         return {place: values for place, values in found.items() if values is not None}
@@ -53,15 +53,15 @@ def _as_it_is(_: nn.Module, value: Any) -> Any:
 def traced(
     modules: Iterable[tuple[str, nn.Module]], *, read_input: Reader = _as_it_is, read_output: Reader = _as_it_is
 ) -> Iterator[ModuleTrace]:
-    """Inside it every tensor that goes into and comes out of these modules is kept, which waits for the device each
+    """Inside this context, keeps every tensor that goes into or comes out of these modules, waiting for the device each
     time. Compiled modules are computed operation by operation.
 
-    Left out are the root, which has no name, and what lies within fused experts, which sort tokens by expert.
+    Leaves out the root, which has no name, and modules within fused experts, which sort tokens by expert.
 
     Args:
-        modules: by the names that the trace will have.
-        read_input: what of a module and its arguments stands for its input; None for nothing.
-        read_output: likewise of a module and its return value.
+        modules: (name in the trace, module).
+        read_input: maps a module and its arguments to what is kept as its input; None keeps nothing.
+        read_output: maps a module and its return value to what is kept as its output.
     """
     trace = ModuleTrace()
     named = {name: module for name, module in modules if name}
@@ -83,7 +83,8 @@ def traced(
 
 
 def _by_position(parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-    """Positions are along the first axis, counted from the last, that has the length of the pass in all of them."""
+    """Joins the parts of all passes as [positions, n] float32; None if they do not fit. Positions lie along the first
+    axis, indexed from the end, that has the length of the pass in every part."""
     if len(parts) != len(lengths):
         return None
     for axis in range(-max(part.dim() for part in parts), 0):

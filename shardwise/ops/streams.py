@@ -11,11 +11,11 @@ R = TypeVar("R")
 
 
 def on_current_stream(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
-    """For one call in another thread: `function`, on the stream of `device` that is current here and now.
+    """Wraps `function` for one call in another thread, on the stream of `device` that is current now in this one.
 
-    Every thread has a current stream of its own. On another one than the caller's it would read what is not computed
-    yet, and write what is still in use. The results are on the device's stream as ever: whoever needs them on the host
-    waits for them inside.
+    Every thread has a current stream of its own. On a stream other than the caller's, the function would read what is
+    not computed yet and write what is still in use. Its results are ready in stream order, as always: a function that
+    needs them on the host has to wait for them.
     """
     if device.type == "cpu":
         return function

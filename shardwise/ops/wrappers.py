@@ -1,10 +1,10 @@
-"""Modules that stand around others: torch's ActivationWrapper, which checkpointing and sequence mixers use, and peft's
+"""Names of modules inside wrappers: torch's ActivationWrapper, which checkpointing and sequence mixers use, and peft's
 around a module that it trains a copy of."""
 
 import re
 
 _WRAPPED = "_checkpoint_wrapped_module"
-"""What it inserts into the paths of the modules and parameters within."""
+"""What torch's ActivationWrapper inserts into the paths of the modules and parameters within."""
 
 
 _COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")

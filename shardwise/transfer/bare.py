@@ -1,4 +1,4 @@
-"""What carries weights, measured bare: how fast a weight sync could be here, had it nothing else to do."""
+"""Measures only what carries weights: how fast a weight sync could be here if it did nothing else."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from shardwise.transfer.medium import MEASUREMENT, Medium
 _PIECE_BYTES = 1 << 25
 _EXPOSED = "exposed"
 _NUM_PIECES = 4
-"""The fastest counts, for the first ones open connections and touch memory."""
+"""Pieces per measurement. The fastest counts, because the first ones open connections and touch memory."""
 
 
 def seconds_per_byte_inside(device: torch.device) -> float:
-    """Collective. Of one byte of the weights on this rank: gathered from the shards of all ranks, then copied."""
+    """Collective. Seconds for each byte of weights on this rank: gathered from the shards of all ranks, then copied."""
     num_ranks = dist.get_world_size()
     shard = torch.zeros(_PIECE_BYTES // num_ranks, dtype=torch.uint8, device=device)
     whole, served = (torch.zeros(len(shard) * num_ranks, dtype=torch.uint8, device=device) for _ in range(2))
@@ -33,14 +33,14 @@ def seconds_per_byte_inside(device: torch.device) -> float:
 
 
 def seconds_per_byte_sent(medium: Medium) -> float:
-    """At the sending end. Of one byte, until all have taken it. Raises MediumError."""
+    """Seconds for each byte until all receivers have taken it; called at the sending end. Raises MediumError."""
     piece = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=medium.device)
     _, *others = medium.meet("measuring: beginning", "")
     is_exposed = others == [_EXPOSED]
     place = torch.zeros_like(piece) if is_exposed else piece
 
     def send() -> None:
-        if is_exposed:  # a sync writes to such memory, which costs the same
+        if is_exposed:  # a sync writes to exposed memory, which costs the same
             place.copy_(piece)
             medium.meet("measuring: piece", "")
             return
@@ -53,10 +53,10 @@ def seconds_per_byte_sent(medium: Medium) -> float:
 
 
 def take_pieces(medium: Medium, *, is_exposed: bool = False) -> None:
-    """At the other ends, while the sender measures. Raises MediumError.
+    """Takes the sender's pieces while it measures; called at the receiving ends. Raises MediumError.
 
     Args:
-        is_exposed: the sender will write where the engine of this end has its weights.
+        is_exposed: whether the sender will write straight to where the engine of this end has its weights.
     """
     medium.meet("measuring: beginning", _EXPOSED if is_exposed else "")
     for _ in range(_NUM_PIECES):

@@ -17,8 +17,7 @@ from shardwise.config import NotFiniteError
 from shardwise.ops import is_finite, on_current_stream
 
 _PIECE_BYTES = 1 << 21
-"""That caches still hold when it is hashed after it was summed; with less, the steps between cost more than they spare.
-"""
+"""Bytes that caches still hold when they are hashed after being summed; smaller pieces cost more than they save."""
 
 
 class WeightSyncError(RuntimeError):
@@ -26,26 +25,27 @@ class WeightSyncError(RuntimeError):
 
 
 class NotFiniteWeightsError(WeightSyncError, NotFiniteError):
-    """The weights to send are of a run that has diverged."""
+    """The weights to send hold NaN or infinities: the run has diverged."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReceipt:
-    """A sync that was verified. Those of the two sides are equal, or something else arrived than was sent."""
+    """Proof of a verified sync. The receipts of both sides are equal, unless something other than what was sent
+    arrived."""
 
     version: int
     num_tensors: int
     num_bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     digest: str
     """xxh3 over the names and checksums of all tensors, in the order they were sent."""
     seconds: float = field(default=0.0, compare=False)
     num_bytes_moved: int = field(default=0, compare=False)
-    """What travelled: fewer bytes than the weights have, where only changes do."""
+    """Bytes that traveled: fewer than the weights have if only changes were sent."""
     num_proven: int = field(default=0, compare=False)
-    """Tensors that the engine could read back; of the others it is proven that they arrived."""
+    """Tensors that the engine could read back; the others are only proven to have arrived."""
     seconds_of_proof: float = field(default=0.0, compare=False)
-    """Of `seconds`: in which nothing was done but waiting for hashes and comparing them."""
+    """The part of `seconds` that went only into waiting for hashes and comparing them."""
 
 
 @contextmanager
@@ -55,11 +55,11 @@ def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]
     try:
         yield
     finally:
-        deque(weights, maxlen=0)  # keeps none
+        deque(weights, maxlen=0)  # discards them
 
 
 class Manifest:
-    """Name, checksum and size of every tensor of one version, written down while the tensors stream by."""
+    """Name, checksum and size of every tensor of one version, recorded while the tensors stream by."""
 
     def __init__(self, version: int, served: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """`served`: what the engine serves before the sync, which tells the names, shapes and dtypes it can take; None
@@ -67,15 +67,15 @@ class Manifest:
         self._version = version
         self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
         self.checksums: dict[str, int] = {}
-        """Of what was noted so far, by name."""
+        """Name -> checksum of every tensor noted so far."""
         self._hashed: set[str] = set()
-        """Names of what is being hashed, or was: it is noted later."""
+        """Names of tensors whose hashing has begun; they are noted later."""
         self._num_bytes = 0
         self._seconds_of_proof = 0.0
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes the tensors on; each is looked through and hashed while it is used, and noted when the next one is
-        asked for. Raises as `hashed`: before a tensor is passed on, or after it."""
+        """Passes the tensors on. Each is checked for NaN and infinities and hashed while it is used, and noted when the
+        next one is asked for. Raises as `hashed`, before a tensor is passed on or after it."""
         with ThreadPoolExecutor(1) as pool:
             for name, tensor in weights:
                 noted = self.hashed(name, tensor, pool)
@@ -84,11 +84,11 @@ class Manifest:
                 del tensor, noted  # else it would stay while the next one is gathered
 
     def hashed(self, name: str, tensor: Tensor, pool: Executor) -> Callable[[], int]:
-        """Begins to look a tensor through and to hash it, beside what is done with it.
+        """Begins to check a tensor for NaN and infinities and to hash it, in parallel to whatever uses it.
 
         Returns:
-            What waits for that, notes the tensor and returns its checksum; it raises NotFiniteWeightsError if the
-            tensor holds NaN or infinities.
+            A function that waits for that, notes the tensor and returns its checksum; it raises NotFiniteWeightsError
+            if the tensor holds NaN or infinities.
         Raises:
             WeightSyncError: the engine has no place for such a tensor.
         """
@@ -122,12 +122,12 @@ class Manifest:
             raise self._error(f"{name} was sent as {sent}, the engine serves {served}")
 
     def note(self, name: str, digest: int, num_bytes: int) -> None:
-        """Writes a tensor down."""
+        """Records the checksum and size of a tensor."""
         self.checksums[name] = digest
         self._num_bytes += num_bytes
 
     def receipt(self, *, seconds: float = 0.0, num_bytes_moved: int = 0, num_proven: int = 0) -> SyncReceipt:
-        """Of what was noted so far."""
+        """Returns the receipt for all tensors noted so far."""
         digest = xxhash.xxh3_64()
         for name, value in self.checksums.items():
             digest.update(f"{name}:{value:016x}\n".encode())
@@ -143,10 +143,10 @@ class Manifest:
         )
 
     def verify(self, served: Iterable[tuple[str, int | None]]) -> int:
-        """Compares with what the engine serves.
+        """Compares the noted tensors with what the engine serves.
 
         Args:
-            served: as WeightReceiver.served_checksums.
+            served: as from WeightReceiver.served_checksums.
         Returns:
             How many tensors could be compared.
         Raises:
@@ -178,7 +178,7 @@ class Manifest:
 
 
 def _checksum_if_finite(tensor: Tensor) -> int | None:
-    """As `checksum`; None: it holds NaN or infinities. Memory of the host is read once for both."""
+    """Like `checksum`, but None if the tensor holds NaN or infinities. Host memory is read once for both."""
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return checksum(tensor) if is_finite(tensor) else None
     digest, is_sum_finite = xxhash.xxh3_64(), True

@@ -1,5 +1,5 @@
-"""Tensors in buckets of bytes: small ones share a bucket; a large one goes by itself, from where it lies to where it is
-served if the medium can, in pieces of a bucket's size.
+"""Packs tensors into buckets of bytes. Small ones share a bucket. A large one goes alone, in pieces of a bucket's size,
+straight from where it lies to where it is served if the medium can.
 
 Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 """
@@ -17,7 +17,7 @@ from shardwise.transfer.base import WeightSyncError
 from shardwise.transfer.medium import Medium, Place, nowhere
 
 MAX_HEADER_BYTES = 1 << 15
-"""What a medium carries beside a bucket's data."""
+"""The most that a medium carries beside a bucket's data."""
 
 DEFAULT_BUCKET_BYTES = 1 << 25
 _ALIGNMENT_BYTES = 16
@@ -25,7 +25,7 @@ _HEADER_RESERVE_BYTES = 512
 
 
 Encoding = Literal["whole", "delta", "placed"]
-"""placed: whole, and already where it is served."""
+"""whole: the tensor's own bytes. delta: only what changed. placed: whole, and already where it is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class Entry:
 
     name: str
     dtype: str
-    """torch's name of it, without the prefix."""
+    """torch's name of the dtype, without the prefix."""
     shape: tuple[int, ...]
     checksum: int
     """xxh3 of the tensor that the receiver has to end up with."""
     encoding: Encoding
     num_bytes: int
-    """That travel."""
+    """Bytes that travel."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, digest: int, encoding: Encoding, num_bytes: int) -> Self:
-        """What is said of `tensor`, which travels in `num_bytes`."""
+        """Describes `tensor`, which travels as `num_bytes` bytes."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name, dtype, tuple(tensor.shape), digest, encoding, num_bytes)
 
@@ -60,7 +60,7 @@ class Entry:
         return dtype
 
     def tensor(self, payload: Tensor) -> Tensor:
-        """The tensor that travelled whole: payload [num_bytes] uint8 -> `shape`, the same memory."""
+        """Views the payload of a tensor that traveled whole: [num_bytes] uint8 -> `shape`, the same memory."""
         return payload.view(self.torch_dtype).view(self.shape)
 
 
@@ -78,36 +78,36 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a bucket holds."""
+    """Describes what a bucket holds."""
 
     version: int
     index: int
     segments: list[Segment]
     num_bytes: int
-    """Of its data."""
+    """Bytes of the bucket's data."""
     is_last: bool
     failure: str = ""
     """Why the sender gives up; such a bucket is the last."""
 
     def encode(self) -> str:
-        """As JSON."""
+        """Returns the header as JSON."""
         content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return json.dumps(content | {"segments": [_encode(segment) for segment in self.segments]})
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """What was encoded."""
+        """Returns the header that `encode` was called on."""
         content = json.loads(text)
         return cls(**content | {"segments": [_decode(fields) for fields in content["segments"]]})
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as [num_bytes] uint8, the same memory."""
+    """Views a contiguous tensor as [num_bytes] uint8, the same memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def encode_whole(_name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
-    """The tensor's own bytes."""
+    """Encodes a tensor as its own bytes."""
     return "whole", as_bytes(tensor)
 
 
@@ -120,16 +120,16 @@ class BucketWriter:
         self._medium, self._version, self._bucket_bytes = medium, version, bucket_bytes
         self._num_sent = 0
         self._bucket: Tensor | None = None
-        """That is being filled."""
+        """The bucket that is being filled."""
         self._segments: list[Segment] = []
         self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
         self._exposed = medium.exposed()
         self.num_bytes = 0
-        """Sent so far."""
+        """Bytes sent so far."""
 
     def place(self, name: str, payload: Tensor) -> bool:
-        """Writes payload [num_bytes] uint8, a whole tensor, where it is served, if the receiver has exposed that
-        memory. Its entry is still to be written."""
+        """Writes payload [num_bytes] uint8, a whole tensor, straight to where it is served; False if the receiver has
+        not exposed that memory. Its entry still has to be written."""
         place = self._exposed.get(name)
         if place is None or len(place) != len(payload):
             return False
@@ -137,8 +137,9 @@ class BucketWriter:
         return True
 
     def write(self, entry: Entry, payload: Tensor) -> None:
-        """payload [entry.num_bytes] uint8, on the medium's device; it keeps its values, and the receivers may have them
-        before this returns, or by the end of the sync. Of an entry that was placed nothing more is sent."""
+        """Sends an entry and its payload [entry.num_bytes] uint8 on the medium's device. The payload has to keep its
+        values: receivers get them before this returns or by the end of the sync. For a placed entry no bytes are
+        sent."""
         if entry.encoding == "placed":
             self._pack(entry, payload[:0])
             self.num_bytes += entry.num_bytes
@@ -179,7 +180,7 @@ class BucketWriter:
             self._medium.send_from(header.encode(), piece)
             self._count(len(piece))
         if entry.num_bytes > self._bucket_bytes:
-            self._medium.settle()  # else a third tensor would be held, of which there may be two in device memory
+            self._medium.settle()  # else a third tensor would be held, and device memory should hold two at most
 
     def _filled(self) -> Tensor:
         if self._bucket is None:
@@ -199,15 +200,15 @@ class BucketWriter:
 
 
 class Assembly:
-    """Where tensors that come in parts are put together, one at a time. On the host it is kept, as large as the largest
-    of them: pages that are new cost several times what the copy into them does."""
+    """Memory in which tensors that come in parts are put together, one at a time. On the host it is kept, as large as
+    the largest of them, because new pages cost several times what the copy into them does."""
 
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """[num_bytes] uint8, good until the next call."""
-        if device.type != "cpu":  # whose allocator keeps memory itself
+        """Returns [num_bytes] uint8, valid until the next call."""
+        if device.type != "cpu":  # the device's allocator keeps memory itself
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if len(self._kept) < num_bytes:
             self._kept = torch.empty(num_bytes, dtype=torch.uint8)
@@ -215,7 +216,7 @@ class Assembly:
 
 
 class BucketReader:
-    """Puts entries together again."""
+    """Receives buckets and puts the entries in them together again."""
 
     def __init__(
         self,
@@ -231,17 +232,17 @@ class BucketReader:
         self._assembly = Assembly() if assembly is None else assembly
         self._num_received = 0
         self.version: int | None = None
-        """Of the weights that arrive; known with the first bucket."""
+        """Version of the weights that arrive; known from the first bucket on."""
         self.is_finished = False
         """Whether the last bucket has come."""
         self.is_exhausted = False
         """Whether all entries were taken."""
         self.num_bytes = 0
-        """Received so far."""
+        """Bytes received so far."""
 
     def begin(self, version: int | None) -> int:
-        """Waits for the first bucket. Returns the version of the weights; raises WeightSyncError: another one is due,
-        or the sender gave up."""
+        """Waits for the first bucket and returns the version of the weights. Raises WeightSyncError: another version is
+        due, or the sender gave up."""
         self._bucket = self._receive(nowhere)
         assert self.version is not None
         if version not in (None, self.version):
@@ -249,12 +250,12 @@ class BucketReader:
         return self.version
 
     def entries(self, place: Callable[[Entry], Tensor | None] = nowhere) -> Iterator[tuple[Entry, Tensor]]:
-        """Yields each entry with its bytes, [entry.num_bytes] uint8 ([0] of one that was placed); they are valid until
-        the next one is taken.
+        """Yields each entry with its bytes, [entry.num_bytes] uint8 ([0] for a placed one), which are valid until the
+        next entry is taken.
 
         Args:
-            place: [entry.num_bytes] uint8 where an entry is to lie in the end; what comes alone or in pieces is put
-                there. None: nowhere in particular.
+            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a bucket or in
+                pieces are put there. None: no preference.
         Raises:
             WeightSyncError: the sender gave up, or a bucket or a part of a tensor is missing.
             MediumError: nothing came in time.
@@ -305,7 +306,7 @@ class BucketReader:
         part: Tensor,
         place: Callable[[Entry], Tensor | None],
     ) -> tuple[Entry, Tensor, int]:
-        """The entry so far: its bytes, and how many of them are there."""
+        """Adds a segment to the entry so far. Returns the entry, its bytes, and how many of them have arrived."""
         entry = segment.entry
         if part.numel() != segment.num_bytes:
             raise self._error(f"{entry.name} has {part.numel()} of {segment.num_bytes} bytes in a bucket")
@@ -332,7 +333,7 @@ class BucketReader:
 
 
 def _place_of_bucket(text: str, place: Callable[[Entry], Tensor | None]) -> Tensor | None:
-    """Of one with nothing but an entry, or a piece of it."""
+    """The destination of a bucket that holds nothing but one entry or a piece of it; None for other buckets."""
     header = Header.decode(text)
     match header.segments:
         case [segment] if segment.num_bytes == header.num_bytes and (whole := place(segment.entry)) is not None:

@@ -1,7 +1,8 @@
-"""Only what changed: of each tensor the elements whose bits differ from the last version that both sides committed.
+"""Sends only what changed: the elements of each tensor whose bits differ from the last version that both sides
+committed.
 
 A step at a small learning rate changes a few percent of the weights in bfloat16. A changed element costs its value and
-two bytes for where it is in its block of 65,536 elements. A tensor that would not get smaller goes whole.
+two bytes for its position in its block of 65,536 elements. A tensor that would not get smaller is sent whole.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,10 @@ class DeltaEncoder:
     def begin(self, base_versions: Sequence[int | None]) -> None:
         """Decides whether this sync sends changes: only if the last version is what every receiver holds."""
         self._is_delta = self._version is not None and set(base_versions) == {self._version}
-        self._version = None  # until this sync is committed the copy is of no version
+        self._version = None  # until this sync is committed the copy belongs to no version
 
     def encode(self, name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
-        """tensor [...], contiguous -> [num_bytes] uint8; no bytes for one that has not changed."""
+        """Encodes a contiguous tensor [...] as [num_bytes] uint8; one that has not changed takes no bytes."""
         last = self._last.get(name)
         if last is None or (last.dtype, last.shape) != (tensor.dtype, tensor.shape):
             self._last[name] = tensor.clone()
@@ -54,29 +55,29 @@ class DeltaEncoder:
         return "delta", torch.cat([as_bytes(counts), as_bytes(values), as_bytes(positions)])
 
     def commit(self, version: int) -> None:
-        """All receivers hold what was encoded since `begin`."""
+        """Notes that all receivers hold what was encoded since `begin`."""
         self._version = version
 
 
 class DeltaDecoder:
-    """The receiver's side. What the engine can read back is the base; of other tensors it keeps a copy."""
+    """The receiver's side. Changes are applied to what the engine can read back; of other tensors it keeps a copy."""
 
     def __init__(self) -> None:
         self._version: int | None = None
         self._copies: dict[str, Tensor] = {}
 
     def begin(self) -> int | None:
-        """The version that changes can be applied to; None: this sync has to bring everything. Until it is committed
-        there is none."""
+        """Returns the version that changes can be applied to; None: this sync has to bring everything. Until it is
+        committed there is no such version."""
         version, self._version = self._version, None
         return version
 
     def commit(self, version: int) -> None:
-        """What was decoded since `begin` is served."""
+        """Notes that what was decoded since `begin` is served."""
         self._version = version
 
     def decode(self, entry: Entry, payload: Tensor, served: Tensor) -> Tensor:
-        """The whole tensor, on the device of its base.
+        """Returns the whole tensor; one that changes are applied to is on the device of its base.
 
         Args:
             payload: [entry.num_bytes] uint8.
@@ -86,7 +87,7 @@ class DeltaDecoder:
         """
         if entry.encoding == "whole":
             tensor = entry.tensor(payload)
-            self._copies.pop(entry.name, None)  # an engine may come to be able to tell what it serves
+            self._copies.pop(entry.name, None)  # an engine may become able to read back what it serves
             if served.is_meta:
                 self._copies[entry.name] = tensor.clone()
             return tensor
@@ -100,7 +101,7 @@ class DeltaDecoder:
 
 
 def _changes(entry: Entry, payload: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """places [N] int64 and values [N] of the changed elements."""
+    """Returns the places [N] int64 and the values [N] of the changed elements."""
     if not payload.numel():
         return torch.empty(0, dtype=torch.int64, device=payload.device), bits[:0]
     head = _COUNT_BYTES * _num_blocks(bits.numel())
@@ -119,7 +120,7 @@ def _changes(entry: Entry, payload: Tensor, bits: Tensor) -> tuple[Tensor, Tenso
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """tensor [...], contiguous -> [N] integers, the same memory: NaNs compare equal, 0 and -0 do not."""
+    """Views a contiguous tensor [...] as integers [N], the same memory: NaNs compare equal, 0 and -0 do not."""
     return tensor.view(-1).view(_BITS_OF[tensor.itemsize])
 
 

@@ -36,20 +36,20 @@ from shardwise.types import WeightReceiver
 
 MARKER = "complete.json"
 OWNER = "owner.json"
-"""In a folder of weights: whose it is. What a folder held before a run came to it is never the run's to remove."""
+"""Says which run owns a folder of weights. A run never removes what a folder held before the run came to it."""
 _VERSION = re.compile(r"version-(0|[1-9][0-9]*)")
 _MEASURED = "measurement"
 _REMEDY = "remove its folder, and the version before it is the newest; or let the run write another"
 
 
 class DiskMedium:
-    """Each bucket is a safetensors file in the folder of its version. The marker, written last, holds the files' xxh3
-    hashes; a version without one does not exist for readers. Where a version is begun, all are removed but the newest
-    whole one before it: later ones are of a run that has gone back to an earlier checkpoint. Of measurements nothing
-    stays, and no version makes room for one."""
+    """A medium that writes each bucket as a safetensors file in the folder of its version. The marker, written last,
+    holds the files' xxh3 hashes; a version without one does not exist for readers. Beginning a version removes all
+    others but the newest whole one before it: later ones are from a run that has gone back to an earlier checkpoint. A
+    measurement leaves nothing behind and removes no version."""
 
     large_bytes = sys.maxsize
-    """Each bucket is a file that has to reach the disk."""
+    """No tensor counts as large: each bucket is a file that has to reach the disk."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
         self._folder, self._rendezvous = folder, rendezvous
@@ -72,10 +72,10 @@ class DiskMedium:
         """Waits until all ends have joined.
 
         Args:
-            store, rank, size: as ProcessGroupMedium.join.
-            folder: the same one for all ends; made if there is none. Else it is empty, or of the same run.
-            run: tells runs apart, and is the same whenever one goes on. The sender's counts.
-            timeout: of every single wait; a whole version has to be written within it.
+            store, rank, size: as for ProcessGroupMedium.join.
+            folder: the same for all ends. It is made if there is none; otherwise it has to be empty or the same run's.
+            run: identifies the run, also after it was resumed. The sender's value counts.
+            timeout: limits every single wait; a whole version has to be written within it.
         Raises:
             ConfigError: at every end: the folder is another run's, holds something else, cannot be written to, or is
                 not the same one for all.
@@ -89,7 +89,7 @@ class DiskMedium:
                 try:
                     _claim(folder, run)
                 except ConfigError as error:
-                    with suppress(MediumError):  # it has to be mended whoever else is missing
+                    with suppress(MediumError):  # the user has to fix it, whoever else is missing
                         rendezvous.meet(phase, json.dumps({"refusal": str(error)}))
                     raise
                 seen = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".joining.")).name).name
@@ -110,7 +110,7 @@ class DiskMedium:
         return torch.device("cpu")
 
     def meet(self, phase: str, message: str) -> list[str]:
-        """See Medium. Who has come has taken what was sent before."""
+        """See Medium. An end that has come has taken what was sent before."""
         try:
             return self._rendezvous.meet(phase, message)
         finally:
@@ -119,7 +119,7 @@ class DiskMedium:
                 self._is_measuring = False
 
     def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
-        """See Medium. It cannot."""
+        """See Medium. Does nothing: this medium cannot write to such memory."""
 
     def exposed(self) -> Mapping[str, Tensor]:
         """See Medium."""
@@ -145,10 +145,10 @@ class DiskMedium:
         self.send(header, data)
 
     def settle(self) -> None:
-        """See Medium. It is on the disk."""
+        """See Medium. Nothing to wait for: what was sent is on the disk."""
 
     def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
-        """See Medium. Data stays where the file was read to."""
+        """See Medium. Ignores `place`: data stays in the memory that the file was read into."""
         if self._unread is None:
             last = self._rendezvous.meet("waiting for weights to be written", "")[SENDER]
             written = Header.decode(last)
@@ -205,11 +205,11 @@ class DiskMedium:
 
 
 def load_version(receiver: WeightReceiver, folder: Path, *, version: int | None = None) -> SyncReceipt:
-    """Loads the newest whole version in a folder into an engine and commits it: for one that starts when its sender has
-    long written, or is gone.
+    """Loads the newest whole version in a folder into an engine and commits it: for an engine that starts long after
+    its sender has written, or when the sender is gone.
 
     Args:
-        version: the one that is due; None takes the newest.
+        version: the version that is due; None takes the newest.
     Raises:
         WeightSyncError: there is no whole version, files were damaged, or as `pull_weights`.
     """
@@ -222,12 +222,12 @@ def load_version(receiver: WeightReceiver, folder: Path, *, version: int | None 
 
 
 def _claim(folder: Path, run: str) -> None:
-    """Makes the folder the run's, or finds that it is. Raises ConfigError."""
+    """Makes the folder the run's, or checks that it is. Raises ConfigError."""
     given = f"rollout.placement.folder={folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # it can be written to
-            names = {name for name in os.listdir(folder) if not name.startswith(".")}  # file systems put those anywhere
+            names = {name for name in os.listdir(folder) if not name.startswith(".")}  # file systems add those
         ours = {OWNER, _MEASURED, *(path.name for path in _versions(folder).values())} if OWNER in names else set()
         if others := sorted(names - ours):
             raise ConfigError(
@@ -235,7 +235,7 @@ def _claim(folder: Path, run: str) -> None:
                 "made, or move away what is in this one"
             )
         try:
-            with (folder / OWNER).open("x") as file:  # of two runs that come at once, one
+            with (folder / OWNER).open("x") as file:  # if two runs come at once, one succeeds
                 json.dump({"run": run}, file)
         except FileExistsError:
             _require_owner(folder / OWNER, run, given)
@@ -257,7 +257,7 @@ def _require_owner(path: Path, run: str, given: str) -> None:
 
 
 def _versions(folder: Path) -> dict[int, Path]:
-    """Whole or not."""
+    """Version -> its folder, whether it is whole or not."""
     named = ((_VERSION.fullmatch(path.name), path) for path in folder.glob("version-*"))
     return {int(match[1]): path for match, path in named if match and path.is_dir() and not path.is_symlink()}
 
@@ -274,7 +274,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor) -> str:
-    """Returns the xxh3 hash of the file, which is on the disk then."""
+    """Writes a bucket to the disk and returns the xxh3 hash of the file."""
     tensors = {}
     for segment in segments:
         part = data[segment.offset : segment.offset + segment.num_bytes]
@@ -285,8 +285,8 @@ def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor
 
 
 def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Headers and data as they were sent, but for the places in a file: safetensors puts tensors in an order of its
-    own."""
+    """Yields headers and data as they were sent, but with the offsets in the file, because safetensors puts tensors in
+    an order of its own. Raises WeightSyncError."""
     for name, expected in _read_marker(folder):
         path = folder / name
         try:
@@ -300,7 +300,7 @@ def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
         bucket = Header.decode(table["__metadata__"]["bucket"])
         moved = [replace(segment, offset=table[_key(segment)]["data_offsets"][0]) for segment in bucket.segments]
         yield replace(bucket, segments=moved).encode(), torch.from_numpy(raw[8 + length :])
-    # Whoever reads stops at the last bucket.
+    # Readers stop at the last bucket, so they get here only if it is missing.
     raise WeightSyncError(f"{folder / MARKER} is damaged: it does not name the version's last file; {_REMEDY}")
 
 
@@ -311,7 +311,7 @@ def _read_marker(folder: Path) -> list[tuple[str, str]]:
         marker = json.loads(path.read_text())
     except OSError as error:
         raise WeightSyncError(f"{folder} holds no whole version of the weights: {error}") from error
-    except ValueError:  # no JSON, or no text
+    except ValueError:  # not JSON, or not text
         marker = None
     match marker:
         case {"xxh3": dict(hashes)} if hashes:
@@ -330,5 +330,5 @@ def _key(segment: Segment) -> str:
 
 
 def _is_whole(segment: Segment) -> bool:
-    """Whether it is a tensor that others can read under its name; else it is a part of one, or its changes."""
+    """Whether it is a tensor that others can read under its name, and not a part of one or its changes."""
     return segment.entry.encoding == "whole" and segment.num_bytes == segment.entry.num_bytes

@@ -13,7 +13,7 @@ def sync_local(sender: WeightSender, receiver: WeightReceiver, *, version: int, 
     """Collective over the sender's ranks. Streams the weights in `dtype`, checks what is served, commits `version`.
 
     Raises:
-        WeightSyncError: the engine serves something else than was sent; the version is not committed.
+        WeightSyncError: the engine does not serve what was sent; the version is not committed.
     """
     started = time.perf_counter()
     manifest = Manifest(version, receiver.served_weights())

@@ -31,7 +31,7 @@ def nowhere(_what: object) -> None:
 
 
 def name_of(rank: int) -> str:
-    """What errors call an end."""
+    """The name of an end in errors."""
     return "the sender" if rank == SENDER else f"receiver {rank}"
 
 
@@ -50,7 +50,7 @@ class Medium(Protocol):
     """
 
     large_bytes: int
-    """From here on a tensor is better sent from where it lies than in a bucket with others."""
+    """From this size on a tensor is better sent from where it lies than in a bucket with others."""
 
     @property
     def device(self) -> torch.device:
@@ -60,39 +60,40 @@ class Medium(Protocol):
         """Gives every end's message to every end, in the order of the ends. `phase` is what errors call the wait."""
 
     def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
-        """At a receiver, before the meeting that begins a sync: from here on the sender may write what it sends to
-        these places (offset and number of bytes, by name) of the memory, if the medium can."""
+        """Called at a receiver before the meeting that begins a sync: from then on the sender may, if the medium can,
+        write what it sends straight to these places of the memory (name -> offset and number of bytes)."""
 
     def exposed(self) -> Mapping[str, Tensor]:
-        """At the sender, after that meeting: [num_bytes] uint8 by name, what the only receiver has exposed."""
+        """Called at the sender after that meeting: what the only receiver has exposed, name -> [num_bytes] uint8."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 to fill with the next bucket, while the one before is on its way."""
+        """Returns [num_bytes] uint8 to fill with the next bucket, while the one before is on its way."""
 
     def send(self, header: str, data: Tensor) -> None:
         """Begins to send a bucket; `data` is the front of the last `buffer`. `header` has at most MAX_HEADER_BYTES."""
 
     def send_from(self, header: str, data: Tensor) -> None:
-        """Begins to send a bucket that lies in memory of the caller's, which keeps its values until `settle` or `meet`
-        returns. No `buffer` is being filled."""
+        """Begins to send a bucket from the caller's memory, which has to keep its values until `settle` or `meet`
+        returns. Not to be called while a `buffer` is being filled."""
 
     def settle(self) -> None:
-        """Waits until nothing is read any more that `send_from` was given."""
+        """Waits until nothing that `send_from` was given is read any more."""
 
     def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
-        """The next bucket's header and data, which are valid until the next call; the bucket after is on its way, to
+        """Returns the next bucket's header and data, valid until the next call. The bucket after it is on its way, to
         where `place` says if the medium can."""
 
     def break_off(self, message: str) -> list[str | None]:
-        """After a MediumError: lets the other ends fail too, tells them why, and returns what they said, None of those
-        that said nothing for a few seconds."""
+        """Called after a MediumError: makes the other ends fail too, tells them why, and returns what they said, None
+        for those that said nothing for a few seconds."""
 
     def close(self) -> None:
         """Frees connections and memory."""
 
 
 class Rendezvous:
-    """Short messages between the ends of a medium, through a torch Store: deadlines that name who did not come."""
+    """Exchanges short messages between the ends of a medium through a torch Store. Errors name the ends that missed the
+    deadline."""
 
     GRACE = timedelta(seconds=2)
 
@@ -111,7 +112,7 @@ class Rendezvous:
         if silent:
             names = " and ".join(name_of(rank) for rank in silent)
             raise EndLostError(f"{phase}: waited {self._timeout.total_seconds():g} s for {names}")
-        # Who has come to this meeting has read the messages of the one before.
+        # An end that has come to this meeting has read the messages of the one before.
         if self._count:
             self._store.delete_key(f"{self._count - 1}/{self._rank}")
         self._count += 1

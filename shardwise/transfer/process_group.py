@@ -26,15 +26,15 @@ class _Coming(NamedTuple):
 
 
 class ProcessGroupMedium:
-    """Broadcasts buckets with gloo or NCCL. The group is no part of torch's registry: neither end needs a default
-    process group, and theirs may be of other sizes and backends.
+    """Broadcasts buckets with gloo or NCCL. The group is not in torch's registry: no end needs a default process group,
+    and those that exist may have other sizes and backends.
 
     A bucket is two broadcasts: its header, of a fixed size, then its data, into one of two buffers in turn, or from
     where it lies to where it is served.
     """
 
     large_bytes = 1 << 23
-    """From here on a header more for each costs less than the copies on both sides (measured with gloo)."""
+    """From this size on a header of its own costs less than the copies on both sides (measured with gloo)."""
 
     def __init__(
         self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device
@@ -44,10 +44,10 @@ class ProcessGroupMedium:
         self._headers = [torch.zeros(MAX_HEADER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._works: list[list[Any]] = [[], []]
-        """What still reads each of this sender's two buffers."""
+        """Broadcasts that still read each of this sender's two buffers."""
         self._turn = 0
         self._header: list[Any] | None = None
-        """What receives the next header, where one is due."""
+        """Broadcast that receives the next header; None if none is due."""
         self._coming: deque[_Coming] = deque()
 
     @classmethod
@@ -66,7 +66,7 @@ class ProcessGroupMedium:
         Args:
             store: the same for all ends and for nothing else; a PrefixStore of another one will do.
             rank: 0 sends, 1 .. size - 1 receive.
-            timeout: of every single wait.
+            timeout: limits every single wait.
             device: where buckets lie; the host with gloo, this process's GPU with nccl.
         Raises:
             ValueError: the backend cannot carry buckets of the device, or this build of torch has no such backend.
@@ -96,8 +96,8 @@ class ProcessGroupMedium:
         return self._device
 
     def meet(self, phase: str, message: str) -> list[str]:
-        """See Medium. In a store the dead are only silent, but gloo notices at once that a connection has closed; and
-        it is faster."""
+        """See Medium. Goes through gloo where it can, which is faster and notices at once that a connection has closed;
+        through the store a dead end is only silent."""
         if not self._is_gloo:
             return self._rendezvous.meet(phase, message)
         said = torch.tensor(list(message.encode()), dtype=torch.uint8)
@@ -107,7 +107,7 @@ class ProcessGroupMedium:
         return [answer[:size].numpy().tobytes().decode() for answer, size in answers]
 
     def expose(self, memory: SharedTensors, places: Mapping[str, tuple[int, int]]) -> None:
-        """See Medium. It cannot."""
+        """See Medium. Does nothing: this medium cannot write to such memory."""
 
     def exposed(self) -> Mapping[str, Tensor]:
         """See Medium."""
@@ -157,15 +157,15 @@ class ProcessGroupMedium:
         return self._rendezvous.break_off(message)
 
     def close(self) -> None:
-        """See Medium. Without the group its connections close, which ends the wait of the other ends; NCCL would wait
-        for what is in flight, unless it is aborted."""
+        """See Medium. Dropping the group closes its connections, which ends the wait of the other ends. NCCL would wait
+        for what is in flight, so it is aborted."""
         if self._group is not None and not self._is_gloo:
             self._group.abort()
         self._works, self._group = [[], []], None
         self._coming.clear()
 
     def _expect_header(self) -> None:
-        """Begins to receive the next one."""
+        """Begins to receive the next header."""
         self._turn = 1 - self._turn
         self._header = [self._broadcast(self._headers[self._turn])]
 
@@ -189,7 +189,7 @@ class ProcessGroupMedium:
         return self._buffers[turn][:num_bytes]
 
     def _all_gather(self, data: Tensor, phase: str) -> list[Tensor]:
-        """Every end's, with gloo."""
+        """Returns every end's data, in the order of the ends; with gloo."""
         gathered = [torch.empty_like(data) for _ in range(self._group.size())]
         self._wait([self._begun(lambda: self._group.allgather([gathered], [data]))], phase)
         return gathered
@@ -206,7 +206,7 @@ class ProcessGroupMedium:
             raise EndLostError(f"the process group failed: {str(error).strip()}") from error
 
     def _finish(self, turn: int) -> None:
-        """Waits until nothing reads a buffer of this sender, or what went with it, any more."""
+        """Waits until nothing reads this sender's buffer, or what was sent with it, any more."""
         works, self._works[turn] = self._works[turn], []
         self._wait(works, "sending weights")
 
@@ -230,5 +230,5 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     if not dist.is_nccl_available():
         raise ValueError("this build of torch has no NCCL; use backend=gloo")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # ours comes first, and names who is missing
+    options._timeout = 2 * timeout  # our own timeout comes first, and names who is missing
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -27,21 +27,22 @@ from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, 
 _NUM_SLOTS = 2
 _PACKET_BYTES = 1 << 17
 _PIECE_BYTES = 1 << 15
-"""Of what is said at a meeting, which grows with the number of receivers: so many bytes fit into a packet anywhere."""
+"""Size of the pieces of a meeting's messages, which grow with the number of receivers: as much as fits into a packet on
+any host."""
 _GIVES_BACK, _MEETS, _EXPOSES = b"b", b"m", b"e"
 """What a receiver's packet begins with."""
 _GOES_ON, _ENDS = b"+", b"."
-"""What the pieces of something longer begin with."""
+"""What the pieces of a longer message begin with."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedMemoryMedium:
-    """Two slots for buckets: the sender fills one while the receivers read the other. A receiver that goes on to the
-    next bucket gives the slot before back. To one receiver alone the sender writes where that serves from: one copy
-    instead of two. Linux only."""
+    """A medium with two slots for buckets: the sender fills one while the receivers read the other. A receiver that
+    goes on to the next bucket gives back the slot before. If there is only one receiver, the sender writes straight to
+    where it serves from: one copy instead of two. Linux only."""
 
     large_bytes = sys.maxsize
-    """Everything has to be copied into memory that is shared."""
+    """No tensor counts as large: everything has to be copied into memory that is shared."""
 
     def __init__(
         self,
@@ -59,13 +60,13 @@ class SharedMemoryMedium:
         self._new_slots: dict[int, list[int]] = {}
         """Slots that the receivers have not mapped yet, and the descriptors to pass."""
         self._readers: list[set[int]] = [set() for _ in range(_NUM_SLOTS)]
-        """Receivers that have not given a slot back."""
+        """For each slot the receivers that have not given it back."""
         self._turn = 0
         self._held: int | None = None
         """The slot that this receiver reads."""
         self._can_expose = size == 2 and device.type == "cpu"
         self._places: tuple[int, Mapping[str, tuple[int, int]]] | None = None
-        """What this receiver has exposed: of which memory, and where in it."""
+        """What this receiver has exposed: the memory's descriptor, and the places in it."""
         self._exposed: dict[str, Tensor] = {}
 
     @classmethod
@@ -81,7 +82,7 @@ class SharedMemoryMedium:
         """Waits until all ends have joined.
 
         Args:
-            store, rank, size, timeout: as ProcessGroupMedium.join.
+            store, rank, size, timeout: as for ProcessGroupMedium.join.
             device: where buckets lie: the host, or the GPU that all ends use, each through its own CUDA context.
         Raises:
             ConfigError: at every end: one is on another host. MediumError: an end did not come in time.
@@ -113,7 +114,7 @@ class SharedMemoryMedium:
         return self._device
 
     def meet(self, phase: str, message: str) -> list[str]:
-        """See Medium. Over the sockets: the end of a process is noticed at once."""
+        """See Medium. Goes over the sockets, so that the end of a process is noticed at once."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         if SENDER in self._peers:
             self._send_packet(phase, SENDER, _MEETS + message.encode())
@@ -172,10 +173,10 @@ class SharedMemoryMedium:
         self.send(header, self.buffer(len(data)).copy_(data))
 
     def settle(self) -> None:
-        """See Medium. It was copied."""
+        """See Medium. Nothing to wait for: what was sent has been copied."""
 
     def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
-        """See Medium. Data stays in the slot: whoever wants it elsewhere copies it once."""
+        """See Medium. Ignores `place`: data stays in the slot, and whoever wants it elsewhere copies it once."""
         self._give_back()
         packet, descriptors = self._receive_packet(
             "receiving weights", SENDER, time.monotonic() + self._timeout.total_seconds()
@@ -196,12 +197,12 @@ class SharedMemoryMedium:
         """See Medium."""
         self._let_go()
         answers = self._rendezvous.break_off(message)
-        self._collect()  # who has answered has let go
+        self._collect()  # an end that has answered has let go
         return answers
 
     def close(self) -> None:
-        """See Medium. The memory goes when the last end that has it mapped lets go of it; a GPU's is the sender's to
-        free, which waits for that as long as `break_off` waits for answers."""
+        """See Medium. Host memory is freed when the last end that has it mapped lets go of it. A GPU's is freed by the
+        sender, which first waits for the receivers to let go, as long as `break_off` waits for answers."""
         if SENDER not in self._peers and self._device.type != "cpu":
             self._wait_until_receivers_let_go()
         self._let_go()
@@ -216,7 +217,7 @@ class SharedMemoryMedium:
         deadline = time.monotonic() + Rendezvous.GRACE.total_seconds()
         for peer in self._peers.values():
             with suppress(OSError):  # it is gone, or was closed here before
-                peer.shutdown(socket.SHUT_WR)  # whoever waits for more hears that there is none
+                peer.shutdown(socket.SHUT_WR)  # whoever waits for more learns that there is none
         for peer in self._peers.values():
             with suppress(OSError):  # it is gone, or too slow
                 peer.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -228,7 +229,7 @@ class SharedMemoryMedium:
             torch.cuda.ipc_collect()  # torch keeps what was freed while a receiver had it mapped until it is asked
 
     def _location(self) -> dict[str, Any]:
-        """How one receiver maps the new slot."""
+        """Says how one receiver maps the new slot."""
         slot = self._slots[self._turn]
         assert slot is not None
         if self._device.type == "cpu":
@@ -256,7 +257,7 @@ class SharedMemoryMedium:
         self._readers[int(packet[1:])].discard(rank)
 
     def _message_of(self, phase: str, rank: int, deadline: float) -> str:
-        """What a receiver says at a meeting; it may give slots back and expose memory before."""
+        """Returns what a receiver says at a meeting; before that it may give slots back and expose memory."""
         pieces: list[bytes] = []
         while True:
             packet, descriptors = self._receive_packet(phase, rank, deadline)
@@ -303,7 +304,7 @@ def _pieces(said: bytes) -> Iterator[bytes]:
 
 
 def _joined(pieces: Iterator[bytes]) -> bytes:
-    """What `_pieces` made these of; takes no more of them."""
+    """Returns the message that `_pieces` made these of; takes none of the pieces after it."""
     taken = [next(pieces)]
     while taken[-1][:1] == _GOES_ON:
         taken.append(next(pieces))
@@ -348,14 +349,15 @@ def _connect(address: str, rank: int, *, timeout: timedelta) -> dict[int, socket
 
 
 def _cuda_ipc_handle(slot: Tensor) -> list[Any]:
-    """What torch passes to one other process for a CUDA storage, JSON-serialisable: a handle counts one process that
-    has the memory mapped. Without the device, whose number may be another one there."""
+    """Returns what torch passes to one other process for a CUDA storage, JSON-serializable. Each receiver needs a
+    handle of its own, which counts as one process that has the memory mapped. The device is left out: its number may
+    differ there."""
     _, *handle = slot.untyped_storage()._share_cuda_()
     return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
 
 
 def _opened_cuda_ipc(handle: list[Any], device: torch.device) -> Tensor:
-    """[num_bytes] uint8."""
+    """Maps the memory of a `_cuda_ipc_handle` as [num_bytes] uint8."""
     parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *parts)

@@ -49,8 +49,8 @@ def push_weights(
     """Collective over the sender's ranks. Streams the weights in `dtype` to all receivers and waits for their receipts.
 
     Args:
-        medium: its sending end; None on the ranks that have none and only take part in gathering.
-        bucket_bytes: of the pieces that travel, a multiple of 16; two of them are held at a time.
+        medium: the sending end; None on the ranks that have none and only take part in gathering.
+        bucket_bytes: size of the pieces that travel, a multiple of 16; two of them are held at a time.
         delta: sends only what changed since the last sync with the same encoder, if all receivers still hold that.
     Returns:
         The receipt that all receivers agree with; None on ranks without an end of the medium.
@@ -58,7 +58,7 @@ def push_weights(
         MediumError: a receiver was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: a weight is not finite, or a receiver does not hold what was sent. No receiver has committed
             the version.
-        ExportError: at every end: the medium could not write the weights, and can once the user has mended it.
+        ExportError: at every end: the medium could not write the weights, and can once the user has fixed the cause.
     """
     weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
@@ -111,9 +111,9 @@ def pull_weights(
     an error, until a whole sync has succeeded.
 
     Args:
-        version: the one that is due; None takes whatever comes.
+        version: the version that is due; None takes whatever comes.
         delta: lets the sender send only what changed; the same decoder at every sync of an engine.
-        assembly: for tensors larger than a bucket; the same one at every sync spares it new memory.
+        assembly: for tensors larger than a bucket; passing the same one at every sync avoids new memory.
         memory: what the engine serves from, or part of it: the sender may write there itself.
     Raises:
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
@@ -164,8 +164,8 @@ def _one_behind(items: Iterator[_T]) -> Iterator[_T]:
 def _arrived(
     reader: BucketReader, manifest: Manifest, served: Mapping[str, Tensor], delta: DeltaDecoder | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they come. Those that the engine cannot read back are checked here; of the others those that have
-    not changed, or were placed, are left out."""
+    """Yields the tensors as they come, without those that have not changed or were placed. Those that the engine cannot
+    read back are checked here."""
     for entry, payload in reader.entries(partial(_place, served)):
         manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
         before = served[entry.name]
@@ -181,7 +181,7 @@ def _arrived(
 
 
 def _place(served: Mapping[str, Tensor], entry: Entry) -> Tensor | None:
-    """The memory that the engine serves a tensor from, for one that may be received there."""
+    """The memory that the engine serves a tensor from; None if the entry cannot be received there."""
     tensor = served.get(entry.name)
     if tensor is None or tensor.is_meta or entry.encoding != "whole":
         return None
@@ -211,11 +211,11 @@ def _concluded(
     """Does one end's part, tells the others how it went, and learns how theirs went.
 
     Args:
-        on_failure: what keeps the others going until they meet again.
+        on_failure: keeps the other ends going until all meet again.
     Returns:
-        The receipt, which is that of all ends; `seconds_of_proof` of the end that spent most.
+        The receipt, which all ends agree on; its `seconds_of_proof` are those of the end that spent most.
     Raises:
-        WeightSyncError: some end failed, this one or another. The error of this end itself is raised as it is.
+        WeightSyncError: some end failed, this one or another. This end's own error is raised as it is.
         ExportError: the sender's, at every end.
     """
     phase = f"weight sync{'' if version is None else f' {version}'}: comparing receipts"
@@ -245,8 +245,8 @@ def _concluded(
 def _report(
     medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]
 ) -> ExportError | None:
-    """Tells the other ends, which wait for it whatever else goes wrong here. Returns the sender's ExportError, to which
-    that of this end is due."""
+    """Tells the other ends about an error; they wait for it whatever else goes wrong here. Returns the sender's
+    ExportError if there is one, because this end's error is due to it."""
     try:
         try:
             on_failure(error)

@@ -1,5 +1,5 @@
 """Folders of torch.distributed.checkpoint: `.metadata`, a pickle that says where every piece of every tensor is, and
-`__R_K.distcp` files, in which a file of torch.save for each piece stands behind the other."""
+`__R_K.distcp` files, which hold a file of torch.save for each piece, one after the other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,11 +39,12 @@ class DcpCheckpoint:
     tensors: ShardedTensors
     """All of them: weights, optimizer states, whatever was saved."""
     others: list[str]
-    """Names of what is no tensor; it was pickled and is not read."""
+    """Names of entries that are not tensors; they were pickled and are not read."""
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Raises ModelError: `.metadata` is damaged, asks to run code or names a file that is not there."""
+        """Reads what the folder holds. Raises ModelError: `.metadata` is damaged, asks to run code or names a file that
+        is not there."""
         path = folder / METADATA
         try:
             data = path.read_bytes()
@@ -76,13 +77,13 @@ class DcpCheckpoint:
         return cls(folder, len(files), ShardedTensors(folder, tensors), others)
 
     def optimizer_states(self, parameters: Sequence[str], *, near: str = "") -> dict[str, ShardedTensor]:
-        """By "KEY/NAME", such as "exp_avg/model.norm.weight", of an optimizer that was saved by the names of its
-        parameters (`get_optimizer_state_dict`); empty without one.
+        """Returns the states by "KEY/NAME", such as "exp_avg/model.norm.weight", of an optimizer that was saved under
+        the names of its parameters (`get_optimizer_state_dict`); empty if there is none.
 
         Args:
             near: the prefix of the weights, which tells their optimizer from those of other models in the folder.
         Raises:
-            ConfigError: there are several all the same.
+            ConfigError: several optimizers fit all the same.
         """
         prefix = self.tensors.prefix_of(parameters, suffix=".exp_avg", near=near)
         if prefix is None:

@@ -41,13 +41,13 @@ class Record:
 
 
 def attributes_of(state: Any) -> dict[str, Any]:
-    """Of the pickled state of an ordinary object: a dict, or a pair of one and its slots."""
+    """Returns the attributes in the pickled state of an ordinary object: a dict, or a pair of a dict and its slots."""
     parts = state if isinstance(state, tuple) else (state,)
     return {name: value for part in parts if part is not None for name, value in part.items()}
 
 
 class _Dict(dict[Any, Any]):
-    """For an OrderedDict, whose own attributes (state dicts have a `_metadata`) are left out."""
+    """Stands for an OrderedDict, without its own attributes (state dicts have a `_metadata`)."""
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -62,7 +62,7 @@ _RECORDS = ("torch.device", "torch.serialization._get_layout")
 
 
 def _member(_owner: type[Record], name: str) -> type[Record]:
-    """For `getattr`, by which classes inside of classes and members of enumerations are pickled."""
+    """Stands for `getattr`, with which classes inside of classes and members of enumerations are pickled."""
     return _record_class(name)
 
 
@@ -74,7 +74,7 @@ def read_pickle(
     functions: Mapping[str, Any] | None = None,
     load_storage: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Tuples, lists, dicts, numbers, strings, torch dtypes and Records.
+    """Reads a pickle as tuples, lists, dicts, numbers, strings, torch dtypes and Records.
 
     Args:
         origin: what errors call it, such as the path of a file.
@@ -82,7 +82,7 @@ def read_pickle(
         functions: dotted name -> what stands for it instead of a Record.
         load_storage: takes what torch.save puts in the place of a tensor's storage.
     Raises:
-        ModelError: it names something else, which is told, or is no whole pickle.
+        ModelError: it names something else, which the error tells, or is not a whole pickle.
     """
     stand_ins = {name: _record_class(name) for name in (*_RECORDS, *records)}
     known = _PLAIN | {"__builtin__.getattr": _member, "builtins.getattr": _member} | stand_ins | dict(functions or {})
@@ -93,12 +93,12 @@ def read_pickle(
             f"{origin} is refused: loading it would call {refused}, which no tensor needs and which may run code of "
             "whoever wrote it; nothing was called. Get it from where it was trained, saved as safetensors"
         ) from None
-    except Exception as error:  # what is cut or was made to harm can raise anything
+    except Exception as error:  # a truncated or malicious pickle can raise anything
         raise ModelError(f"{origin} cannot be read: {type(error).__name__}: {error}; copy it again") from None
 
 
 class _NotAllowed(Exception):
-    """The dotted name that a pickle asked for."""
+    """A pickle asked for something that is not allowed; the message is its dotted name."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -24,7 +24,7 @@ class Piece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     read: Callable[[], Tensor]
-    """[*sizes], on the host."""
+    """Returns the box, [*sizes], on the host."""
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -44,7 +44,7 @@ class ShardedTensor:
 
     @classmethod
     def of(cls, name: str, spec: TensorSpec, pieces: Iterable[Piece], *, origin: Path) -> Self:
-        """Of pieces in the same place (replicas) the first is taken, empty ones are left out.
+        """Puts pieces together: the first of those in the same place (replicas) is taken, empty ones are left out.
 
         Raises:
             ModelError: the pieces do not make up the tensor.
@@ -60,7 +60,7 @@ class ShardedTensor:
         return cls(spec, found)
 
     def read(self) -> Tensor:
-        """Whole, on the host."""
+        """Returns the whole tensor, on the host."""
         if len(self.pieces) == 1:
             return self.pieces[0].read()
         whole = torch.empty(self.spec.shape, dtype=self.spec.dtype)
@@ -74,7 +74,7 @@ class ShardedTensors:
     """The tensors of a checkpoint by name."""
 
     folder: Path
-    """Where they come from, for errors."""
+    """Where the tensors come from, for errors."""
     tensors: Mapping[str, ShardedTensor]
 
     @property
@@ -86,16 +86,16 @@ class ShardedTensors:
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the host. Raises ModelError: a file is damaged or asks to run code."""
+        """Returns a whole tensor, on the host. Raises ModelError: a file is damaged or asks to run code."""
         return self.tensors[name].read()
 
     def under(self, prefix: str) -> "ShardedTensors":
-        """Those whose names begin with the prefix, without it."""
+        """Returns the tensors whose names begin with the prefix, under their names without it."""
         chosen = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return ShardedTensors(self.folder, {name.removeprefix(prefix): tensor for name, tensor in chosen.items()})
 
     def finite_in(self, dtype: torch.dtype) -> "ShardedTensors":
-        """The same. Reading one that holds NaN or an infinity in the dtype raises an ExportError."""
+        """Returns the same tensors, but reading one that holds NaN or an infinity in the dtype raises ExportError."""
 
         def looked_through(name: str) -> Tensor:
             tensor = self.read(name)
@@ -109,13 +109,13 @@ class ShardedTensors:
         return ShardedTensors(self.folder, wholes)
 
     def meant_prefix(self, prefix: str) -> str:
-        """A prefix with the dot behind it, where it was given without one and names begin so."""
+        """Returns the prefix with a dot behind it if it was given without one and names begin so."""
         dotted = f"{prefix}."
         return dotted if prefix and any(name.startswith(dotted) for name in self.tensors) else prefix
 
     def prefix_of(self, wanted: Collection[str], *, suffix: str = "", near: str = "") -> str | None:
-        """What stands before most of the wanted names, which `suffix` follows; None if none of them is there. Of
-        several that fit equally well the one that has the longest beginning in common with `near`.
+        """Returns the prefix of most of the wanted names, where each is followed by `suffix`; None if none of them is
+        there. Of prefixes that fit equally well it is the one that has the longest beginning in common with `near`.
 
         Raises:
             ConfigError: several prefixes fit equally well.
@@ -149,7 +149,8 @@ def _is_inside(piece: Piece, spec: TensorSpec) -> bool:
 
 
 def _overlap(pieces: list[Piece]) -> bool:
-    """Of pieces in the order of their offsets; each is compared with those that reach into its first row."""
+    """Whether any of the pieces overlap, which are in the order of their offsets; each is compared with those that
+    reach into its first row."""
     reaching: list[Piece] = []
     for piece in pieces:
         reaching = [other for other in reaching if other.box and other.box[0].stop > piece.box[0].start]

@@ -51,13 +51,13 @@ class StoredTensor:
     spec: TensorSpec
     file: "TorchFile"
     key: str
-    """Of the storage."""
+    """Key of the storage."""
     stride: tuple[int, ...]
-    """In elements, as `offset`."""
+    """In elements, like `offset`."""
     offset: int
 
     def read(self) -> Tensor:
-        """On the host. Raises ModelError: the bytes are damaged or lie outside of the file."""
+        """Returns the tensor, on the host. Raises ModelError: the bytes are damaged or lie outside of the file."""
         return self.file.read(self)
 
 
@@ -75,7 +75,7 @@ class TorchFile:
             records: dotted names of classes and functions that the pickle may name beside those of plain tensors.
             start, num_bytes: the part of the file that is the archive; None: to the file's end.
         Raises:
-            ModelError: no such file, cut, of the format before torch 1.6, or it asks for something else.
+            ModelError: there is no such file, it is cut, has the format before torch 1.6, or names something else.
         """
         self.path = path
         self._start = start
@@ -112,8 +112,8 @@ class TorchFile:
         )
 
     def read(self, tensor: StoredTensor) -> Tensor:
-        """Only the tensor's own bytes where it is contiguous, else its storage. A storage is compared with its CRC-32
-        before anything of it is given.
+        """Reads only the tensor's own bytes if it is contiguous, else its storage. A storage is compared with its
+        CRC-32 before anything of it is returned.
 
         Raises:
             ModelError: the bytes are damaged or lie outside of the file.
@@ -164,7 +164,8 @@ class TorchFile:
         raise ModelError(f"{self.path} is no file of torch.save: its archive holds no {name}; give a saved state dict")
 
     def _data_start(self, file: io.FileIO, info: zipfile.ZipInfo) -> int:
-        """In the file. The directory at its end does not say how long an entry's own header is."""
+        """Where an entry's data begin in the file. The archive's directory does not say how long the entry's own header
+        is."""
         header = self._start + info.header_offset
         file.seek(header)
         name_bytes, extra_bytes = struct.unpack_from("<HH", file.read(_LOCAL_HEADER_BYTES), 26)
@@ -209,7 +210,7 @@ class _Window(io.RawIOBase):
 
 
 def _without_gradient(tensor: StoredTensor, *_: Any) -> StoredTensor:
-    """Of a Parameter."""
+    """Stands for what rebuilds a Parameter: returns its plain tensor."""
     return tensor
 
 

@@ -50,7 +50,7 @@ _RECORDS = (
     "torch.distributed._tensor.placement_types.Partial",
     "torch.distributed._tensor.placement_types.Replicate",
     "torch.distributed._tensor.placement_types.Shard",
-    # of FSDP1 without a mesh
+    # FSDP1 without a mesh
     "torch.distributed._shard.metadata.ShardMetadata",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
@@ -69,22 +69,25 @@ class _Shards:
     """What one rank holds of one tensor."""
 
     spec: TensorSpec
-    """Of the whole tensor."""
+    """Dtype and shape of the whole tensor."""
     pieces: list[Piece]
 
 
 @dataclass(frozen=True, slots=True)
 class VerlCheckpoint:
-    """`Example: VerlCheckpoint(folder=.../global_step_40/actor, world_size=4, mesh={"ddp": 2, "fsdp": 2}, ...)`"""
+    """What the files of all ranks hold, before weights are read.
+
+    Example: `VerlCheckpoint(folder=.../global_step_40/actor, world_size=4, mesh={"ddp": 2, "fsdp": 2}, ...)`
+    """
 
     folder: Path
     world_size: int
     mesh: dict[str, int]
     """Axis -> size."""
     tensors: ShardedTensors
-    """The model's."""
+    """The model's tensors."""
     fsdp_version: int | None
-    """As fsdp_config.json says; None without one."""
+    """The version in fsdp_config.json; None without that file."""
 
     @staticmethod
     def find(source: Path) -> Path | None:
@@ -107,16 +110,17 @@ class VerlCheckpoint:
             return cls(folder, len(files), mesh.axes, _tensors(files, by_rank, mesh), config.get("FSDP_version"))
 
     def has(self, part: str) -> bool:
-        """Whether there are files of optim or of extra_state."""
+        """Whether there are files of a part, such as optim or extra_state."""
         return any(self.folder.glob(f"{part}_world_size_*.pt"))
 
     def optimizer_states(self, parameters: Sequence[str]) -> dict[str, ShardedTensor]:
-        """By "KEY/NAME", such as "exp_avg/model.norm.weight".
+        """Returns the states by "KEY/NAME", such as "exp_avg/model.norm.weight".
 
         Args:
-            parameters: the model's, in the order of its modules, by which verl numbers them.
+            parameters: names of the model's parameters in the order of its modules, by which verl numbers them.
         Raises:
-            ModelError: as `open`, or the states are not of these parameters (FSDP1 keeps those of flattened ones).
+            ModelError: as `open`, or the states do not belong to these parameters (FSDP1 keeps states of flattened
+                ones).
         """
         files = _rank_files(self.folder, "optim")
         by_rank = [_numbered_states(file, parameters) for file in files]
@@ -150,7 +154,7 @@ class _Mesh:
 
 @contextmanager
 def _known_forms(folder: Path) -> Iterator[None]:
-    """Turns what records lack into a ModelError."""
+    """Turns the error of a record that lacks something into a ModelError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -161,7 +165,8 @@ def _known_forms(folder: Path) -> Iterator[None]:
 
 
 def _rank_files(folder: Path, part: str) -> list[Path]:
-    """By rank. Raises ModelError: they are of several world sizes, or not there for every rank."""
+    """Returns the files of a part, by rank. Raises ModelError: they are of several world sizes, or not there for every
+    rank."""
     matches = [
         match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)) and match["part"] == part
     ]
@@ -204,7 +209,7 @@ def _state_dict(file: Path) -> dict[str, Any]:
 
 
 def _numbered_states(file: Path, parameters: Sequence[str]) -> dict[str, Any]:
-    """By "KEY/NAME" what one rank holds of the state."""
+    """Returns what one rank holds of the optimizer's states, by "KEY/NAME"."""
     content = TorchFile(file, records=_RECORDS).content
     try:
         groups = content["param_groups"]
@@ -228,7 +233,7 @@ def _numbered_states(file: Path, parameters: Sequence[str]) -> dict[str, Any]:
 
 
 def _tensors(files: Sequence[Path], by_rank: Sequence[Mapping[str, Any]], mesh: _Mesh) -> ShardedTensors:
-    """Of what every rank holds. Raises ModelError: they do not fit together."""
+    """Puts tensors together from what every rank holds. Raises ModelError: it does not fit together."""
     folder, tensors = files[0].parent, {}
     for file, state in zip(files, by_rank, strict=True):
         if different := sorted(state.keys() ^ by_rank[0].keys()):
@@ -246,7 +251,8 @@ def _tensors(files: Sequence[Path], by_rank: Sequence[Mapping[str, Any]], mesh: 
 
 
 def _shards(origin: str, value: Any, mesh: _Mesh) -> _Shards:
-    """Of one rank. Raises ModelError: neither a tensor nor one that FSDP shards."""
+    """Returns what one rank holds of a tensor. Raises ModelError: it is neither a tensor nor a shard as FSDP makes
+    them."""
     if isinstance(value, StoredTensor):  # whole on every rank
         return _Shards(value.spec, [Piece((0,) * len(value.spec.shape), value.spec.shape, value.read)])
     if isinstance(value, Record) and value.kind == "_rebuild_from_type_v2":
@@ -284,7 +290,8 @@ def _dtensor_shards(origin: str, dtensor: dict[str, Any], mesh_sizes: list[int])
 
 
 def _sharded_tensor_shards(origin: str, local_shards: list[Record], metadata: Record) -> _Shards:
-    """What FSDP1 writes that was given no mesh. Raises ModelError: a shard is not what its metadata say."""
+    """Reads the ShardedTensor that FSDP1 writes without a mesh. Raises ModelError: a shard is not what its metadata
+    say."""
     held = [shard.attributes for shard in local_shards]
     boxes = [shard["metadata"].attributes for shard in held]
     whole = metadata.attributes
